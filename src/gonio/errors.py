@@ -1,0 +1,111 @@
+"""Every exception of the library.
+
+Each class takes the values that went wrong and composes its own message from them, always in the
+same order: what was asked, what was found, what to do. Callers catch :class:`GonioError` for all of
+them, or the built-in class that a user would expect (`ValueError`, `KeyError`, `ImportError`, …).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "AlreadyAppliedError",
+    "GonioError",
+    "InvalidArgumentError",
+    "MissingExtraError",
+    "NoMatchError",
+    "NotApplicableError",
+    "UnknownNameError",
+]
+
+
+class GonioError(Exception):
+    """Base class of every error that gonio raises on purpose."""
+
+
+def closest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The names most like `name`, best first.
+
+    Example:
+        >>> closest("Orthogonalty", ["L2", "Orthogonality", "SRIP"])
+        ['Orthogonality']
+    """
+    folded = {k.casefold(): k for k in known}
+    found = difflib.get_close_matches(name.casefold(), folded, n=count, cutoff=0.5)
+    return [folded[f] for f in found]
+
+
+def listing(names: Sequence[str], *, limit: int = 12) -> str:
+    """Names as one comma-separated phrase, cut at `limit`.
+
+    Example:
+        >>> listing(["a", "b", "c"], limit=2)
+        'a, b and 1 more'
+    """
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+class InvalidArgumentError(GonioError, ValueError):
+    """An argument has a value that the function cannot work with."""
+
+    def __init__(self, asked: str, found: str, do: str) -> None:
+        super().__init__(f"{asked}; found {found}. {do}")
+
+
+class UnknownNameError(GonioError, KeyError):
+    """A name is not in the closed list of names of its kind."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = closest(name, known)
+        hint = f"Did you mean {listing(near)}?" if near else f"Known: {listing(known, limit=40)}."
+        self.message = f"there is no {kind} named {name!r}. {hint}"
+        super().__init__(self.message)
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return self.message
+
+
+class NoMatchError(GonioError, ValueError):
+    """A `where` selected no module that the edit can act on."""
+
+    def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
+        near = closest(where, candidates)
+        if refused:
+            found = f"it selects {listing(refused)}, on which {verb} cannot act"
+        else:
+            found = "it selects no module at all"
+        can = f"{verb} can act on: {listing(list(candidates))}" if candidates else f"{verb} can act on no module of this model"
+        hint = f" Did you mean {listing(near)}?" if near else ""
+        super().__init__(f"{verb} was asked for where={where}; {found}. {can}.{hint}")
+
+
+class AlreadyAppliedError(GonioError, ValueError):
+    """The same edit already is in force on a module."""
+
+    def __init__(self, verb: str, path: str, found: str) -> None:
+        super().__init__(
+            f"{verb} was asked for {path!r}; found {found} there already. "
+            f"Undo that edit first, or exclude the module in `where`."
+        )
+
+
+class NotApplicableError(GonioError, ValueError):
+    """A module or tensor cannot carry what was asked for it; says which and why."""
+
+    def __init__(self, asked: str, path: str, why: str, do: str) -> None:
+        super().__init__(f"{asked} was asked for {path!r}; {why}. {do}")
+
+
+class MissingExtraError(GonioError, ImportError):
+    """A part of gonio needs an optional package that is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'gonio[{extra}]'",
+            name=package,
+        )

@@ -1,0 +1,39 @@
+"""Generators derived from a seed and names, so that no result depends on the global RNG."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+__all__ = ["derive_seed", "generator"]
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """A 63-bit seed that depends on `seed` and every name, and on nothing else.
+
+    Two names give independent streams; the same names give the same stream in every process, on
+    every platform. Untouched layers of two recipes therefore start bit-equal.
+
+    Example:
+        >>> derive_seed(0, "conv1") == derive_seed(0, "conv1")
+        True
+        >>> derive_seed(0, "conv1") == derive_seed(0, "conv2")
+        False
+    """
+    # A length prefix per part: ("ab", "c") and ("a", "bc") must differ.
+    parts = [str(seed), *(str(name) for name in names)]
+    text = "".join(f"{len(part)}:{part}" for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A fresh `torch.Generator` seeded by :func:`derive_seed`.
+
+    Example:
+        >>> a = torch.rand(2, generator=generator(0, "data"))
+        >>> b = torch.rand(2, generator=generator(0, "data"))
+        >>> torch.equal(a, b)
+        True
+    """
+    return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))

@@ -1,0 +1,100 @@
+"""The catalogue: every member of the library with one valid construction.
+
+The law tests in `tests/laws/` loop over these lists, so a new method enters by adding one entry and
+inherits every law that applies to its kind (DESIGN, "Laws").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """A layer of `gonio.nn`."""
+
+    name: str
+    make: Callable[[], nn.Module]  # float32, CPU, training mode
+    shape: tuple[int, ...]  # of one valid input, batch first
+    reference: Callable[[nn.Module, Tensor], Tensor]  # float64 oracle; reads the float64 layer's parameters
+    # name -> (layer, input) -> (layer, input) whose output must equal (invariances) or differ from (sensitivities) the original's
+    invariances: Mapping[str, Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]] = field(default_factory=dict)
+    sensitivities: Mapping[str, Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]] = field(default_factory=dict)
+    channels_last: bool = False  # 4-D input whose memory format must survive
+    couples_batch: bool = False  # training output of one sample depends on the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegularizerCase:
+    """A member of `gonio.regularizers`."""
+
+    name: str
+    make: Callable[[], Any]  # the regularizer, strength 1
+    shape: tuple[int, ...]  # of a weight, or of layer outputs
+    reference: Callable[[Tensor], Tensor]  # float64 value at strength 1
+    reads: str = "weight"  # or "outputs"
+    invariances: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    sensitivities: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    zero_at: Callable[[], Tensor] | None = None  # a float64 input at which the value is 0
+    smooth: bool = True  # gradcheck applies at a random point
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametrizationCase:
+    """A member of `gonio.parametrizations`."""
+
+    name: str
+    make: Callable[[], Any]
+    layer: Callable[[], nn.Module]  # the layer whose `weight` it is put on
+    reference: Callable[[nn.Module, Tensor], Tensor]  # (layer, raw float64 weight) -> effective weight
+    keeps_weight: bool = False  # binding to any weight leaves the effective weight as it was
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitCase:
+    """A member of `gonio.init`: `function(weight, layout=…, generator=…)`."""
+
+    name: str
+    function: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    check: Callable[[Tensor], None]  # asserts the property on an initialised float64 copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerbCase:
+    """A verb of `gonio` applied to a model."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    apply: Callable[[nn.Module], Any]  # returns an Edited
+    keeps_function: bool = False
+    idempotent: bool = False  # a second application is allowed and changes nothing new
+
+
+LAYERS: list[LayerCase] = []
+REGULARIZERS: list[RegularizerCase] = []
+PARAMETRIZATIONS: list[ParametrizationCase] = []
+INITS: list[InitCase] = []
+VERBS: list[VerbCase] = []
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers that depend on `shape` and `seed` alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+# --- regularizers ---------------------------------------------------------------------------------
+
+# --- parametrizations -----------------------------------------------------------------------------
+
+# --- initialisation -------------------------------------------------------------------------------
+
+# --- verbs ----------------------------------------------------------------------------------------
