@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# A changed copy of a layer and of its input; must not change the ones that it is given.
+LayerChange = Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]
+TensorChange = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
@@ -22,11 +26,11 @@ class LayerCase:
     make: Callable[[], nn.Module]  # float32, CPU, training mode
     shape: tuple[int, ...]  # of one valid input, batch first
     reference: Callable[[nn.Module, Tensor], Tensor]  # float64 oracle; reads the float64 layer's parameters
-    # name -> (layer, input) -> (layer, input) whose output must equal (invariances) or differ from (sensitivities) the original's
-    invariances: Mapping[str, Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]] = field(default_factory=dict)
-    sensitivities: Mapping[str, Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]] = field(default_factory=dict)
+    invariances: Mapping[str, LayerChange] = field(default_factory=dict)  # by name; the output must be equal
+    sensitivities: Mapping[str, LayerChange] = field(default_factory=dict)  # by name; the output must differ
     channels_last: bool = False  # 4-D input whose memory format must survive
     couples_batch: bool = False  # training output of one sample depends on the others
+    halves: bool = True  # documented for bfloat16 and float16 parameters and inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +42,11 @@ class RegularizerCase:
     shape: tuple[int, ...]  # of a weight, or of layer outputs
     reference: Callable[[Tensor], Tensor]  # float64 value at strength 1
     reads: str = "weight"  # or "outputs"
-    invariances: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    sensitivities: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    invariances: Mapping[str, TensorChange] = field(default_factory=dict)
+    sensitivities: Mapping[str, TensorChange] = field(default_factory=dict)
     zero_at: Callable[[], Tensor] | None = None  # a float64 input at which the value is 0
     smooth: bool = True  # gradcheck applies at a random point
+    halves: bool = True  # documented for bfloat16 and float16 inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,10 @@ class InitCase:
     name: str
     function: Callable[..., Tensor]
     shape: tuple[int, ...]
-    check: Callable[[Tensor], None]  # asserts the property on an initialised float64 copy
+    # asserts the property on a float64 copy; the dtype is the one that was initialised, for `tolerances`
+    check: Callable[[Tensor, torch.dtype], None]
+    options: Mapping[str, Any] = field(default_factory=dict)  # further keywords of `function`
+    random: bool = True  # another generator gives another tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,27 @@
+"""What every test shares: one thread, fixed seeds, the `slow` marker."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+import random
+
+import numpy
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long; run by `make test-slow`, not by `make test`")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    """The global generators start equal in each test, so no test depends on its neighbours."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002  the legacy global state is the one that foreign code reads
