@@ -1,0 +1,137 @@
+"""What a comparison found, as plain data: the page, the tables and the exports read nothing else.
+
+Scores are in the metric's own unit (accuracy: percent, so a difference of 1 is one point). Every
+difference is recipe − baseline of the same seed; whether up is good is `Results.plan.direction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gonio.compare.plan import Plan
+
+__all__ = ["BASELINE", "VERDICTS", "Effect", "Ratio", "Results", "RunRecord"]
+
+BASELINE = "baseline"
+STATUSES = ("finished", "diverged", "failed")
+VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One recipe × one seed, as it ended.
+
+    Attributes:
+        recipe: the recipe's name; :data:`BASELINE` for the unchanged model.
+        status: `finished`; `diverged` (a loss or output was not finite); `failed` (an exception, or
+            the process died).
+        score: test score of the epoch that the validation split chose; None unless finished.
+        best_epoch: that epoch, counted from 0.
+        curve: `train_loss` (task loss without penalty) and `val_score`, one number per epoch; a
+            non-finite number is None.
+        geometry: `{"layers": {path: {"shape", "dim", "filters", "norms", "angle_counts"}},
+            "norm_quantiles": [0, .25, .5, .75, 1], "angle_edges": [0, 5, …, 180]}`: of the model that
+            the score is about. `norms` are the filter norms at those quantiles; `angle_counts` the
+            pairwise filter angles in degrees, one count per bin; `dim` the length of a filter, hence the
+            dimension of the random-direction law. Empty unless finished.
+        plan: what the recipe did to this model, layer by layer; "" for the baseline.
+        error: why the run diverged or failed.
+        seconds: CPU seconds of the run's process; not compared, since time is not a result.
+    """
+
+    recipe: str
+    seed: int
+    status: str
+    score: float | None = None
+    best_epoch: int | None = None
+    curve: Mapping[str, list[float | None]] = field(default_factory=dict)
+    geometry: Mapping[str, Any] = field(default_factory=dict)
+    plan: str = ""
+    error: str | None = None
+    seconds: float | None = field(default=None, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-able data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A cost relative to the baseline's: median of paired ratios with its quartiles; 1 is no extra cost."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One recipe against the baseline.
+
+    Attributes:
+        n: pairs of runs that entered (both have a score, diverged ones the worst).
+        mean, low, high: mean paired difference and its paired-t 95 % interval; None where n is too small.
+        p: exact two-sided sign-flip p value. p_holm: the same after Holm over all recipes of the study.
+        rho: correlation of the paired scores over the seeds; None where undefined.
+        mde: least effect that this study would have seen with 80 % probability; None if none would be.
+        verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
+        failed: runs of the recipe that failed; their pairs are left out. diverged: runs that diverged;
+            they count as the worst score.
+        improvement: probability that the recipe beats the baseline in one pair (ties count half).
+        differences: the paired differences, in the order of `seeds`.
+    """
+
+    recipe: str
+    n: int
+    mean: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None
+    rho: float | None
+    mde: float | None
+    verdict: str
+    reason: str
+    failed: int = 0
+    diverged: int = 0
+    improvement: float | None = None
+    differences: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
+    step_time: Ratio | None = None
+    memory: Ratio | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study's outcome.
+
+    Attributes:
+        plan: what was decided before the first run.
+        effects: one per recipe, in the plan's order, the baseline left out.
+        runs: every run with a row, the baseline's first, by recipe and seed.
+        missing: how many runs of the plan have no row yet.
+        command: the command line that reproduces the study.
+        notes: what a reader must know to judge the numbers.
+    """
+
+    plan: Plan
+    baseline_mean: float | None
+    baseline_sd: float | None
+    effects: tuple[Effect, ...]
+    runs: tuple[RunRecord, ...]
+    command: str
+    versions: Mapping[str, str]
+    notes: tuple[str, ...]
+    missing: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as JSON-able data."""
+        return {**asdict(self), "plan": self.plan.to_dict()}
+
+    @property
+    def failed(self) -> int:
+        """Number of runs that failed or diverged; the command exits with 4 if it is not 0."""
+        return sum(run.status != "finished" for run in self.runs)
