@@ -17,7 +17,9 @@ __all__ = [
     "MissingExtraError",
     "NoMatchError",
     "NotApplicableError",
+    "RecipeError",
     "UnknownNameError",
+    "UnmatchedRuleError",
 ]
 
 
@@ -72,13 +74,19 @@ class UnknownNameError(GonioError, KeyError):
 class NoMatchError(GonioError, ValueError):
     """A `where` selected no module that the edit can act on."""
 
-    def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
+    def __init__(
+        self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()
+    ) -> None:
         near = closest(where, candidates)
         if refused:
             found = f"it selects {listing(refused)}, on which {verb} cannot act"
         else:
             found = "it selects no module at all"
-        can = f"{verb} can act on: {listing(list(candidates))}" if candidates else f"{verb} can act on no module of this model"
+        can = (
+            f"{verb} can act on: {listing(list(candidates))}"
+            if candidates
+            else f"{verb} can act on no module of this model"
+        )
         hint = f" Did you mean {listing(near)}?" if near else ""
         super().__init__(f"{verb} was asked for where={where}; {found}. {can}.{hint}")
 
@@ -109,3 +117,25 @@ class MissingExtraError(GonioError, ImportError):
             f"Install it with: pip install 'gonio[{extra}]'",
             name=package,
         )
+
+
+class RecipeError(GonioError, ValueError):
+    """A recipe says something that it cannot say; carries every problem of the file at once.
+
+    Attributes:
+        origin: the file, or the recipe's name.
+        problems: one sentence each, beginning with file and line.
+    """
+
+    def __init__(self, origin: str, problems: Sequence[str]) -> None:
+        self.origin = origin
+        self.problems = tuple(problems)
+        head = f"{origin} has {len(self.problems)} problems:\n" if len(self.problems) > 1 else ""
+        super().__init__(head + "\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[RecipeError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.origin, self.problems)
+
+
+class UnmatchedRuleError(RecipeError):
+    """A rule of a recipe takes no module of the model."""
