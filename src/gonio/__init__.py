@@ -1,3 +1,99 @@
-"""Measure and control the norms and angles of neural-network weights."""
+"""Measure and control the norms and angles of neural-network weights.
+
+Names are loaded when they are first used, so that `import gonio` and the command line's `--help` do
+not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gonio import (
+        compare,
+        geometry,
+        init,
+        models,
+        nn,
+        parametrizations,
+        recipes,
+        regularizers,
+        report,
+        surgery,
+    )
+    from gonio.errors import GonioError
+    from gonio.measuring import Measurements, measure
+    from gonio.penalty import Penalty
+    from gonio.recipes import Recipe
+    from gonio.surgery import Edited, OfType, Path, Regex, init_, parametrize_, swap_
+
+_HOME = {
+    "Edited": "gonio.surgery",
+    "GonioError": "gonio.errors",
+    "Measurements": "gonio.measuring",
+    "OfType": "gonio.surgery",
+    "Path": "gonio.surgery",
+    "Penalty": "gonio.penalty",
+    "Recipe": "gonio.recipes",
+    "Regex": "gonio.surgery",
+    "init_": "gonio.surgery",
+    "measure": "gonio.measuring",
+    "parametrize_": "gonio.surgery",
+    "swap_": "gonio.surgery",
+}
+_PACKAGES = (
+    "compare",
+    "geometry",
+    "init",
+    "models",
+    "nn",
+    "parametrizations",
+    "recipes",
+    "regularizers",
+    "report",
+    "surgery",
+)
+
+__all__ = [
+    "Edited",
+    "GonioError",
+    "Measurements",
+    "OfType",
+    "Path",
+    "Penalty",
+    "Recipe",
+    "Regex",
+    "__version__",
+    "compare",
+    "geometry",
+    "init",
+    "init_",
+    "measure",
+    "models",
+    "nn",
+    "parametrizations",
+    "parametrize_",
+    "recipes",
+    "regularizers",
+    "report",
+    "surgery",
+    "swap_",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"gonio.{name}")
+    else:
+        raise AttributeError(f"module 'gonio' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,43 @@
+# Two commands do all the set-up: `make compare` and `make test`. Both work in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: compare test test-slow lint bench docs clean
+
+compare: $(VENV)/.lab
+	$(BIN)/gonio compare
+
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory lint
+	$(BIN)/pytest -q
+
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -q -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/build_reference.py
+
+$(VENV)/.lab: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@ $(VENV)/.lab
+
+clean:
+	rm -rf $(VENV) gonio-study .mypy_cache .pytest_cache .ruff_cache

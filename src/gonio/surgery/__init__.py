@@ -1,0 +1,41 @@
+"""Change a model by rules: choose modules with `where`, edit them, take the edit back exactly."""
+
+from gonio.surgery.edit import Change, Edit, Edited, UndoError
+from gonio.surgery.graph import activation_after, followed_by_norm
+from gonio.surgery.init import init_
+from gonio.surgery.parametrize import parametrize_
+from gonio.surgery.site import Site, select, sites
+from gonio.surgery.swap import swap_
+from gonio.surgery.where import (
+    Everything,
+    OfType,
+    Path,
+    Predicate,
+    Regex,
+    Selector,
+    Where,
+    as_selector,
+)
+
+__all__ = [
+    "Change",
+    "Edit",
+    "Edited",
+    "Everything",
+    "OfType",
+    "Path",
+    "Predicate",
+    "Regex",
+    "Selector",
+    "Site",
+    "UndoError",
+    "Where",
+    "activation_after",
+    "as_selector",
+    "followed_by_norm",
+    "init_",
+    "parametrize_",
+    "select",
+    "sites",
+    "swap_",
+]

@@ -1,0 +1,131 @@
+"""`init_`: initialise the weights of chosen layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry.views import layout_of
+from gonio.parametrizations.base import parametrization_of
+from gonio.seeding import generator
+from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.graph import activation_after
+from gonio.surgery.site import Site, select
+from gonio.surgery.where import Where
+
+__all__ = ["init_"]
+
+
+def init_(
+    model: nn.Module, function: Callable[..., Tensor], *, where: Where = None, seed: int = 0, **options: Any
+) -> Edited:
+    r"""Initialise the `weight` of every chosen layer in place; biases stay as they are.
+
+    Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
+    that two models which share a layer's path start with the same weight there, whatever else
+    differs. If the function takes a `gain` and none is given, the gain of the activation that follows
+    the layer is used, found by tracing the model; where that is not possible the gain is 1, and the
+    result says so.
+
+    Args:
+        model: changed in place.
+        function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the
+            weight in place. A tied weight is initialised once, by its first path.
+        where: which layers; None for all that have a weight matrix.
+        seed: of the generators.
+        options: go to the function, e.g. `gain="relu"`.
+
+    Raises:
+        NoMatchError: if `where` selects no layer with a weight matrix.
+        InvalidArgumentError: for an option that the function does not take.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> edited = gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
+        >>> print(edited)
+        init_: 2 modules
+          0  orthogonal_(gain=1.0)
+          2  orthogonal_(gain=1.0)
+        >>> torch.allclose(model[0].weight @ model[0].weight.T, torch.eye(8), atol=1e-5)
+        True
+        >>> edited.undo_()
+    """
+    _check_options(function, options)
+    found = select(model, where, verb="init_", can_act=_cannot_initialise)
+    gains = _gains(model, function, options)
+    with Edit(model, "init_") as edit:
+        if gains is not None and any(site.path not in gains for site in found):
+            edit.note("gain 1 where the following activation is not known")
+        done: set[int] = set()
+        for site in found:
+            weight: Tensor = site.module.weight  # type: ignore[assignment]
+            if id(weight) in done:
+                edit.changed(site.path, "tied: initialised above")
+                continue
+            done.add(id(weight))
+            own = options if gains is None else {**options, "gain": gains.get(site.path, 1.0)}
+            edit.set_data_(weight, _fresh(site, weight, function, seed, own))
+            edit.changed(site.path, f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})")
+    return edit.done()
+
+
+def _fresh(
+    site: Site, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]
+) -> Tensor:
+    """A new value for the weight, drawn beside it, so that a failure leaves the weight as it was."""
+    value = torch.empty_like(weight, requires_grad=False)
+    random = generator(seed, "init", site.path, device=weight.device)
+    function(value, layout=layout_of(site.module), generator=random, **options)
+    if not torch.isfinite(value).all():
+        raise NotApplicableError(
+            _name(function), site.path, "it gave non-finite values", "Check its options."
+        )
+    return value
+
+
+def _cannot_initialise(module: nn.Module) -> str | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() < 2:
+        return "it has no weight matrix"
+    if parametrization_of(module, "weight") is not None:
+        return "its weight is parametrized; initialise first"
+    if isinstance(weight, UninitializedParameter):
+        return "it is lazy; run one batch first"
+    if weight.is_meta:
+        return "its weight is on the meta device; materialise the model first"
+    try:
+        layout_of(module)
+    except NotApplicableError:
+        return "its weight is not a stack of filters"
+    return None
+
+
+def _gains(
+    model: nn.Module, function: Callable[..., Tensor], options: dict[str, Any]
+) -> dict[str, str] | None:
+    takes_gain = "gain" in inspect.signature(function).parameters
+    return activation_after(model) if takes_gain and "gain" not in options else None
+
+
+def _check_options(function: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in options if name not in parameters]
+    if unknown:
+        known = [name for name in list(parameters)[1:] if name not in ("layout", "generator")]
+        raise InvalidArgumentError(
+            f"init_ was given options for {_name(function)}",
+            f"{', '.join(unknown)}, which it does not take",
+            f"It takes {', '.join(known) or 'none'}.",
+        )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))

@@ -1,0 +1,121 @@
+"""`parametrize_`: make the weight of chosen layers a function of what is trained."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import AlreadyAppliedError, NotApplicableError
+from gonio.geometry.views import layout_of
+from gonio.parametrizations.base import Parametrization, attach, detach, parametrization_of
+from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.optimizer import follow_parameters_
+from gonio.surgery.site import Site, select, sites
+from gonio.surgery.where import Where
+
+__all__ = ["parametrize_"]
+
+
+def parametrize_(
+    model: nn.Module,
+    template: Parametrization,
+    *,
+    where: Where = None,
+    tensor: str = "weight",
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Edited:
+    """Compute a tensor of every chosen layer from its trained parameter by a parametrization.
+
+    The Parameter object stays where it is, under its own name and in its place among the layer's
+    parameters, so that an optimizer built before stays valid. A parametrization that adds parameters
+    (a weight norm's gain) needs `optimizer=` if the optimizer exists already.
+
+    Args:
+        model: changed in place.
+        template: copied for each layer.
+        where: which layers; None for all that have such a tensor.
+        tensor: the name of the tensor.
+        optimizer: told about added parameters.
+
+    Raises:
+        NoMatchError: if `where` selects no layer with such a tensor.
+        AlreadyAppliedError: if the tensor of a selected layer is parametrized already.
+        NotApplicableError: if a selected layer shares the tensor with one that is not selected.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+        >>> edited = gonio.parametrize_(model, gonio.parametrizations.Sphere())
+        >>> torch.allclose(model[0].weight.norm(dim=1), torch.ones(3))
+        True
+        >>> edited.undo_()
+        >>> type(model[0]) is nn.Linear
+        True
+    """
+    found = select(
+        model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor)
+    )
+    for site in found:
+        there = parametrization_of(site.module, tensor)
+        if there is not None:
+            raise AlreadyAppliedError("parametrize_", site.path, f"{type(there).__name__} on {tensor!r}")
+    _check_ties(model, found, tensor)
+    shared: dict[int, Parametrization] = {}
+    with Edit(model, "parametrize_") as edit:
+        for site in found:
+            raw = site.module._parameters[tensor]
+            one = shared.setdefault(id(raw), copy.deepcopy(template))
+            _parametrize_one_(edit, site, one, tensor, optimizer)
+    return edit.done()
+
+
+def _parametrize_one_(
+    edit: Edit,
+    site: Site,
+    parametrization: Parametrization,
+    tensor: str,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    module = site.module
+    before = list(module.parameters())
+    raw = module._parameters[tensor]
+    if raw is None:
+        raise NotApplicableError("parametrize_", site.path, f"its {tensor} is gone", "Choose another tensor.")
+    value = raw.detach().clone()
+    attach(module, tensor, parametrization)
+    edit.on_undo(lambda: detach(module, tensor, keep="raw"))
+    if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
+        edit.on_undo(lambda: edit.overwrite_(raw, value))
+    edit.changed(site.path, f"{tensor} = {parametrization}")
+    if optimizer is not None and len(list(module.parameters())) != len(before):
+        follow_parameters_(edit, optimizer, before, list(module.parameters()))
+
+
+def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
+    raw = module._parameters.get(tensor)
+    if not isinstance(raw, Tensor):
+        return f"it has no parameter {tensor!r}"
+    if raw.dim() < 2:
+        return f"its {tensor} is not a matrix"
+    try:
+        layout_of(module, tensor)
+    except NotApplicableError:
+        return f"its {tensor} is not a stack of filters"
+    return None
+
+
+def _check_ties(model: nn.Module, found: list[Site], tensor: str) -> None:
+    """A shared tensor is parametrized in all of its layers or in none."""
+    chosen = {id(site.module) for site in found}
+    raw = {id(site.module._parameters[tensor]): site.path for site in found}
+    for site in sites(model):
+        for name, parameter in site.module._parameters.items():
+            tied_to = raw.get(id(parameter))
+            if tied_to is not None and (id(site.module) not in chosen or name != tensor):
+                raise NotApplicableError(
+                    "parametrize_",
+                    tied_to,
+                    f"it shares its {tensor} with {site.path}.{name}, which is not selected",
+                    "Select both, or neither.",
+                )
