@@ -131,11 +131,12 @@ class RecipeError(GonioError, ValueError):
         self.origin = origin
         self.problems = tuple(problems)
         head = f"{origin} has {len(self.problems)} problems:\n" if len(self.problems) > 1 else ""
-        super().__init__(head + "\n".join(self.problems))
+        # Not super(): UnmatchedRuleError also is a NoMatchError, whose constructor takes other values.
+        GonioError.__init__(self, head + "\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[str, tuple[str, ...]]]:
         return type(self), (self.origin, self.problems)
 
 
-class UnmatchedRuleError(RecipeError):
+class UnmatchedRuleError(RecipeError, NoMatchError):
     """A rule of a recipe takes no module of the model."""
