@@ -1,0 +1,246 @@
+"""Cosines and angles between filters, and how far they are from those of random directions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import filter_norms, normalize, safe_norm
+from gonio.geometry.precision import check_matrix, full_precision, widen, widest
+
+__all__ = ["alignment", "alignment_zscore", "angle_between", "angles", "coherence", "cosines"]
+
+# Note [Close pairs]
+# acos loses half of the digits near ±1: in float32 it cannot tell 0 from 3e-4 rad. Where the two
+# vectors are at hand the angle is 2·atan2(|a−b|, |a+b|) on unit vectors, accurate to 1e-7 in float32.
+# For all pairs that would take n²·d memory, so there the Gram matrix is taken in float64 instead, whose
+# rounding (1e-16 in the cosine) is 2e-8 in the angle. Angles below NOISE are rounding and read as 0.
+CHORD_NOISE = 2e-15  # squared chord; the Gram of duplicate unit rows deviates by a few 2.2e-16
+BLOCK_ENTRIES = 1 << 24  # largest Gram block: 64 MiB in float32
+
+# W. Kahan, "How Futile are Mindless Assessments of Roundoff in Floating-Point Computation?", §12.
+
+
+def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
+    """`x` clamped in value, with the gradient of the identity.
+
+    Rounding can push a cosine to 1 + 1e-7; a plain clamp would then kill its gradient.
+    """
+    return x + (x.clamp(low, high) - x).detach()
+
+
+def cosines(matrix: Tensor) -> Tensor:
+    r"""Cosine of the angle between every two filters, :math:`\hat w_i^\top \hat w_j`.
+
+    Always within [−1, 1]; the clamp acts on the value alone and leaves the gradient whole. A zero filter
+    has cosine 0 with every filter, itself included.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d).
+        - output: (n, n) or (groups, n, n), in float32 at least.
+
+    Invariances:
+        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+
+    Raises:
+        InvalidArgumentError: for a tensor of another rank.
+
+    Example:
+        >>> gonio.geometry.cosines(torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]]))
+        tensor([[ 1.,  0., -1.],
+                [ 0.,  1.,  0.],
+                [-1.,  0.,  1.]])
+    """
+    check_matrix(matrix, "cosines")
+    with full_precision(matrix):
+        unit = normalize(widen(matrix))
+        return clamp_through(unit @ unit.mT, -1.0, 1.0)
+
+
+def angles(matrix: Tensor) -> Tensor:
+    r"""Angle between every two filters in radians, :math:`\theta_{ij} \in [0, \pi]`.
+
+    Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})`: accurate to
+    1e-7 near 0 and :math:`\pi`, where the arc cosine of a float32 cosine is off by 3e-4; angles below
+    4.5e-8 are rounding and read as 0. The gradient is bounded everywhere. A zero filter is at
+    :math:`\pi/2` to every filter, itself included.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d).
+        - output: (n, n) or (groups, n, n), in float32 at least.
+
+    Invariances:
+        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+
+    Raises:
+        InvalidArgumentError: for a tensor of another rank.
+
+    Example:
+        >>> gonio.geometry.angles(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).rad2deg()
+        tensor([[ 0., 45.],
+                [45.,  0.]])
+
+    See also:
+        :func:`angle_between` for pairs of vectors.
+
+    References:
+        [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
+        2006, §12.
+    """
+    check_matrix(matrix, "angles")
+    with full_precision(matrix):
+        unit = normalize(matrix.to(widest(matrix)))
+        cosine = unit @ unit.mT
+        near, far = _chord(2 - 2 * cosine), _chord(2 + 2 * cosine)
+        return (2 * torch.atan2(near, far)).to(widen(matrix).dtype)
+
+
+def _chord(square: Tensor) -> Tensor:
+    noise = square < CHORD_NOISE
+    return square.masked_fill(noise, 1).sqrt().masked_fill(noise, 0)
+
+
+def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
+    r"""Angle in radians between corresponding vectors of `a` and `b`, which broadcast.
+
+    :math:`2\,\mathrm{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)` [1]: accurate
+    to 1e-7 in float32 over the whole of :math:`[0, \pi]`, with a gradient that is right down to the
+    resolution and 0 at exactly parallel vectors. A zero vector is at :math:`\pi/2` to every other.
+
+    Returns:
+        Angles in :math:`[0, \pi]`, in float32 at least, without the dimension `dim`.
+
+    Example:
+        >>> gonio.geometry.angle_between(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
+        tensor(1.0000e-06)
+
+    References:
+        [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
+        2006, §12.
+    """
+    a, b = normalize(widen(a), dim), normalize(widen(b), dim)
+    near, far = safe_norm(a - b, dim), safe_norm(a + b, dim)
+    return torch.where((near == 0) & (far == 0), torch.pi / 2, 2 * torch.atan2(near, far))
+
+
+def coherence(matrix: Tensor) -> Tensor:
+    r"""Largest absolute cosine between two different filters.
+
+    .. math:: \mu(W) = \max_{i \ne j} \frac{|\langle w_i, w_j \rangle|}{\lVert w_i \rVert \lVert w_j \rVert}
+
+    0 when the filters are orthogonal, which needs :math:`n \le d`; 1 when two are parallel or opposite. For
+    :math:`n > d` it cannot fall below :func:`welch_bound`. Memory is bounded: rows are taken in blocks.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d) with n ≥ 2.
+        - output: () or (groups,).
+
+    Invariances:
+        Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
+
+    Raises:
+        InvalidArgumentError: if there are fewer than two filters.
+
+    Example:
+        >>> gonio.geometry.coherence(torch.eye(3))
+        tensor(0.)
+        >>> gonio.geometry.coherence(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor(0.7071)
+
+    References:
+        [1] T. Strohmer, R. W. Heath, "Grassmannian frames with applications to coding and communication",
+        Appl. Comput. Harmon. Anal. 14(3), 2003. https://arxiv.org/abs/math/0301135
+    """
+    _check_pairs(matrix, "coherence")
+    n = matrix.shape[-2]
+    with full_precision(matrix):
+        unit = normalize(widen(matrix))
+        rows = max(1, BLOCK_ENTRIES // (n * max(1, matrix.shape[:-2].numel())))
+        highest = [_row_maxima(unit, start, rows) for start in range(0, n, rows)]
+        return clamp_through(torch.cat(highest, -1).amax(-1), 0.0, 1.0)
+
+
+def _row_maxima(unit: Tensor, start: int, rows: int) -> Tensor:
+    block = (unit[..., start : start + rows, :] @ unit.mT).abs()
+    own = torch.arange(block.shape[-2], device=unit.device)
+    index = (own + start).expand(block.shape[:-1]).unsqueeze(-1)
+    return block.scatter(-1, index, 0.0).amax(-1)
+
+
+def alignment(matrix: Tensor) -> Tensor:
+    r"""Mean squared cosine between different filters, in units of chance.
+
+    .. math:: A(W) = d \cdot \frac{1}{n(n-1)} \sum_{i \ne j} \cos^2\theta_{ij}
+
+    1 for random directions in any dimension (:math:`E\cos^2 = 1/d`), 0 for orthogonal filters, :math:`d`
+    for parallel ones; at least :math:`(n - d)/(n - 1)` when :math:`n > d`. Zero filters have no direction
+    and are left out; with fewer than two directions there is nothing to hold against chance, and it is 1.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d).
+        - output: () or (groups,), in float32 at least.
+
+    Invariances:
+        Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
+
+    Example:
+        >>> gonio.geometry.alignment(torch.eye(4))
+        tensor(0.)
+        >>> gonio.geometry.alignment(torch.ones(3, 4))
+        tensor(4.)
+
+    See also:
+        :func:`alignment_zscore`, its distance from 1 in standard deviations.
+    """
+    check_matrix(matrix, "alignment")
+    n, d = matrix.shape[-2:]
+    with full_precision(matrix):
+        unit = normalize(widen(matrix))
+        # |U Uᵀ|² = |Uᵀ U|²: the smaller side needs no n² memory.
+        gram = unit @ unit.mT if n <= d else unit.mT @ unit
+        self_terms = (unit * unit).sum(-1).square().sum(-1)
+        off_diagonal = (gram * gram).sum((-2, -1)) - self_terms
+    pairs = _pairs(matrix)
+    value = d * off_diagonal.clamp_min(0) / pairs.clamp_min(1)
+    return torch.where(pairs > 0, value, 1.0)
+
+
+def alignment_zscore(matrix: Tensor) -> Tensor:
+    r"""How many standard deviations :func:`alignment` lies from the 1 of random directions.
+
+    Cosines of different pairs of random directions are pairwise independent and
+    :math:`\operatorname{Var}\cos^2 = 2(d-1)/(d^2(d+2))`, hence, exactly,
+
+    .. math:: z = \frac{A(W) - 1}{\sigma}, \qquad \sigma = 2 \sqrt{\frac{d - 1}{(d + 2)\, n (n - 1)}}.
+
+    Positive: filters are more parallel than chance; negative: more orthogonal. |z| < 3 is what random
+    weights show; the law of :math:`z` is near normal for many filters and skewed to the right for few.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d).
+        - output: () or (groups,). 0 where there are fewer than two directions, or d = 1.
+
+    Example:
+        >>> gonio.geometry.alignment_zscore(torch.eye(4))
+        tensor(-2.4495)
+    """
+    value, pairs, d = alignment(matrix), _pairs(matrix), matrix.shape[-1]
+    deviation = 2 * ((d - 1) / ((d + 2) * pairs.clamp_min(1))).sqrt()
+    return torch.where(deviation > 0, (value - 1) / deviation.masked_fill(deviation == 0, 1), 0.0)
+
+
+def _pairs(matrix: Tensor) -> Tensor:
+    """n(n−1) over the filters that have a direction."""
+    directions = (filter_norms(matrix.detach()) > 0).sum(-1).to(widen(matrix).dtype)
+    return directions * (directions - 1)
+
+
+def _check_pairs(matrix: Tensor, function: str) -> None:
+    check_matrix(matrix, function)
+    if matrix.shape[-2] < 2:
+        raise InvalidArgumentError(
+            f"{function}() compares pairs of filters, so it needs at least 2 rows",
+            f"shape {tuple(matrix.shape)}",
+            "A layer with one output has no pairs; leave it out.",
+        )

@@ -1,0 +1,249 @@
+"""The one place that knows how torch's layers store their weights.
+
+A weight becomes matrices in one of three ways (FILTERS, TAPS, LAST_TWO below); which one is always an
+explicit argument, because the same penalty on another view is another penalty. The linear map on whole
+feature maps is a fourth view; it needs a grid size and lives in `operator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError, NotApplicableError
+
+__all__ = ["Layout", "View", "layout_of", "matrix_view", "unview"]
+
+View = Literal["filters", "taps", "last_two"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one weight tensor is stored and, for a convolution, how it is applied.
+
+    The default is torch's plain case: output filters on dim 0, one group, one matrix.
+
+    Args:
+        transposed: output filters are on dim 1 within each group, as in ``ConvTranspose``.
+        groups: filters of different groups act on different inputs, and never share a matrix.
+        blocks: independent matrices stacked on dim 0 (3 for packed attention and GRU, 4 for LSTM).
+        stride: of the convolution; ``()`` means 1 in each dimension.
+        padding: of the convolution; ``()`` means 0; may be torch's ``"same"`` or ``"valid"``.
+        dilation: of the convolution; ``()`` means 1.
+        output_padding: of a transposed convolution; ``()`` means 0.
+        padding_mode: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
+
+    Example:
+        >>> gonio.geometry.layout_of(nn.Conv2d(4, 8, 3, groups=2)).groups
+        2
+    """
+
+    transposed: bool = False
+    groups: int = 1
+    blocks: int = 1
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] | str = ()
+    dilation: tuple[int, ...] = ()
+    output_padding: tuple[int, ...] = ()
+    padding_mode: str = "zeros"
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.blocks < 1:
+            raise InvalidArgumentError(
+                "Layout needs groups >= 1 and blocks >= 1",
+                f"groups={self.groups}, blocks={self.blocks}",
+                "Use 1 for a weight that is a single matrix.",
+            )
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices the filters view of such a weight has."""
+        return self.groups * self.blocks
+
+
+PLAIN = Layout()
+
+
+def layout_of(module: nn.Module, name: str = "weight") -> Layout:
+    """How the tensor `name` of a torch layer is stored.
+
+    Covers Linear, Embedding, EmbeddingBag, Conv1–3d, ConvTranspose1–3d (all with groups), the packed and the
+    separate projections of MultiheadAttention, and the weights of RNN, LSTM, GRU and their cells. The
+    transposed linear layer that Hugging Face calls ``Conv1D`` is recognised without importing it.
+
+    Args:
+        module: the layer; subclasses count.
+        name: the attribute that holds the weight.
+
+    Raises:
+        NotApplicableError: if the tensor is not a weight whose rows or slices are filters.
+
+    Example:
+        >>> gonio.geometry.layout_of(nn.LSTM(3, 5), "weight_ih_l0").blocks
+        4
+    """
+    layout = _layout(module, name)
+    if layout is None:
+        raise NotApplicableError(
+            "a matrix view",
+            f"{type(module).__name__}.{name}",
+            "it is not a weight that this library knows how to read as filters",
+            "Known: Linear, Embedding, Conv1–3d, ConvTranspose1–3d, MultiheadAttention, RNN, LSTM, GRU; "
+            "for your own layer pass an explicit Layout.",
+        )
+    return layout
+
+
+def _layout(module: nn.Module, name: str) -> Layout | None:
+    if isinstance(module, nn.MultiheadAttention):
+        blocks = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}.get(name)
+        return None if blocks is None else Layout(blocks=blocks)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return _recurrent_layout(module, name)
+    if name != "weight":
+        return None
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+        return PLAIN
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return _conv_layout(module)
+    if any(
+        f"{c.__module__}.{c.__qualname__}" == "transformers.pytorch_utils.Conv1D"
+        for c in type(module).__mro__
+    ):
+        return Layout(transposed=True)
+    return None
+
+
+def _conv_layout(conv: nn.modules.conv._ConvNd) -> Layout:
+    return Layout(
+        transposed=conv.transposed,
+        groups=conv.groups,
+        stride=tuple(conv.stride),
+        padding=conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
+        dilation=tuple(conv.dilation),
+        output_padding=tuple(conv.output_padding) if conv.transposed else (),
+        padding_mode=conv.padding_mode,
+    )
+
+
+def _recurrent_layout(module: nn.RNNBase | nn.RNNCellBase, name: str) -> Layout | None:
+    if name.startswith("weight_hr"):  # an LSTM's output projection is one matrix
+        return PLAIN
+    if not name.startswith(("weight_ih", "weight_hh")):
+        return None
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        return Layout(blocks=4)
+    return Layout(blocks=3) if isinstance(module, (nn.GRU, nn.GRUCell)) else PLAIN
+
+
+def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
+    r"""The matrices of a weight, one filter per row.
+
+    ``"filters"``
+        each output filter flattened: ``groups·blocks`` matrices of ``out/groups`` rows and
+        ``in/groups·kernel`` columns. The view in which "orthogonal filters" means what it says.
+    ``"taps"``
+        one (out/groups, in/groups) matrix per kernel position and group; groups vary slowest.
+    ``"last_two"``
+        the last two stored dims, batched over the rest: what torch's own
+        ``parametrizations.orthogonal`` uses. For a convolution these are single 2-D kernels, whose
+        orthogonality says nothing about the filters.
+
+    The result is a view of `weight` where strides allow, and always differentiable.
+
+    Args:
+        weight: the stored tensor, 2-D or more, in any memory format.
+        layout: how it is stored; see :func:`layout_of`.
+        view: which matrices.
+
+    Shape:
+        - ``weight``: (out, in/groups, *kernel), or (in, out/groups, *kernel) if transposed.
+        - output: (matrices, rows, columns).
+
+    Raises:
+        InvalidArgumentError: if the shape does not fit the layout, or the view is unknown.
+
+    Example:
+        >>> conv = nn.ConvTranspose2d(4, 6, 3, groups=2)
+        >>> gonio.geometry.matrix_view(conv.weight, gonio.geometry.layout_of(conv)).shape
+        torch.Size([2, 3, 18])
+
+    See also:
+        :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
+    """
+    _check(weight.shape, layout, view)
+    if view == "last_two":
+        batch = layout.blocks if weight.ndim == 2 else prod(weight.shape[:-2])
+        return weight.reshape(batch, -1, weight.shape[-1])
+    filters = _filters_first(weight, layout)  # (matrices, out, in, *kernel)
+    if view == "filters":
+        return filters.flatten(2)
+    return filters.flatten(3).movedim(-1, 1).flatten(0, 1) if weight.ndim > 2 else filters
+
+
+def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
+    """The weight of `shape` whose :func:`matrix_view` is `matrix`; exact, no arithmetic.
+
+    Raises:
+        InvalidArgumentError: if `matrix` is not of the form that the view of such a weight has.
+
+    Example:
+        >>> weight = torch.randn(4, 6, 3, 3)
+        >>> rows = gonio.geometry.matrix_view(weight, view="taps")
+        >>> torch.equal(gonio.geometry.unview(rows, weight.shape, view="taps"), weight)
+        True
+    """
+    shape = torch.Size(shape)
+    _check(shape, layout, view)
+    expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
+    if tuple(matrix.shape) != expected:
+        raise InvalidArgumentError(
+            f"unview() to a weight of shape {tuple(shape)} needs its {view!r} matrices, of shape {expected}",
+            f"shape {tuple(matrix.shape)}",
+            "Pass what matrix_view() returned for the same layout and view.",
+        )
+    if view == "last_two":
+        return matrix.reshape(shape)
+    rows, cols, kernel = _rows_cols(shape, layout)
+    if view == "taps":
+        matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
+    filters = matrix.reshape(layout.matrices, rows, cols, *kernel)
+    return (filters.transpose(1, 2) if layout.transposed else filters).reshape(shape)
+
+
+def _filters_first(weight: Tensor, layout: Layout) -> Tensor:
+    rows, cols, kernel = _rows_cols(weight.shape, layout)
+    if layout.transposed:
+        return weight.reshape(layout.matrices, cols, rows, *kernel).transpose(1, 2)
+    return weight.reshape(layout.matrices, rows, cols, *kernel)
+
+
+def _rows_cols(shape: torch.Size, layout: Layout) -> tuple[int, int, torch.Size]:
+    """Output filters and inputs of one matrix, and the kernel size."""
+    if layout.transposed:
+        return shape[1], shape[0] // layout.matrices, shape[2:]
+    return shape[0] // layout.matrices, shape[1], shape[2:]
+
+
+def _check(shape: torch.Size, layout: Layout, view: str) -> None:
+    if view not in get_args(View):
+        raise InvalidArgumentError(
+            "view must be one of 'filters', 'taps', 'last_two'", f"{view!r}", "Choose one of them."
+        )
+    if len(shape) < 2:
+        raise InvalidArgumentError(
+            "a matrix view needs a weight with at least 2 dimensions",
+            f"shape {tuple(shape)}",
+            "Biases and normalisation scales have no filters; leave them out.",
+        )
+    if shape[0] % layout.matrices:
+        raise InvalidArgumentError(
+            f"groups={layout.groups} and blocks={layout.blocks} split dim 0 into {layout.matrices} equal parts",
+            f"shape {tuple(shape)}",
+            "Take the layout from the layer with gonio.geometry.layout_of(module).",
+        )
