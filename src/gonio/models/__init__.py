@@ -1,0 +1,8 @@
+"""Models by name: built-in ones, those of timm and torchvision, and the user's own."""
+
+from __future__ import annotations
+
+from gonio.models.digits_cnn import digits_cnn
+from gonio.models.resolve import BUILT_IN, ModelFactory, resolve
+
+__all__ = ["BUILT_IN", "ModelFactory", "digits_cnn", "resolve"]

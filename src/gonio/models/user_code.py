@@ -1,0 +1,95 @@
+"""Load the one thing that a user may run: a function in a Python file that they named."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+
+__all__ = ["accepted", "code_digest", "is_user_code", "load_function"]
+
+
+def is_user_code(spec: str) -> bool:
+    """Whether `spec` names a Python file (`file.py:factory`) rather than a built-in.
+
+    Example:
+        >>> from gonio.models.user_code import is_user_code
+        >>> is_user_code("nets/mine.py:make"), is_user_code("digits-cnn")
+        (True, False)
+    """
+    path, _, _ = spec.rpartition(":")
+    return (path or spec).endswith(".py")
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The callable that `path/file.py:name` refers to. Executes the file.
+
+    Raises:
+        InvalidArgumentError: the file or the part after the colon is missing, or it is not callable.
+        UnknownNameError: the file defines no such name; gives the closest ones.
+    """
+    path, name = _split(spec)
+    module = _execute(path)
+    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    if not hasattr(module, name):
+        raise UnknownNameError(f"function in {path}", name, public)
+    function = getattr(module, name)
+    if not callable(function):
+        raise InvalidArgumentError(
+            f"{spec!r} must name a function",
+            f"a {type(function).__name__}",
+            "Name a function that builds it.",
+        )
+    return function
+
+
+def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `names` that `function` has as explicit parameters.
+
+    Example:
+        >>> from gonio.models.user_code import accepted
+        >>> accepted(lambda num_classes=10: None, ("num_classes", "in_channels"))
+        ('num_classes',)
+    """
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in names if name in parameters)
+
+
+def code_digest(spec: str) -> str | None:
+    """SHA-256 of the file that `spec` names; None for a built-in."""
+    if not is_user_code(spec):
+        return None
+    path, _ = _split(spec)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    text, _, name = spec.rpartition(":")
+    if not text:
+        raise InvalidArgumentError(
+            f"{spec!r} names a Python file", "no function after it", f"Write {spec}:name_of_the_function."
+        )
+    path = Path(text)
+    if not path.is_file():
+        raise InvalidArgumentError(
+            f"{spec!r} names a Python file", f"no file {str(path.absolute())!r}", "Check the path."
+        )
+    return path, name
+
+
+def _execute(path: Path) -> Any:
+    # The digest makes the name unique, and registration lets classes of the file be pickled.
+    name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidArgumentError("a Python file was asked for", str(path), "Give a file that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

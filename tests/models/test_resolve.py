@@ -1,0 +1,113 @@
+"""Names of models: what each kind builds, and what an unknown one is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.models import resolve
+from gonio.models.user_code import code_digest
+
+USER_FILE = """
+from torch import nn
+
+WIDTH = 7
+
+def make(num_classes=2):
+    return nn.Linear(WIDTH, num_classes)
+
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "net.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+def test_built_in_model_gets_the_sizes() -> None:
+    model = resolve("digits-cnn")(num_classes=5, in_channels=3)
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+
+
+def test_user_file_gets_only_the_sizes_it_takes(user_file: Path) -> None:
+    model = resolve(f"{user_file}:make")(num_classes=5, in_channels=3)
+    assert isinstance(model, nn.Linear)
+    assert (model.in_features, model.out_features) == (7, 5)
+
+
+def test_digest_follows_the_file(user_file: Path) -> None:
+    before = code_digest(f"{user_file}:make")
+    user_file.write_text(USER_FILE + "# changed\n")
+    assert before is not None
+    assert code_digest(f"{user_file}:make") != before
+    assert code_digest("digits-cnn") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("digits-cn", UnknownNameError, r"no model named 'digits-cn'. Did you mean digits-cnn\?"),
+        ("tim:resnet18", UnknownNameError, "no model named 'tim:resnet18'. Did you mean timm:NAME"),
+        ("{file}", InvalidArgumentError, r"no function after it. Write .*net.py:name_of_the_function"),
+        ("{file}:mak", UnknownNameError, r"no function in .*net.py named 'mak'. Did you mean make\?"),
+        ("{file}:WIDTH", InvalidArgumentError, "must name a function; found a int"),
+        ("absent.py:make", InvalidArgumentError, "no file '.*absent.py'"),
+    ],
+)
+def test_wrong_names_say_what_is_there(
+    user_file: Path, spec: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve(spec.format(file=user_file))
+
+
+def test_factory_must_return_a_module(user_file: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="must build a model; found a int"):
+        resolve(f"{user_file}:no_model")()
+
+
+@pytest.mark.parametrize("source", ["timm", "torchvision"])
+def test_absent_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setitem(sys.modules, source, None)
+    with pytest.raises(MissingExtraError, match=rf"needs the package '{source}'.*gonio\[models\]"):
+        resolve(f"{source}:resnet18")
+
+
+def test_timm_factory_maps_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    def create_model(name: str, **options: object) -> nn.Module:
+        calls.append((name, options))
+        return nn.Identity()
+
+    fake = SimpleNamespace(
+        is_model=lambda name: name == "resnet18", list_models=lambda: ["resnet18"], create_model=create_model
+    )
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    resolve("timm:resnet18")(num_classes=4, in_channels=1)
+    assert calls == [("resnet18", {"pretrained": False, "num_classes": 4, "in_chans": 1})]
+    with pytest.raises(UnknownNameError, match=r"no timm model named 'resnet1'. Did you mean resnet18\?"):
+        resolve("timm:resnet1")
+
+
+def test_torchvision_factory_asks_for_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    def get_model(name: str, **options: object) -> nn.Module:
+        calls.append((name, options))
+        return nn.Identity()
+
+    models = SimpleNamespace(list_models=lambda: ["vgg11"], get_model=get_model)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
+    resolve("torchvision:vgg11")(num_classes=4, in_channels=1)
+    assert calls == [("vgg11", {"weights": None, "num_classes": 4})]
