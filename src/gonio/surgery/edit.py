@@ -118,7 +118,7 @@ class Edited:
 
     verb: str
     changes: tuple[Change, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     _undo: _Undo = field(repr=False, compare=False)
 
     def undo_(self) -> None:

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.surgery import Everything, OfType, Path, Predicate, Regex, as_selector, select
+
+LINEAR, CONV = nn.Linear(2, 2), nn.Conv2d(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "path", "module", "expected"),
+    [
+        (None, "anything", LINEAR, True),
+        (nn.Linear, "fc", LINEAR, True),
+        (nn.Linear, "fc", CONV, False),
+        ((nn.Linear, nn.Conv2d), "c", CONV, True),
+        ("layer1.*", "layer1.0.conv", CONV, True),
+        ("layer1", "layer1.0", CONV, False),
+        ("layer[34].*", "layer4.1", CONV, True),
+        ("re:layer[34]", "layer4", CONV, True),
+        ("re:layer[34]", "layer4.1", CONV, False),  # the whole path must match
+        ("type:Conv2d", "c", CONV, True),
+        ("type:_ConvNd", "c", CONV, True),  # base classes count, as with isinstance
+        ("type:Conv1d", "c", CONV, False),
+        (lambda path, module: path.endswith("c"), "a.c", LINEAR, True),
+        (OfType(nn.Linear) & ~Path("head"), "head", LINEAR, False),
+        (OfType(nn.Linear) & ~Path("head"), "body", LINEAR, True),
+        (Path("a") | Path("b"), "b", LINEAR, True),
+        (Path("a") | nn.Linear, "z", LINEAR, True),
+        (~(Path("a") | Path("b")), "a", LINEAR, False),
+    ],
+)
+def test_where_selects(where, path, module, expected):
+    assert as_selector(where)(path, module) is expected
+
+
+def test_a_selector_reads_as_it_was_written():
+    text = str(as_selector(nn.Conv2d) & ~(Path("conv1") | Regex("stem.*")))
+    assert text == "type:Conv2d & ~(conv1 | re:stem.*)"
+    assert str(~(Path("a") & Path("b"))) == "~(a & b)"
+    assert str(Everything()) == "every module"
+    assert "wide" in str(Predicate(wide))
+
+
+def wide(path, module):
+    return True
+
+
+@pytest.mark.parametrize("where", [3, object(), int, ["a"]])
+def test_where_of_another_kind_is_refused(where):
+    with pytest.raises(InvalidArgumentError, match="where takes a module class, a glob"):
+        as_selector(where)
+
+
+def test_an_invalid_regular_expression_is_refused_with_its_position():
+    with pytest.raises(InvalidArgumentError, match=r"'layer\[3'.*unterminated character set"):
+        as_selector("re:layer[3")
+
+
+def test_a_class_name_must_be_a_name():
+    with pytest.raises(InvalidArgumentError, match="takes the name of a class"):
+        as_selector("type:nn.Conv2d")
+
+
+def test_nothing_of_that_name_says_what_there_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(NoMatchError, match=r"where=9; it selects no module at all. demo_ can act on: 0"):
+        select(model, "9", verb="demo_", can_act=_only_linear)
+
+
+def test_what_matches_but_cannot_be_acted_on_is_named_with_the_reason():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(NoMatchError, match=r"it selects 1 \(no weight\), on which demo_ cannot act"):
+        select(model, nn.ReLU, verb="demo_", can_act=_only_linear)
+
+
+def _only_linear(module):
+    return None if isinstance(module, nn.Linear) else "no weight"
