@@ -13,11 +13,15 @@ from collections.abc import Iterable, Sequence
 __all__ = [
     "AlreadyAppliedError",
     "GonioError",
+    "Interrupted",
     "InvalidArgumentError",
     "MissingExtraError",
     "NoMatchError",
     "NotApplicableError",
+    "PlanChangedError",
     "RecipeError",
+    "StudyError",
+    "StudyLockedError",
     "UnknownNameError",
     "UnmatchedRuleError",
 ]
@@ -140,3 +144,44 @@ class RecipeError(GonioError, ValueError):
 
 class UnmatchedRuleError(RecipeError, NoMatchError):
     """A rule of a recipe takes no module of the model."""
+
+
+class StudyError(GonioError):
+    """A study's folder cannot be used: absent, unreadable, or of a newer version of gonio."""
+
+    def __init__(self, path: str, found: str, do: str) -> None:
+        super().__init__(f"the study {path!r} was asked for; {found}. {do}")
+
+
+class StudyLockedError(StudyError):
+    """Another process is running the same study."""
+
+    def __init__(self, path: str, holder: str) -> None:
+        found = f"{holder} is running it" if holder else "another process is running it"
+        super().__init__(path, found, "Wait until it ends, or use another folder.")
+
+
+class PlanChangedError(StudyError):
+    """A study was planned otherwise than the command that should continue it.
+
+    Attributes:
+        changes: (key, the study's value, the command's value) for each key that differs.
+    """
+
+    def __init__(self, path: str, changes: Sequence[tuple[str, str, str]]) -> None:
+        self.changes = tuple(changes)
+        rows = "; ".join(f"{key} is {old} in the study and {new} in the command" for key, old, new in changes)
+        do = (
+            "Repeat the study's own values to resume it, or name a new folder to start another one. "
+            "Only seeds and recipes can be added to a study that exists."
+        )
+        super().__init__(path, rows, do)
+
+
+class Interrupted(GonioError):
+    """The process was asked to terminate; what was finished is stored, and the same command goes on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} was interrupted. Every finished run is kept; run the same command again to go on."
+        )
