@@ -243,7 +243,7 @@ def _check(shape: torch.Size, layout: Layout, view: str) -> None:
         )
     if shape[0] % layout.matrices:
         raise InvalidArgumentError(
-            f"groups={layout.groups} and blocks={layout.blocks} split dim 0 into {layout.matrices} equal parts",
+            f"groups={layout.groups}, blocks={layout.blocks} split dim 0 into {layout.matrices} equal parts",
             f"shape {tuple(shape)}",
             "Take the layout from the layer with gonio.geometry.layout_of(module).",
         )

@@ -1,0 +1,19 @@
+"""Initialisation: in-place functions `f_(weight, *, layout=…, generator=…)`."""
+
+from gonio.init.fans import Fans, fans
+from gonio.init.gain import gain, resolve_gain
+from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
+from gonio.init.variance import he_, lecun_, variance_scaling_, xavier_
+
+__all__ = [
+    "Fans",
+    "delta_orthogonal_",
+    "fans",
+    "gain",
+    "he_",
+    "lecun_",
+    "orthogonal_",
+    "resolve_gain",
+    "variance_scaling_",
+    "xavier_",
+]

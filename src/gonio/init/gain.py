@@ -1,0 +1,136 @@
+"""Gains: what a weight must be multiplied by so that an activation keeps the signal's size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from math import isfinite, pi, sqrt
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+
+__all__ = ["Gain", "gain", "resolve_gain"]
+
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+Gain: TypeAlias = float | str | Activation
+
+ACTIVATIONS: dict[str, Activation] = {
+    "linear": lambda z: z,
+    "identity": lambda z: z,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": F.celu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "softsign": F.softsign,
+    "tanh": torch.tanh,
+    "hardtanh": F.hardtanh,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "sin": torch.sin,
+}
+
+# Note [Quadrature]
+# Gauss–Hermite nodes converge only as 1/n for activations with a kink. Gauss–Legendre on panels whose
+# ends include every multiple of 1/2 is exact at the kinks of all usual activations (0, ±1, ±3, 6) and
+# leaves 1e-13; beyond ±16 the normal density is below 1e-56.
+REACH, PANEL, NODES = 16.0, 0.5, 16
+
+
+@cache
+def _rule() -> tuple[Tensor, Tensor]:
+    """Nodes and weights of E[f(z)] for standard normal z."""
+    node, weight = np.polynomial.legendre.leggauss(NODES)
+    middles = np.arange(-REACH + PANEL / 2, REACH, PANEL)
+    z = (middles[:, None] + PANEL / 2 * node).ravel()
+    w = np.tile(weight * PANEL / 2, len(middles)) * np.exp(-z * z / 2) / sqrt(2 * pi)
+    return torch.from_numpy(z), torch.from_numpy(w)
+
+
+def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> float:
+    r"""What to multiply weights by so that `activation` keeps the size of a standard normal signal.
+
+    .. math::
+        \text{rms: } \frac{1}{\sqrt{E[f(z)^2]}}, \qquad
+        \text{std: } \frac{1}{\sqrt{\operatorname{Var} f(z)}}, \qquad z \sim N(0, 1)
+
+    The rms gain keeps the second moment, which is what a following random layer sees; the std gain keeps
+    the variance, which is right when that layer's weights are centred (weight standardisation, NF-nets).
+    The two are equal for odd activations. Accurate to 1e-9 for every activation in the table of names.
+
+    Args:
+        activation: a name ("relu", "gelu", "silu", …) or any elementwise function of a tensor, an
+            ``nn.Module`` included. A module is evaluated on a float64 copy of itself, in eval mode.
+        kind: which of the two.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        InvalidArgumentError: if the function changes the shape, or has no finite positive moment.
+
+    Example:
+        >>> round(gonio.init.gain("relu"), 4), round(gonio.init.gain("relu", kind="std"), 4)
+        (1.4142, 1.7129)
+        >>> round(gonio.init.gain(nn.LeakyReLU(0.2)), 4)
+        1.3868
+
+    References:
+        [1] K. He et al., "Delving deep into rectifiers", 2015, §2.2. https://arxiv.org/abs/1502.01852
+        [2] A. Brock et al., "Characterizing signal propagation to close the performance gap in
+        unnormalized ResNets", 2021, §3 (std gains, estimated by sampling). https://arxiv.org/abs/2101.08692
+
+    Differs:
+        ``torch.nn.init.calculate_gain`` says 5/3 for tanh (1.5925 here), 0.75 for selu (1.0), 1 for sigmoid
+        (1.8462), and knows no gelu or silu.
+    """
+    if kind not in ("rms", "std"):
+        raise InvalidArgumentError("gain() has kind 'rms' or 'std'", f"{kind!r}", "Choose one of them.")
+    z, w = _rule()
+    value = _apply(activation, z)
+    mean = (w * value).sum() if kind == "std" else 0.0
+    moment = float((w * (value - mean).square()).sum())
+    if not isfinite(moment) or moment < 1e-30:
+        raise InvalidArgumentError(
+            f"gain() needs an activation with a finite, positive {kind} on standard normal input",
+            f"a squared {kind} of {moment}",
+            "A constant or exploding activation has no gain; pass a number instead.",
+        )
+    return 1 / sqrt(moment)
+
+
+def resolve_gain(gain_: Gain) -> float:
+    """A number as it is; a name or a callable through :func:`gain` (rms)."""
+    if isinstance(gain_, (int, float)):
+        return float(gain_)
+    return gain(gain_)
+
+
+def _apply(activation: str | Activation, z: Tensor) -> Tensor:
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise UnknownNameError("activation", activation, ACTIVATIONS)
+        activation = ACTIVATIONS[activation]
+    if isinstance(activation, nn.Module):
+        activation = copy.deepcopy(activation).to("cpu", torch.float64).eval()
+    with torch.no_grad():
+        value = activation(z.clone())  # in-place activations must not change the rule
+    if not isinstance(value, Tensor) or value.shape != z.shape:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidArgumentError(
+            f"gain() needs an elementwise activation: shape {tuple(z.shape)} in, the same out",
+            found,
+            "Gated activations that halve a dimension have no gain of one number; pass a number instead.",
+        )
+    return value.to(torch.float64)
