@@ -94,7 +94,7 @@ VERBS: list[VerbCase] = []
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers that depend on `shape` and `seed` alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 # --- layers ---------------------------------------------------------------------------------------

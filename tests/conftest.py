@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+logging.getLogger("torch.__trace").propagate = False  # hundreds of empty records per compiled graph
 
 
 def pytest_configure(config: pytest.Config) -> None:

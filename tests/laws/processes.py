@@ -1,0 +1,126 @@
+"""What each of two gloo processes does for the distributed laws; spawned once for all cases.
+
+Every rank runs every case in the same order and writes plain tensors; the parent compares them with
+one process on the joined batch. A case that raises reports its error and the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from catalog import REGULARIZERS, RegularizerCase, seeded
+from laws.support import MODULES, ModuleCase
+
+__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "WORLD", "batch", "objective", "prepared", "run_rank"]
+
+WORLD = 2
+
+
+class _BatchMean(nn.Linear):
+    """Couples the samples of one process: data-parallel training cannot equal the joined batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=0)).square()
+
+
+class _LocalSquares:
+    """A penalty that reads its own shard."""
+
+    def value(self, weight: Tensor) -> Tensor:
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        return local.square().sum()
+
+
+def _control(layer: type[nn.Linear]) -> ModuleCase:
+    return ModuleCase(name=layer.__name__, make=lambda: layer(4, 6), shape=(4, 4))
+
+
+CONTROLS = [_control(nn.Linear), _control(_BatchMean)]
+PENALTY_CONTROL = RegularizerCase(name="local", make=_LocalSquares, shape=(6, 4), reference=torch.sum)
+PENALTIES = [case for case in REGULARIZERS if case.reads == "weight" and len(case.shape) == 2]
+
+
+def batch(case: ModuleCase) -> Tensor:
+    """A joined batch: one case-sized batch per process."""
+    return seeded(WORLD * case.shape[0], *case.shape[1:], seed=11)
+
+
+def objective(output: Tensor, *, rows: int) -> Tensor:
+    """A mean over samples with weights that depend on nothing but the feature."""
+    weights = seeded(*output.shape[1:], seed=7)
+    return (output * weights).sum() / rows
+
+
+def prepared(case: ModuleCase) -> nn.Module:
+    """The same module in every process."""
+    torch.manual_seed(0)
+    module = case.make()
+    return module.eval() if case.couples_batch else module.train()
+
+
+def ddp_gradients(case: ModuleCase, rank: int) -> list[Tensor]:
+    module = DistributedDataParallel(prepared(case))
+    rows = batch(case)[rank * case.shape[0] : (rank + 1) * case.shape[0]]
+    objective(module(rows), rows=len(rows)).backward()
+    return _gradients(module)
+
+
+def sharded_gradients(case: ModuleCase) -> list[Tensor]:
+    """FSDP2 with the same batch on each rank: output and gradients equal those of one process."""
+    module = prepared(case)
+    fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (WORLD,)))
+    x = batch(case)
+    output = module(x)
+    objective(output, rows=len(x)).backward()
+    return [output.detach(), *_gradients(module)]
+
+
+def penalised_gradients(case: RegularizerCase) -> list[Tensor]:
+    """A penalty of a sharded weight: the DTensor's value and gradient are the whole tensor's."""
+    weight = seeded(*case.shape)
+    linear = nn.Linear(weight[0].numel(), len(weight), bias=False)
+    linear.weight.data.copy_(weight.flatten(1))
+    fully_shard(linear, mesh=dist.device_mesh.init_device_mesh("cpu", (WORLD,)))
+    value = case.make().value(linear.weight)
+    value.backward()
+    return [_full(value), *_gradients(linear)]
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [_full(torch.zeros_like(p) if p.grad is None else p.grad) for p in module.parameters()]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def run_rank(rank: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    found: dict[str, list[Tensor] | str] = {}
+    for case in (*MODULES, *CONTROLS):
+        found[f"ddp {case.name}"] = _attempt(lambda case=case: ddp_gradients(case, rank))
+        found[f"fsdp {case.name}"] = _attempt(lambda case=case: sharded_gradients(case))
+    for penalty in (*PENALTIES, PENALTY_CONTROL):
+        found[f"fsdp {penalty.name}"] = _attempt(lambda penalty=penalty: penalised_gradients(penalty))
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()  # without it, leaving the group aborts now and then
+    dist.destroy_process_group()
+
+
+def _attempt(work: Callable[[], list[Tensor]]) -> list[Tensor] | str:
+    try:
+        return work()
+    except Exception:  # reported by the parent as the failure of this case
+        return traceback.format_exc()

@@ -1,0 +1,183 @@
+"""Law: a verb is undone exactly, is not applied twice unnoticed, and leaves what is not its business."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog import PARAMETRIZATIONS, VERBS, ParametrizationCase, VerbCase, seeded
+from gonio.errors import AlreadyAppliedError, NoMatchError
+from laws.snapshot import Snapshot, assert_restored
+from laws.support import assert_near, clone, exact, input_shape, over, parametrizations, perturbed
+
+
+def model_of(case: VerbCase) -> nn.Module:
+    return perturbed(case.model()).eval()
+
+
+def check_undo(case: VerbCase) -> None:
+    model, x = model_of(case), case.inputs()
+    before = Snapshot.of(model, x)
+    edited = case.apply(model)
+    assert edited.changes, f"{case.name} changed nothing"
+    assert str(edited), "an Edited describes itself"
+    edited.undo_()
+    assert_restored(before, Snapshot.of(model, x))
+
+
+def check_trained_undo(case: VerbCase) -> None:
+    """Undo after training steps restores the structure; the optimizer still drives the same Parameters."""
+    model, x = model_of(case).train(), case.inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = Snapshot.of(model, x)
+    edited = case.apply(model)
+    output = model(x)
+    (output * seeded(*output.shape, dtype=output.dtype)).sum().backward()
+    optimizer.step()
+    edited.undo_()
+    after = Snapshot.of(model, x)
+    unchanged = {"state": before.state, "outputs": before.outputs}
+    assert_restored(before, dataclasses.replace(after, **unchanged))
+
+
+def check_function_kept(case: VerbCase) -> None:
+    for dtype in (torch.float64, torch.float32):
+        model, x = model_of(case).to(dtype), case.inputs().to(dtype)
+        expected = model(x)
+        case.apply(model)
+        assert_near(model(x), expected, dtype, kind=exact, what=f"output after {case.name}")
+
+
+def check_twice(case: VerbCase) -> None:
+    model, x = model_of(case), case.inputs()
+    case.apply(model)
+    first = model(x)
+    if case.idempotent:
+        case.apply(model)
+        assert_near(model(x), first, torch.float32, kind=exact, what="output after the second application")
+        return
+    with pytest.raises((AlreadyAppliedError, NoMatchError), match=r"found|selects|can act"):
+        case.apply(model)
+    assert torch.equal(model(x), first), "the refused second application changed the model"
+
+
+def check_frozen(case: VerbCase) -> None:
+    model = model_of(case).requires_grad_(False)
+    kept = {id(p): p for p in model.parameters()}
+    case.apply(model)
+    thawed = [name for name, p in model.named_parameters() if id(p) in kept and p.requires_grad]
+    assert not thawed, f"{case.name} set requires_grad on frozen {thawed}"
+
+
+class _Tied(nn.Module):
+    """The same model under two names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.first = model
+        self.second = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def check_tied(case: VerbCase) -> None:
+    alone, tied = model_of(case), _Tied(model_of(case))
+    before = Snapshot.of(tied, case.inputs())
+    try:
+        edited = case.apply(tied)
+    except NoMatchError:
+        pytest.skip("selects by paths that the wrapped model does not have")
+    assert tied.first is tied.second, f"{case.name} untied a module"
+    expected = len(case.apply(alone).changes)
+    assert len(edited.changes) == expected, f"{len(edited.changes)} changes, {expected} expected"
+    edited.undo_()
+    assert_restored(before, Snapshot.of(tied, case.inputs()))
+
+
+def check_detach(case: ParametrizationCase, attach: Callable[..., None], detach: Callable[..., None]) -> None:
+    layer = perturbed(case.layer())
+    x = seeded(*input_shape(layer))
+    before = Snapshot.of(layer, x)
+    attach(layer, "weight", case.make())
+    assert [id(p) for p in layer.parameters()][: len(before.parameters)] == [p[1] for p in before.parameters]
+    detach(layer, "weight")
+    assert_restored(dataclasses.replace(before, state=[], outputs=[]), _structure(layer, x))
+
+
+def check_detached_weight(case: ParametrizationCase) -> None:
+    """keep="weight" folds: the plain layer computes what the parametrized one did."""
+    for dtype in (torch.float64, torch.float32):
+        layer = perturbed(case.layer()).to(dtype).eval()
+        x = seeded(*input_shape(layer), dtype=dtype)
+        parametrizations().attach(layer, "weight", case.make())
+        expected = clone(layer)(x)
+        parametrizations().detach(layer, "weight", keep="weight")
+        assert_near(layer(x), expected, dtype, kind=exact, what="output after the fold")
+
+
+def check_attached_weight(case: ParametrizationCase) -> None:
+    layer = perturbed(case.layer()).double()
+    weight = layer.weight.detach().clone()
+    parametrizations().attach(layer, "weight", case.make())
+    template = parametrizations().parametrization_of(layer, "weight")
+    assert bool(template.holds(layer.weight)), f"the weight of {case.name} breaks its own law"
+    if case.keeps_weight:
+        assert_near(layer.weight, weight, torch.float64, what="weight after attach")
+    held = layer.weight.detach()
+    again = template.forward(template.right_inverse(held))
+    assert_near(again, held, torch.float64, what="forward(right_inverse(weight))")
+
+
+def _structure(layer: nn.Module, x: Tensor) -> Snapshot:
+    return dataclasses.replace(Snapshot.of(layer, x), state=[], outputs=[])
+
+
+@over(VERBS)
+def test_undo_restores_everything(case: VerbCase) -> None:
+    check_undo(case)
+
+
+@over(VERBS)
+def test_undo_after_training(case: VerbCase) -> None:
+    check_trained_undo(case)
+
+
+@over([case for case in VERBS if case.keeps_function])
+def test_function_is_kept(case: VerbCase) -> None:
+    check_function_kept(case)
+
+
+@over(VERBS)
+def test_second_application(case: VerbCase) -> None:
+    check_twice(case)
+
+
+@over(VERBS)
+def test_frozen_stays_frozen(case: VerbCase) -> None:
+    check_frozen(case)
+
+
+@over(VERBS)
+def test_tied_modules_count_once(case: VerbCase) -> None:
+    check_tied(case)
+
+
+@over(PARAMETRIZATIONS)
+def test_detach_restores_the_layer(case: ParametrizationCase) -> None:
+    module = parametrizations()
+    check_detach(case, module.attach, module.detach)
+
+
+@over(PARAMETRIZATIONS)
+def test_detach_can_keep_the_weight(case: ParametrizationCase) -> None:
+    check_detached_weight(case)
+
+
+@over(PARAMETRIZATIONS)
+def test_attached_weight_obeys(case: ParametrizationCase) -> None:
+    check_attached_weight(case)
