@@ -1,0 +1,68 @@
+"""The command group: every error that gonio raises on purpose becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from gonio.cli.exits import ExitCode, code_of, message_of
+from gonio.cli.screen import say
+from gonio.errors import GonioError
+
+__all__ = ["Commands", "Terminated"]
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; not an Exception, so that nothing on the way takes it for a failure."""
+
+
+class Commands(TyperGroup):
+    """Runs a command and translates how it ended."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run; leave with one of :class:`ExitCode`."""
+        try:
+            with _terminating():
+                return super().invoke(ctx)
+        except (GonioError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # typer ends quietly when the reader of a pipe has gone
+            say(f"gonio: {message_of(error)}")
+            raise typer.Exit(code_of(error)) from error
+        except KeyboardInterrupt as error:
+            say("gonio: stopped by Ctrl-C; the same command goes on where it was")
+            raise typer.Exit(ExitCode.CTRL_C) from error
+        except Terminated as error:
+            say("gonio: terminated; the same command goes on where it was")
+            raise typer.Exit(ExitCode.INTERRUPTED) from error
+        except Exception as error:
+            if type(error).__module__.startswith("typer."):
+                raise
+            say(traceback.format_exc())
+            say("gonio: this is a defect of gonio itself; please report it with the lines above")
+            raise typer.Exit(ExitCode.DEFECT) from error
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM raises :class:`Terminated` inside the block; only a main thread can have a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
