@@ -28,7 +28,19 @@ if TYPE_CHECKING:
     from gonio.measuring import Measurements, measure
     from gonio.penalty import Penalty
     from gonio.recipes import Recipe
-    from gonio.surgery import Edited, OfType, Path, Regex, init_, parametrize_, swap_
+    from gonio.surgery import (
+        Edited,
+        OfType,
+        Path,
+        Regex,
+        balance_,
+        calibrate_,
+        equivalent,
+        init_,
+        lsuv_,
+        parametrize_,
+        swap_,
+    )
 
 _HOME = {
     "Edited": "gonio.surgery",
@@ -39,6 +51,10 @@ _HOME = {
     "Penalty": "gonio.penalty",
     "Recipe": "gonio.recipes",
     "Regex": "gonio.surgery",
+    "balance_": "gonio.surgery",
+    "calibrate_": "gonio.surgery",
+    "equivalent": "gonio.surgery",
+    "lsuv_": "gonio.surgery",
     "init_": "gonio.surgery",
     "measure": "gonio.measuring",
     "parametrize_": "gonio.surgery",
@@ -67,10 +83,14 @@ __all__ = [
     "Recipe",
     "Regex",
     "__version__",
+    "balance_",
+    "calibrate_",
     "compare",
+    "equivalent",
     "geometry",
     "init",
     "init_",
+    "lsuv_",
     "measure",
     "models",
     "nn",

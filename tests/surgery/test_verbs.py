@@ -75,9 +75,7 @@ class TestInit:
                 weight.fill_(float("nan"))
             return weight
 
-        with pytest.raises(
-            NotApplicableError, match=r"fails_late was asked for '6'; it gave non-finite values"
-        ):
+        with pytest.raises(NotApplicableError, match=r"fails_late was asked for '6'; it gave non-finite values"):
             gonio.init_(model, fails_late)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -112,9 +110,7 @@ class TestSwap:
     def test_twice_is_refused(self):
         model = network()
         gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
-        with pytest.raises(
-            AlreadyAppliedError, match=r"swap_ was asked for '0'; found a DecoupledConv2d there"
-        ):
+        with pytest.raises(AlreadyAppliedError, match=r"swap_ was asked for '0'; found a DecoupledConv2d there"):
             gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
 
     def test_a_layer_of_another_kind_is_refused(self):
@@ -183,9 +179,7 @@ class TestParametrize:
     def test_twice_is_refused(self):
         model = network()
         gonio.parametrize_(model, P.Sphere(), where="4")
-        with pytest.raises(
-            AlreadyAppliedError, match=r"asked for '4'; found Sphere on 'weight' there already"
-        ):
+        with pytest.raises(AlreadyAppliedError, match=r"asked for '4'; found Sphere on 'weight' there already"):
             gonio.parametrize_(model, P.Sphere(), where="4")
 
     def test_the_template_is_copied_for_each_layer(self):
@@ -199,9 +193,7 @@ class TestParametrize:
     def test_a_tie_to_an_unselected_layer_is_refused(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
-        with pytest.raises(
-            NotApplicableError, match=r"it shares its weight with 1\.weight, which is not selected"
-        ):
+        with pytest.raises(NotApplicableError, match=r"it shares its weight with 1\.weight, which is not selected"):
             gonio.parametrize_(model, P.Sphere(), where="0")
 
     def test_tied_layers_stay_tied(self):

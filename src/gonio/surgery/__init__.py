@@ -1,8 +1,12 @@
 """Change a model by rules: choose modules with `where`, edit them, take the edit back exactly."""
 
+from gonio.surgery.balance import balance_
+from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.edit import Change, Edit, Edited, UndoError
+from gonio.surgery.equivalent import Deviation, equivalent
 from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
+from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.site import Site, select, sites
 from gonio.surgery.swap import swap_
@@ -19,6 +23,7 @@ from gonio.surgery.where import (
 
 __all__ = [
     "Change",
+    "Deviation",
     "Edit",
     "Edited",
     "Everything",
@@ -32,8 +37,12 @@ __all__ = [
     "Where",
     "activation_after",
     "as_selector",
+    "balance_",
+    "calibrate_",
+    "equivalent",
     "followed_by_norm",
     "init_",
+    "lsuv_",
     "parametrize_",
     "select",
     "sites",

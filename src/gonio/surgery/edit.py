@@ -16,14 +16,23 @@ from gonio.surgery.site import Site
 
 __all__ = ["Change", "Edit", "Edited", "UndoError"]
 
+_REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+
 
 class UndoError(GonioError, RuntimeError):
     """An edit was undone already, or a later edit stands on it."""
 
     def __init__(self, verb: str, found: str) -> None:
-        super().__init__(
-            f"undo_() of {verb} was asked for; {found}. Undo the latest edit first, each edit once."
-        )
+        super().__init__(f"undo_() of {verb} was asked for; {found}. Undo the latest edit first, each edit once.")
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,23 @@ class Edit:
     def overwrite_(tensor: Tensor, value: Tensor) -> None:
         """Copy a value into a tensor without recording anything; for inverses."""
         tensor.copy_(value)
+
+    def snapshot_(self, module: nn.Module) -> None:
+        """Record a module's class and what is registered on it, order included, before a change to them.
+
+        The values of tensors are not recorded: see :meth:`set_data_`.
+        """
+        kind = module.__class__
+        registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
+
+        def restore() -> None:
+            module.__class__ = kind
+            for name, before in registries.items():
+                registry = module.__dict__[name]
+                registry.clear()
+                registry.update(before)
+
+        self.on_undo(restore)
 
     def replace_(self, site: Site, module: nn.Module, *, what: str) -> None:
         """Put another module in the place of a site, under every name it has."""

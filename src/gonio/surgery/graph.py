@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
@@ -98,9 +97,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
-        return (
-            type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, WEIGHTED) or is_norm(m)
-        )
+        return type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, WEIGHTED) or is_norm(m)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -198,19 +195,18 @@ def _module_of(node: fx.Node, traced: Traced) -> nn.Module | None:
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
     if module is not None:
         return next((name for name, types in _ACTIVATIONS.items() if isinstance(module, types)), None)
-    called = _called(node)
+    called = called_function(node).removesuffix("_")
     return called if called in _ACTIVATIONS else None
 
 
 def _transparent(node: fx.Node, module: nn.Module | None) -> bool:
     if module is not None:
         return isinstance(module, _TRANSPARENT_MODULES)
-    return _called(node) in _TRANSPARENT_FUNCTIONS
+    return called_function(node) in _TRANSPARENT_FUNCTIONS
 
 
-def _called(node: fx.Node) -> str:
-    target: Any = node.target
+def called_function(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; empty for anything else."""
     if node.op == "call_method":
-        return str(target)
-    name = getattr(target, "__name__", "")
-    return {"adaptive_avg_pool2d": "mean", "avg_pool2d": "mean", "relu_": "relu"}.get(name, name)
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

@@ -75,17 +75,13 @@ def init_(
     return edit.done()
 
 
-def _fresh(
-    site: Site, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]
-) -> Tensor:
+def _fresh(site: Site, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]) -> Tensor:
     """A new value for the weight, drawn beside it, so that a failure leaves the weight as it was."""
     value = torch.empty_like(weight, requires_grad=False)
     random = generator(seed, "init", site.path, device=weight.device)
     function(value, layout=layout_of(site.module), generator=random, **options)
     if not torch.isfinite(value).all():
-        raise NotApplicableError(
-            _name(function), site.path, "it gave non-finite values", "Check its options."
-        )
+        raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")
     return value
 
 
@@ -106,9 +102,7 @@ def _cannot_initialise(module: nn.Module) -> str | None:
     return None
 
 
-def _gains(
-    model: nn.Module, function: Callable[..., Tensor], options: dict[str, Any]
-) -> dict[str, str] | None:
+def _gains(model: nn.Module, function: Callable[..., Tensor], options: dict[str, Any]) -> dict[str, str] | None:
     takes_gain = "gain" in inspect.signature(function).parameters
     return activation_after(model) if takes_gain and "gain" not in options else None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
-from gonio.parametrizations.base import Parametrization, attach, detach, parametrization_of
+from gonio.parametrizations.base import Parametrization, attach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import follow_parameters_
 from gonio.surgery.site import Site, select, sites
@@ -53,9 +53,7 @@ def parametrize_(
         >>> type(model[0]) is nn.Linear
         True
     """
-    found = select(
-        model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor)
-    )
+    found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))
     for site in found:
         there = parametrization_of(site.module, tensor)
         if there is not None:
@@ -83,8 +81,8 @@ def _parametrize_one_(
     if raw is None:
         raise NotApplicableError("parametrize_", site.path, f"its {tensor} is gone", "Choose another tensor.")
     value = raw.detach().clone()
+    edit.snapshot_(module)
     attach(module, tensor, parametrization)
-    edit.on_undo(lambda: detach(module, tensor, keep="raw"))
     if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
         edit.on_undo(lambda: edit.overwrite_(raw, value))
     edit.changed(site.path, f"{tensor} = {parametrization}")

@@ -55,10 +55,7 @@ def sites(model: nn.Module) -> list[Site]:
         owners.setdefault(id(child), []).append((parent, name))
         paths.setdefault(id(child), []).append(path)
         modules.setdefault(id(child), child)
-    return [
-        Site(paths[key][0], module, tuple(owners[key]), tuple(paths[key][1:]))
-        for key, module in modules.items()
-    ]
+    return [Site(paths[key][0], module, tuple(owners[key]), tuple(paths[key][1:])) for key, module in modules.items()]
 
 
 def _edges(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
@@ -72,9 +69,7 @@ def _edges(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
         if id(module) in expanded:
             continue
         expanded.add(id(module))
-        children = [
-            (_join(path, key, module), module, key, c) for key, c in module._modules.items() if c is not None
-        ]
+        children = [(_join(path, key, module), module, key, c) for key, c in module._modules.items() if c is not None]
         stack.extend(reversed(children))
 
 
@@ -89,9 +84,7 @@ def _is_parallel_wrapper(module: nn.Module) -> bool:
     return bool(names & {"DataParallel", "DistributedDataParallel", "AveragedModel"})
 
 
-def select(
-    model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]
-) -> list[Site]:
+def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
     """The sites that `where` selects and on which the verb can act.
 
     A selected module that cannot be acted on is left out: containers match globs all the time. The

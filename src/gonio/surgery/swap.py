@@ -58,9 +58,7 @@ def swap_(
         'BatchNorm2d'
     """
     accepted = _accepted(factory)
-    found = select(
-        model, where, verb=f"swap_ to {_name(factory)}", can_act=lambda module: _refuse(module, accepted)
-    )
+    found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=lambda module: _refuse(module, accepted))
     target = getattr(factory, "__self__", None)
     for site in found:
         if isinstance(target, type) and isinstance(site.module, target):
@@ -90,9 +88,7 @@ def _swap_one_(edit: Edit, site: Site, new: nn.Module, optimizer: torch.optim.Op
 
 def _accepted(factory: Callable[..., nn.Module]) -> type[nn.Module] | tuple[type[nn.Module], ...]:
     """The classes that annotate the factory's first parameter; nn.Module if there is no annotation."""
-    function = getattr(factory, "__func__", factory)
-    if isinstance(function, type):
-        function = function.__init__
+    function = factory.__init__ if isinstance(factory, type) else getattr(factory, "__func__", factory)  # type: ignore[misc]
     parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     annotation = _hints(function).get(parameters[0], nn.Module) if parameters else nn.Module
     if isinstance(annotation, type):

@@ -82,9 +82,7 @@ class OfType(Selector):
 
     def __init__(self, *types: type[nn.Module]) -> None:
         if not types or not all(isinstance(t, type) for t in types):
-            raise InvalidArgumentError(
-                "OfType() takes module classes", repr(types), "Pass e.g. OfType(nn.Conv2d)."
-            )
+            raise InvalidArgumentError("OfType() takes module classes", repr(types), "Pass e.g. OfType(nn.Conv2d).")
         self.types = types
 
     def __call__(self, path: str, module: nn.Module) -> bool:
@@ -235,9 +233,7 @@ class Not(Selector):
         return f"~{_grouped(self.part, tight=True)}"
 
 
-Where = (
-    Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
-)
+Where = Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 
 
 def as_selector(where: Where) -> Selector:
@@ -291,6 +287,5 @@ def _from_text(text: str) -> Selector:
 
 
 def _grouped(part: Selector, *, tight: bool = False) -> str:
-    text = str(part)
-    joined = " | " in text or (tight and " & " in text)
-    return f"({text})" if joined else text
+    loose = isinstance(part, Any_) or (isinstance(part, OfType) and len(part.types) > 1)
+    return f"({part})" if loose or (tight and isinstance(part, All)) else str(part)

@@ -1,0 +1,154 @@
+"""`lsuv_`: scale each layer by what it does to data, in the order in which layers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio import init
+from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry.views import layout_of
+from gonio.seeding import generator
+from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.graph import WEIGHTED
+from gonio.surgery.site import Site, select
+from gonio.surgery.where import Where
+
+__all__ = ["lsuv_"]
+
+
+def lsuv_(
+    model: nn.Module,
+    batch: Any,
+    *,
+    where: Where = None,
+    function: Callable[..., Tensor] | None = init.orthogonal_,
+    tolerance: float = 0.01,
+    max_steps: int = 10,
+    seed: int = 0,
+) -> Edited:
+    r"""Layer-sequential unit-variance initialisation.
+
+    Each weight is drawn by `function`, then divided by the standard deviation of the layer's output
+    on the batch until that is within `tolerance` of 1:
+
+    .. math::
+        W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
+
+    Layers run in execution order, which may differ from the order of registration, on the outputs of
+    the layers scaled before them. The model is in evaluation mode meanwhile and gets its modes back;
+    its buffers do not change.
+
+    Args:
+        model: changed in place.
+        batch: an input tensor, a tuple of arguments or a dict of keyword arguments.
+        where: which layers; None for all linear and convolutional ones.
+        function: draws the weights first; None keeps them and only scales.
+        tolerance: of the standard deviation.
+        max_steps: per layer. A layer that has not converged by then, or whose output is constant, is
+            named in the result's notes.
+        seed: of the draws.
+
+    Raises:
+        NoMatchError: if `where` selects no linear or convolutional layer.
+        NotApplicableError: if no selected layer ran on the batch.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+        >>> edited = gonio.lsuv_(model, x)
+        >>> abs(float(model(x).std()) - 1) < 0.01
+        True
+
+    References:
+        D. Mishkin and J. Matas, "All you need is a good init", ICLR 2016, Algorithm 1.
+        https://arxiv.org/abs/1511.06422
+    """
+    if not 0 < tolerance < 1 or max_steps < 1:
+        given = f"tolerance={tolerance}, max_steps={max_steps}"
+        raise InvalidArgumentError("lsuv_ needs 0 < tolerance < 1 and max_steps ≥ 1", given, "Leave them out.")
+    found = select(model, where, verb="lsuv_", can_act=_cannot_scale)
+    with Edit(model, "lsuv_") as edit, evaluating(model), torch.no_grad():
+        ordered = _in_execution_order(model, batch, found)
+        for site in found:
+            if site not in ordered:
+                edit.note(f"{site.path} did not run on the batch: left as it was")
+        for site in ordered:
+            _scale_one_(edit, site, batch, function, tolerance, max_steps, seed)
+    return edit.done()
+
+
+def _scale_one_(
+    edit: Edit,
+    site: Site,
+    batch: Any,
+    function: Callable[..., Tensor] | None,
+    tolerance: float,
+    max_steps: int,
+    seed: int,
+) -> None:
+    weight: Tensor = site.module.weight  # type: ignore[assignment]
+    edit.set_data_(weight, weight)
+    if function is not None:
+        random = generator(seed, "init", site.path, device=weight.device)
+        function(weight, layout=layout_of(site.module), generator=random)
+    std = _output_std(edit.model, site.module, batch)
+    steps = 0
+    while abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
+        weight.div_(std)
+        std = _output_std(edit.model, site.module, batch)
+        steps += 1
+    edit.changed(site.path, f"output std {std:.3f} after {steps} step{'s' if steps != 1 else ''}")
+    if not abs(std - 1) <= tolerance:
+        why = "its output is constant" if std == 0 else f"its output's std is {std:.3g}"
+        edit.note(f"{site.path} has not converged: {why}")
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the layer that was measured."""
+
+
+def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float:
+    measured: list[float] = []
+
+    def stop(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        measured.append(float(output.double().std(correction=0)))
+        raise _Reached
+
+    handle = module.register_forward_hook(stop)
+    try:
+        call(model, batch)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return measured[0]
+
+
+def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list[Site]:
+    ran: list[Site] = []
+
+    def recorder(site: Site) -> Callable[..., None]:
+        return lambda *_: None if site in ran else ran.append(site)
+
+    handles = [site.module.register_forward_hook(recorder(site)) for site in found]
+    try:
+        call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not ran:
+        raise NotApplicableError("lsuv_", found[0].path, "no selected layer ran on the batch", "Check `where`.")
+    return ran
+
+
+def _cannot_scale(module: nn.Module) -> str | None:
+    if not isinstance(module, WEIGHTED) or isinstance(module, nn.Bilinear):
+        return "it is not a linear or convolutional layer"
+    if "weight" not in module._parameters or module._parameters["weight"] is not module.weight:
+        return "its weight is parametrized; initialise first"
+    return None
