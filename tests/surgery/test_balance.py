@@ -67,6 +67,10 @@ def weights(model):
     return [m.weight for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d))]
 
 
+def squares(model):
+    return [float(w.detach().square().sum()) for w in weights(model)]
+
+
 @pytest.mark.parametrize("level", ["layer", "neuron"])
 def test_a_chain_keeps_its_function_in_fp64(level):
     model, x = relu_chain(), seeded(7, 12, dtype=torch.float64)
@@ -77,18 +81,17 @@ def test_a_chain_keeps_its_function_in_fp64(level):
 
 def test_layer_level_reaches_the_closed_form():
     model = relu_chain()
-    squares = [float(w.detach().square().sum()) for w in weights(model)]
-    geometric = math.exp(sum(map(math.log, squares)) / len(squares))
+    before = squares(model)
+    geometric = math.exp(sum(map(math.log, before)) / len(before))
     balance_(model, level="layer")
-    for weight in weights(model):
-        assert float(weight.detach().square().sum()) == pytest.approx(geometric, rel=1e-9)
+    assert squares(model) == pytest.approx([geometric] * len(before), rel=1e-9)
 
 
 def test_neuron_level_lowers_the_sum_further_and_balances_rows_against_columns():
     layer, neuron = relu_chain(), relu_chain()
     balance_(layer, level="layer")
     balance_(neuron, level="neuron")
-    assert sum(float(w.detach().square().sum()) for w in weights(neuron)) < sum(
+    assert sum(squares(neuron)) < sum(squares(layer))
         float(w.detach().square().sum()) for w in weights(layer)
     )
     for left, right in zip(weights(neuron), weights(neuron)[1:], strict=False):
@@ -98,10 +101,10 @@ def test_neuron_level_lowers_the_sum_further_and_balances_rows_against_columns()
 @pytest.mark.parametrize("level", ["layer", "neuron"])
 def test_every_connection_keeps_the_function(level):
     model = residual()
-    before, squares = model(X).detach(), sum(float(w.detach().square().sum()) for w in weights(model))
+    before, waste = model(X).detach(), sum(squares(model))
     edited = balance_(model, example=X, level=level)
     assert float((model(X).detach() - before).abs().max() / before.abs().max()) <= 1e-12
-    assert sum(float(w.detach().square().sum()) for w in weights(model)) < squares
+    assert sum(squares(model)) < waste
     moved = {change.path for change in edited.changes}
     assert moved == {"stem", "conv1", "conv2", "up", "norm", "fc1", "fc2"}
 

@@ -27,7 +27,7 @@ class Reversed(nn.Module):
 def stds(model, x, layers):
     found = {}
     handles = [
-        layer.register_forward_hook(lambda _, __, y, name=name: found.__setitem__(name, float(y.std())))
+        layer.register_forward_hook(lambda _, __, y, name=name: found.__setitem__(name, float(y.detach().std())))
         for name, layer in layers.items()
     ]
     model(x)
