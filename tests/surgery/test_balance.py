@@ -92,8 +92,6 @@ def test_neuron_level_lowers_the_sum_further_and_balances_rows_against_columns()
     balance_(layer, level="layer")
     balance_(neuron, level="neuron")
     assert sum(squares(neuron)) < sum(squares(layer))
-        float(w.detach().square().sum()) for w in weights(layer)
-    )
     for left, right in zip(weights(neuron), weights(neuron)[1:], strict=False):
         torch.testing.assert_close(left.square().sum(1), right.square().sum(0), rtol=1e-9, atol=0)
 
