@@ -1,0 +1,152 @@
+r"""Angular activations :math:`g(\theta)`: what a decoupled operator does with the angle.
+
+Every :math:`g` here falls from 1 at :math:`\theta = 0` through 0 at :math:`\pi/2` to −1 at
+:math:`\pi` and is odd about the right angle, :math:`g(\pi - \theta) = -g(\theta)`. Each is a frozen
+dataclass: data and pure functions, no state.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.nn.arcsine import bounded_asin
+from gonio.nn.pictures import draw_angular
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Angular", "Cosine", "Linear", "Sigmoid", "SquaredCosine"]
+
+
+class Angular(ABC):
+    """An angular activation: a function of the angle between a filter and its input."""
+
+    def __call__(self, angle: Tensor) -> Tensor:
+        """The value at `angle`, in radians."""
+        return self.of_cosine(torch.cos(angle))
+
+    @abstractmethod
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        """The value where the cosine of the angle is `cosine`; rounding beyond ±1 is allowed."""
+
+    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+        r"""The operator :math:`h\,g` from the plain product.
+
+        Args:
+            product: :math:`\lVert x \rVert \cos\theta`.
+            norm: :math:`\lVert x \rVert`, positive.
+            slope: :math:`h / \lVert x \rVert`.
+        """
+        return slope * norm * self.of_cosine(product / norm)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw :math:`g` over the angle; needs the extra `lab`."""
+        return draw_angular(self, ax)
+
+
+@dataclass(frozen=True)
+class Cosine(Angular):
+    r"""The cosine, :math:`g(\theta) = \cos\theta`, the angular part of every ordinary layer.
+
+    Example:
+        >>> gonio.nn.angular.Cosine()(torch.tensor([0.0, torch.pi]))
+        tensor([ 1., -1.])
+
+    References:
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.3.
+        https://arxiv.org/abs/1804.08071
+    """
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return cosine
+
+    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+        return product * slope  # no division by the norm, hence nothing undefined at a zero input
+
+
+@dataclass(frozen=True)
+class Linear(Angular):
+    r"""The angle itself, :math:`g(\theta) = 1 - 2\theta/\pi`.
+
+    It is also the expected product of the signs that two directions give a random projection.
+    Evaluated as :math:`\tfrac{2}{\pi}\arcsin(\cos\theta)`, which is exact at the right angle; the
+    derivative of the arcsine is bounded near ±1 (:func:`gonio.nn.arcsine.bounded_asin`).
+
+    Example:
+        >>> gonio.nn.angular.Linear()(torch.tensor([torch.pi / 4]))
+        tensor([0.5000])
+
+    References:
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.3.
+        https://arxiv.org/abs/1804.08071
+    """
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return bounded_asin(cosine) * (2 / math.pi)
+
+
+@dataclass(frozen=True)
+class Sigmoid(Angular):
+    r"""A sigmoid of the angle, steep about the right angle for small :math:`k`.
+
+    .. math::
+        g(\theta) = \frac{1 + e^{-\pi/2k}}{1 - e^{-\pi/2k}} \cdot
+                    \frac{1 - e^{\theta/k - \pi/2k}}{1 + e^{\theta/k - \pi/2k}}
+                  = -\frac{\tanh\frac{\theta - \pi/2}{2k}}{\tanh\frac{\pi}{4k}}.
+
+    The right-hand form is the one evaluated: the left one overflows for small :math:`k`. It tends to
+    :class:`Linear` for large :math:`k` and to the sign of the cosine for small.
+
+    Args:
+        k: width of the transition, in radians, positive.
+
+    Raises:
+        InvalidArgumentError: if `k` is not positive and finite.
+
+    Example:
+        >>> gonio.nn.angular.Sigmoid(k=0.01)(torch.tensor([0.0, 1.5, torch.pi]))
+        tensor([ 1.0000,  0.9983, -1.0000])
+
+    References:
+        [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017, section 2.3 (k = 0.3).
+        https://arxiv.org/abs/1711.03189
+    """
+
+    k: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.k) and self.k > 0):
+            raise InvalidArgumentError("Sigmoid was asked for its width k", repr(self.k), "Give a positive number.")
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return torch.tanh(bounded_asin(cosine) / (2 * self.k)) / math.tanh(math.pi / (4 * self.k))
+
+
+@dataclass(frozen=True)
+class SquaredCosine(Angular):
+    r"""The signed square of the cosine, :math:`g(\theta) = \operatorname{sgn}(\cos\theta)\cos^2\theta`.
+
+    It keeps what nearly agrees and suppresses what is nearly orthogonal: two random directions in
+    :math:`d` dimensions get :math:`1/d` where the cosine gives :math:`1/\sqrt{d}`.
+
+    Example:
+        >>> gonio.nn.angular.SquaredCosine()(torch.tensor([0.0, torch.pi / 3, torch.pi]))
+        tensor([ 1.0000,  0.2500, -1.0000])
+
+    References:
+        [1] Official code of [2] (`linear_sqcos`); the paper's text does not list it.
+        [2] W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
+    """
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return cosine * cosine.abs()
+
+    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+        return product * product.abs() * (slope / norm)  # the division stays on the small map

@@ -1,0 +1,34 @@
+"""Building a layer around the parameters of a torch layer, and back."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from gonio.errors import NotApplicableError
+
+__all__ = ["check_plain", "share_"]
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def check_plain(layer: nn.Module, kind: type[nn.Module], *, asked: str) -> None:
+    """Raise unless `layer` computes exactly what torch's `kind` computes from its own parameters."""
+    found = type(layer).__name__
+    if not isinstance(layer, kind):
+        raise NotApplicableError(asked, found, f"it takes a {kind.__name__}", "Select layers of that type.")
+    for method in ("forward", "_conv_forward"):
+        if getattr(type(layer), method, None) is not getattr(kind, method, None):
+            why = f"this subclass of {kind.__name__} computes something else"
+            raise NotApplicableError(asked, found, why, "Convert it to the torch layer first, or leave it out.")
+    if isinstance(getattr(type(layer), "weight", None), property) or "weight" not in layer._parameters:
+        why = "its weight is computed by a parametrization"
+        raise NotApplicableError(asked, found, why, "Fold the parametrization first.")
+
+
+def share_(target: Layer, source: nn.Module) -> Layer:
+    """Give `target` the weight and bias of `source`, the same Parameter objects, and its mode; returns `target`."""
+    for name in ("weight", "bias"):
+        target._parameters[name] = source._parameters[name]
+    return target.train(source.training)
