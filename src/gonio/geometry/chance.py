@@ -75,7 +75,5 @@ def welch_bound(n: int, d: int) -> float:
         20(3), 1974. The bound for k = 1.
     """
     if n < 1 or d < 1:
-        raise InvalidArgumentError(
-            "welch_bound() needs n >= 1 and d >= 1", f"n={n}, d={d}", "Pass the matrix's shape."
-        )
+        raise InvalidArgumentError("welch_bound() needs n >= 1 and d >= 1", f"n={n}, d={d}", "Pass the matrix's shape.")
     return sqrt((n - d) / (d * (n - 1))) if n > d else 0.0

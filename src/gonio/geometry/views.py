@@ -111,10 +111,7 @@ def _layout(module: nn.Module, name: str) -> Layout | None:
         return PLAIN
     if isinstance(module, nn.modules.conv._ConvNd):
         return _conv_layout(module)
-    if any(
-        f"{c.__module__}.{c.__qualname__}" == "transformers.pytorch_utils.Conv1D"
-        for c in type(module).__mro__
-    ):
+    if any(f"{c.__module__}.{c.__qualname__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__):
         return Layout(transposed=True)
     return None
 
