@@ -1,0 +1,9 @@
+"""A comparison's results as one self-contained page, a terminal table, JSON, CSV or markdown."""
+
+from __future__ import annotations
+
+from gonio.report.page import html, write_html
+from gonio.report.tables import to_csv, to_json, to_markdown
+from gonio.report.terminal import text
+
+__all__ = ["html", "text", "to_csv", "to_json", "to_markdown", "write_html"]

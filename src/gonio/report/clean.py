@@ -1,0 +1,96 @@
+"""The one place where foreign text is made safe for a page, a table or a terminal.
+
+Recipe names, layer names and error messages come from files and from other people's code. Every
+sink goes through :func:`plain`; HTML is escaped on top of it by the template engine (autoescape),
+CSV and markdown by the two functions below.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+__all__ = ["csv_cell", "markdown_cell", "plain", "redact", "shorten"]
+
+_KEPT = {"\n", "\t"}
+_LONGEST = 20_000  # characters; an error message of megabytes must not make a page of megabytes
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+_HOME = re.compile(r"(?<![\w.])(/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\\s\"':]+")
+
+
+def plain(text: object, *, longest: int = _LONGEST) -> str:
+    r"""Text without control, bidirectional-override, zero-width and surrogate characters.
+
+    Newlines and tabs stay. What is longer than `longest` is cut, and says so.
+
+    Example:
+        >>> from gonio.report.clean import plain
+        >>> plain("a\u202eb\x1b[31mc")
+        'ab[31mc'
+    """
+    shown = str(text)
+    cut = len(shown) - longest
+    if cut > 0:
+        shown = f"{shown[:longest]} … ({cut} more characters)"
+    return "".join(c for c in shown if c in _KEPT or unicodedata.category(c) not in _UNSHOWN)
+
+
+# Cc control, Cf format (bidi overrides, zero width), Cs surrogates, Zl/Zp line separators.
+_UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def redact(text: object) -> str:
+    """Plain text without the user's home directory and without credentials in URLs.
+
+    Example:
+        >>> from gonio.report.clean import redact
+        >>> redact("https://me:secret@host/x and /home/me/data")
+        'https://host/x and ~/data'
+    """
+    return _HOME.sub("~", _USERINFO.sub(r"\1", plain(text)))
+
+
+def shorten(text: object, *, longest: int = 28) -> str:
+    """Plain text on one line, with its middle left out where it is too long for a label.
+
+    Example:
+        >>> from gonio.report.clean import shorten
+        >>> shorten("layer4.1.downsample.projection.0.conv", longest=17)
+        'layer4.1…n.0.conv'
+    """
+    line = " ".join(plain(text).split())
+    if len(line) <= longest:
+        return line
+    head = (longest - 1) // 2
+    return f"{line[:head]}…{line[len(line) - (longest - 1 - head) :]}"
+
+
+def csv_cell(value: object) -> str:
+    """A cell that no spreadsheet runs as a formula: text that starts like one gets a leading quote.
+
+    Example:
+        >>> from gonio.report.clean import csv_cell
+        >>> csv_cell("=HYPERLINK(1)"), csv_cell("-1.5"), csv_cell(None)
+        ("'=HYPERLINK(1)", '-1.5', '')
+    """
+    if value is None:
+        return ""
+    shown = plain(value)
+    if shown.lstrip(" ").startswith(_FORMULA) and not _NUMBER.fullmatch(shown):
+        return f"'{shown}"
+    return shown
+
+
+def markdown_cell(value: object) -> str:
+    r"""A table cell in which no character is markup.
+
+    Example:
+        >>> from gonio.report.clean import markdown_cell
+        >>> markdown_cell("a|b <i>*c*</i>")
+        'a\\|b &lt;i&gt;\\*c\\*&lt;/i&gt;'
+    """
+    line = " ".join(plain("" if value is None else value).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]#!|~$@])", r"\\\1", line) if line else ""

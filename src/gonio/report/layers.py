@@ -1,0 +1,180 @@
+"""What became of each layer: filter angles against random directions, filter norms against the baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gonio.compare.results import BASELINE, RunRecord
+from gonio.geometry import random_angle_density
+from gonio.report import svg
+from gonio.report.clean import shorten
+from gonio.report.intervals import Axis, Row, intervals
+
+__all__ = ["Layer", "Pooled", "angle_chart", "law", "layers", "norm_chart"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """One layer under one recipe, over the recipe's seeds: angle density per degree and norm quantiles."""
+
+    density: Floats
+    norms: tuple[float, ...]
+    angle_mean: float
+    angle_std: float
+    pairs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer under every recipe that has it; `edges` in degrees."""
+
+    path: str
+    shape: tuple[int, ...]
+    dim: int
+    edges: Floats
+    recipes: Mapping[str, Pooled]
+
+    @property
+    def moved(self) -> float:
+        """How far any recipe moved the layer's angles and norms; the layers shown first have the most."""
+        base = self.recipes.get(BASELINE)
+        others = [p for name, p in self.recipes.items() if name != BASELINE]
+        if base is None:
+            return math.inf
+        return max((_distance(base, other, self.edges) for other in others), default=0.0)
+
+
+def _distance(a: Pooled, b: Pooled, edges: Floats) -> float:
+    variation = 0.5 * float((np.abs(a.density - b.density) * np.diff(edges)).sum())
+    middles = [p.norms[len(p.norms) // 2] if p.norms else 0.0 for p in (a, b)]
+    return variation + (abs(math.log(middles[0] / middles[1])) if min(middles) > 0 else 0.0)
+
+
+def layers(runs: Sequence[RunRecord]) -> list[Layer]:
+    """The layers of all finished runs in the order of the model, pooled over seeds."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    edges: Floats = np.zeros(0)
+    for run in runs:
+        if run.geometry:
+            edges = np.asarray(run.geometry["angle_edges"], dtype=float)
+            for path, record in run.geometry["layers"].items():
+                found.setdefault(path, {}).setdefault(run.recipe, []).append(record)
+    return [_layer(path, recipes, edges) for path, recipes in found.items()]
+
+
+def _layer(path: str, recipes: Mapping[str, Sequence[Mapping[str, Any]]], edges: Floats) -> Layer:
+    first = next(iter(recipes.values()))[0]
+    pooled = {name: _pool(records, edges) for name, records in recipes.items()}
+    return Layer(path, tuple(first["shape"]), int(first["dim"]), edges, pooled)
+
+
+def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
+    counts = np.sum([np.asarray(r["angle_counts"], dtype=float) for r in records], axis=0)
+    total, width = counts.sum(), np.diff(edges)
+    middle = (edges[1:] + edges[:-1]) / 2
+    mean = float((counts * middle).sum() / total) if total else math.nan
+    spread = float((counts * (middle - mean) ** 2).sum() / total) if total else math.nan
+    norms = np.median([r["norms"] for r in records if r["norms"]] or [[]], axis=0)
+    density = counts / (total * width) if total else counts
+    return Pooled(
+        density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total)
+    )
+
+
+def law(dim: int, edges: Floats) -> Floats:
+    """The random-direction law p(θ) ∝ sin^(d−2) θ as a density per degree, averaged over each bin.
+
+    Averaged, because it is held against a histogram: a bin of 5° flattens a narrow law.
+    """
+    fine = 40
+    part = (np.arange(fine) + 0.5) / fine
+    theta = np.deg2rad(edges[:-1, None] + np.diff(edges)[:, None] * part)
+    values = random_angle_density(torch.from_numpy(theta), max(dim, 2)).numpy()
+    return np.asarray(np.deg2rad(1.0) * values.mean(axis=1), dtype=float)
+
+
+def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> str:
+    """Histogram of the angles between the layer's filters, each recipe as a line over the random law."""
+    with svg.drawing():
+        made = svg.figure(width, 240)
+        axes = svg.panel(made, 12, 38, 12, 8)
+        base = layer.recipes.get(BASELINE)
+        if base is not None:
+            axes.stairs(base.density, layer.edges, fill=True, color=svg.COLORS["band"], linewidth=0)
+            axes.stairs(base.density, layer.edges, color=svg.COLORS["base"], linewidth=1.2)
+        if layer.dim >= 2:
+            axes.stairs(
+                law(layer.dim, layer.edges),
+                layer.edges,
+                color=svg.COLORS["ink"],
+                linewidth=1.3,
+                linestyle=(0, (2, 2)),
+                zorder=5,
+            )
+        for recipe, color in colors.items():
+            if recipe in layer.recipes:
+                axes.stairs(
+                    layer.recipes[recipe].density,
+                    layer.edges,
+                    color=svg.COLORS[color],
+                    linewidth=1.7,
+                    baseline=None,
+                )
+        axes.set_xlim(*_shown(layer))
+        axes.set_ylim(bottom=0)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}°")
+        axes.set_xlabel("angle between two filters")
+        path = shorten(layer.path, longest=60)
+        label = f"Angles between the filters of {path}, each recipe against random directions"
+        return svg.inline(made, name=name, label=label, css="fill")
+
+
+def _shown(layer: Layer) -> tuple[float, float]:
+    """The angles worth showing: bins with 0.2 % of any recipe, symmetric about 90°, at least 30° wide."""
+    widths = np.diff(layer.edges)
+    held = np.zeros(len(widths), dtype=bool)
+    for pooled in layer.recipes.values():
+        held |= pooled.density * widths > 0.002
+    if not held.any():
+        return 0.0, 180.0
+    reach = max(abs(90 - layer.edges[:-1][held].min()), abs(layer.edges[1:][held].max() - 90), 15.0)
+    return 90.0 - float(reach), 90.0 + float(reach)
+
+
+def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> str:
+    """Quantiles of the filter norms of one layer, a row per recipe."""
+    rows = [
+        _norm_row(recipe, layer.recipes[recipe], color)
+        for recipe, color in colors.items()
+        if recipe in layer.recipes
+    ]
+    axis = Axis("norm of a filter")
+    label = (
+        f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
+    )
+    return intervals(rows, axis, width=width, name=name, label=label, css="fill", step=31)
+
+
+def _norm_row(recipe: str, pooled: Pooled, color: str) -> Row:
+    norms = pooled.norms
+    if len(norms) < 5:
+        return Row(recipe, color, norms[len(norms) // 2] if norms else None)
+    return Row(
+        recipe,
+        color,
+        norms[2],
+        outer=(norms[0], norms[-1]),
+        inner=(norms[1], norms[3]),
+        note=f"{norms[2]:.3g}",
+    )

@@ -1,0 +1,88 @@
+"""The verdict table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gonio.compare.results import Effect, Results
+from gonio.report.clean import plain
+from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio
+
+__all__ = ["text"]
+
+TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
+TABLE_WIDTH = 92  # columns below which a table would break words; there each recipe gets its own lines
+
+
+def text(results: Results) -> RenderableType:
+    """The headline, what is missing, and every recipe; print it with a rich Console or `rich.print`.
+
+    A table where the terminal is wide enough, else two lines per recipe. Names are shown as they are:
+    nothing in them is read as markup or as an escape sequence.
+    """
+    return _Verdicts(results)
+
+
+@dataclass(frozen=True)
+class _Verdicts:
+    results: Results
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        results, scale = self.results, Scale.of(self.results)
+        yield Text(headline(results), style="bold")
+        if others(results):
+            yield Text(others(results))
+        if partial(results):
+            yield Text(partial(results), style="dark_orange3")
+        yield Text("")
+        if options.max_width >= TABLE_WIDTH:
+            yield _table(results.effects, scale)
+        else:
+            for effect in results.effects:
+                yield from _lines(effect, scale)
+        yield Text("")
+        yield Text(_baseline(results, scale), style="dim")
+
+
+def _table(effects: tuple[Effect, ...], scale: Scale) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("recipe", overflow="fold")
+    for column in (scale.unit, "95 % interval", "Holm p"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for column in ("time", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for e in effects:
+        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
+        costs = (ratio(e.step_time), ratio(e.memory))
+        table.add_row(Text(plain(e.recipe)), *map(Text, numbers), _verdict(e), *map(Text, costs))
+    return table
+
+
+def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
+    yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
+    interval = scale.interval(e.low, e.high)
+    effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
+    costs = f"time {ratio(e.step_time)}, memory {ratio(e.memory)}"
+    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, {costs}")
+
+
+def _verdict(e: Effect) -> Text:
+    shown = mark(e.verdict)
+    made = Text(f"{shown.symbol} {plain(e.verdict)}", style=TONES[shown.tone])
+    lost = [f"{n} {word}" for n, word in ((e.failed, "failed"), (e.diverged, "diverged")) if n]
+    return made.append(f" ({', '.join(lost)})") if lost else made
+
+
+def _baseline(results: Results, scale: Scale) -> str:
+    plan = results.plan
+    mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
+    return (
+        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd of seeds) · smallest effect of interest "
+        f"±{scale.score(plan.sesoi)} {scale.unit} · {len(plan.seeds)} seeds"
+    )
