@@ -83,9 +83,7 @@ def _of_layer(case: LayerCase) -> ModuleCase:
 
 def _of_parametrization(case: ParametrizationCase) -> ModuleCase:
     shape = input_shape(case.layer())
-    return ModuleCase(
-        name=case.name, make=lambda: parametrized(case), shape=shape, channels_last=len(shape) == 4
-    )
+    return ModuleCase(name=case.name, make=lambda: parametrized(case), shape=shape, channels_last=len(shape) == 4)
 
 
 MODULES = [*map(_of_layer, LAYERS), *map(_of_parametrization, PARAMETRIZATIONS)]

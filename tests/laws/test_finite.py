@@ -149,9 +149,7 @@ def test_the_law_refuses_division_by_a_zero_norm() -> None:
 
 
 def test_the_law_refuses_overflow_in_half_precision() -> None:
-    case = RegularizerCase(
-        name="squares", make=_Squares, shape=(64, 64), reference=lambda x: x.square().sum()
-    )
+    case = RegularizerCase(name="squares", make=_Squares, shape=(64, 64), reference=lambda x: x.square().sum())
     check_large(case, torch.bfloat16)
     with pytest.raises(AssertionError, match=r"300 in torch\.float16: tensor 0 is not finite"):
         check_large(case, torch.float16)

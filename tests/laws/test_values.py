@@ -73,9 +73,7 @@ def check_parametrization(case: ParametrizationCase, dtype: torch.dtype) -> None
     effective, expected = layer.weight, case.reference(case.layer(), raw64)
     assert_near(effective, expected, dtype)
     if dtype in FULL:
-        assert_near(
-            differentiate(effective, [raw])[0], differentiate(expected, [raw64])[0], dtype, what="gradient"
-        )
+        assert_near(differentiate(effective, [raw])[0], differentiate(expected, [raw64])[0], dtype, what="gradient")
 
 
 @DTYPES

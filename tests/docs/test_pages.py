@@ -1,0 +1,95 @@
+"""README and the pages of docs/ do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gonio
+from docs.pages import ROOT, commands, is_long, run_page
+
+NAMES = {"torch": torch, "nn": nn, "F": functional, "gonio": gonio}
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "reference"),
+]
+FENCE = re.compile(r"^```(?:console|bash)\n(.*?)^```", flags=re.M | re.S)
+
+
+def trains(page: Path) -> bool:
+    blocks = FENCE.findall(page.read_text(encoding="utf-8"))
+    return any(is_long(words) for block in blocks for words, _ in commands(block))
+
+
+def over(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in pages])
+
+
+@over(PAGES)
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page, tmp_path, names=dict(NAMES))
+
+
+@pytest.mark.slow
+@over([page for page in PAGES if trains(page)])
+def test_page_with_its_comparisons(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page, tmp_path, long=True, names=dict(NAMES))
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+@over([*PAGES, *sorted((ROOT / "docs" / "reference").glob("*.md"))])
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    targets = [t for t in LINK.findall(prose) if "://" not in t and not t.startswith("mailto:")]
+    broken = [target for target in targets if not (page.parent / target).exists()]
+    assert not broken, f"{page.name}: {broken}"
+
+
+# --- negative controls ----------------------------------------------------------------------------
+
+
+def _page(folder: Path, text: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_blocks_share_a_namespace(tmp_path: Path) -> None:
+    page = _page(tmp_path, "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n")
+    assert run_page(page, tmp_path) == 2
+
+
+def test_a_wrong_block_is_found(tmp_path: Path) -> None:
+    page = _page(tmp_path, "```python\nassert 1 == 2, 'wrong block'\n```\n")
+    with pytest.raises(AssertionError, match="wrong block"):
+        run_page(page, tmp_path)
+
+
+def test_a_wrong_command_is_found(tmp_path: Path) -> None:
+    page = _page(tmp_path, "```console\n$ gonio no-such-command\n```\n")
+    with pytest.raises(AssertionError, match="gonio no-such-command exited with 2, not 0"):
+        run_page(page, tmp_path)
+    assert run_page(_page(tmp_path, "```bash\ngonio no-such-command  # exits 2\n```\n"), tmp_path) == 1
+
+
+def test_a_wrong_make_target_is_found(tmp_path: Path) -> None:
+    page = _page(tmp_path, "```bash\nmake no-such-target\n```\n")
+    with pytest.raises(AssertionError, match="make no-such-target exited with 2"):
+        run_page(page, tmp_path)
+
+
+def test_which_commands_are_run() -> None:
+    block = "$ pip install gonio\ngonio measure x.pt \\\n  --json -  # exits 1\n\nTable of results\nmake test"
+    assert commands(block) == [(["gonio", "measure", "x.pt", "--json", "-"], 1), (["make", "test"], 0)]
+    assert is_long(["gonio", "compare"])
+    assert not is_long(["gonio", "compare", "--dry-run"])
+    assert not is_long(["gonio", "measure", "x.pt"])

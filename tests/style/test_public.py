@@ -1,0 +1,86 @@
+"""Public names: documented with an executed example; versions and reference pages agree."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import gonio
+from gonio.errors import MissingExtraError
+from style.reference import builder
+from style.source import ROOT
+
+PACKAGES = builder.packages()
+
+
+def package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+def lacking(name: str, member: Any) -> str | None:
+    """What the documentation of a public name lacks, or None."""
+    if not (inspect.isroutine(member) or inspect.isclass(member)):
+        return None  # constants and modules are described where they are defined
+    if inspect.isclass(member) and issubclass(member, BaseException):
+        return None if member.__doc__ else "a docstring"
+    document = inspect.getdoc(member) if member.__doc__ else None
+    if not document:
+        return "a docstring"
+    return None if ">>>" in document else "an executed Example"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_are_documented(name: str) -> None:
+    found = {key: lacking(key, member) for key, member in builder.members(package(name))}
+    missing = {key: what for key, what in found.items() if what}
+    assert not missing, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_complete_and_sorted(name: str) -> None:
+    module = package(name)
+    listed = [name for name in module.__all__ if not name.startswith("__")]
+    assert list(listed) == sorted(listed, key=_order), f"{name}.__all__ is not sorted"
+    assert not [key for key in listed if not hasattr(module, key)]
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, classes, functions: the order that ruff writes."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
+    return kind, name
+
+
+def test_version_is_the_changelogs() -> None:
+    changelog = ROOT / "CHANGELOG.md"
+    if not changelog.exists():
+        pytest.skip("no CHANGELOG.md yet")
+    versions = re.findall(r"^## \[?(\d+\.\d+\.\d+\S*?)\]?(?:\s|$)", changelog.read_text("utf-8"), flags=re.M)
+    assert versions, "CHANGELOG.md has no entry"
+    assert versions[0] == gonio.__version__, f"{versions[0]} in CHANGELOG.md, {gonio.__version__} in gonio"
+
+
+def test_reference_pages_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "build_reference.py"), "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_search_finds_missing_documentation() -> None:
+    def bare() -> None: ...
+
+    def told() -> None:
+        """Without an example."""
+
+    assert lacking("bare", bare) == "a docstring"
+    assert lacking("told", told) == "an executed Example"
+    assert lacking("gonio.errors.closest", gonio.errors.closest) is None
