@@ -1,0 +1,116 @@
+"""What a recipe costs per training step: time and peak memory as ratios to the baseline's.
+
+The seconds of one machine mean nothing on the next, and little on the same one an hour later. So the
+models take turns in one process, block by block, and each block gives one ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from gonio.compare.one_run import build, prepare_process
+from gonio.compare.plan import Plan, RecipeEntry
+from gonio.compare.summary import CostRow
+from gonio.compare.task import Task
+from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.training import batches, make_optimizer
+
+__all__ = ["measure_costs", "peak_bytes", "training_step"]
+
+_WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
+_BLOCKS = 21  # odd, so that the median is one of them
+_TURN = 0.03  # seconds of the baseline per block: 100 times the clock's and scheduler's grain
+_LONGEST = 12.0  # seconds for all blocks; at least 5 are made
+_MEMORY_STEPS = 3
+
+
+def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
+    """Time and memory of one training step of each recipe, over the baseline's.
+
+    A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Time is the CPU
+    time of this process. Memory is the most that the allocator held at any moment of a step beyond what
+    it held before: activations, gradients and temporaries.
+    """
+    prepare_process()
+    task = resolve_task(plan.task)
+    baseline, *steps = [training_step(plan, task, entry) for entry in (plan.baseline, *entries)]
+    hashes = [entry.hash for entry in entries]
+    rows: list[CostRow] = []
+    for block, ratios in enumerate(_time_ratios(baseline, steps)):
+        rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
+    memory = [statistics.median(peak_bytes(step) for _ in range(_MEMORY_STEPS)) for step in (baseline, *steps)]
+    rows += [(h, "memory", 0, peak / memory[0]) for h, peak in zip(hashes, memory[1:], strict=True)]
+    return rows
+
+
+def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], None]:
+    """A function that makes one training step of a warmed-up model of the recipe."""
+    seed = plan.seeds[0]
+    model, applied, _ = build(plan, task, entry, seed)
+    optimizer = make_optimizer(model, plan.training)
+    inputs, targets = next(batches(task, plan.training.batch_size, seed=seed, epoch=0))
+    model.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), targets)
+        if applied.penalty is not None:
+            loss = loss + applied.penalty()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(_WARM_UP):
+        step()
+    return step
+
+
+def _time_ratios(baseline: Callable[[], None], steps: Sequence[Callable[[], None]]) -> list[list[float]]:
+    """One list of ratios per block."""
+    count = max(1, math.ceil(_TURN / _seconds(baseline, 3) * 3))
+    everyone = [baseline, *steps]
+    began = time.monotonic()
+    blocks: list[list[float]] = []
+    while len(blocks) < _BLOCKS and (len(blocks) < 5 or time.monotonic() - began < _LONGEST):
+        # The order turns, so that no model always runs after the same one.
+        turn = len(blocks) % len(everyone)
+        order = [*range(turn, len(everyone)), *range(turn)]
+        seconds = {index: _seconds(everyone[index], count) for index in order}
+        blocks.append([seconds[index] / seconds[0] for index in range(1, len(everyone))])
+    return blocks
+
+
+def _seconds(step: Callable[[], None], count: int) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        step()
+    return time.process_time() - began
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """The most bytes that the CPU allocator held during `step` beyond what it held before.
+
+    Example:
+        >>> from gonio.compare.cost import peak_bytes
+        >>> peak_bytes(lambda: torch.zeros(1000).add_(1))
+        4000
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,97 @@
+"""One recipe × one seed, from the seed to the record; the same in whatever process it runs."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from gonio.compare.plan import Plan, RecipeEntry
+from gonio.compare.portrait import portrait
+from gonio.compare.results import RunRecord
+from gonio.compare.task import Task
+from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.training import Fit, evaluate, fit
+from gonio.models import resolve as resolve_model
+from gonio.recipes import Recipe
+from gonio.recipes.applied import Applied
+from gonio.seeding import derive_seed
+
+__all__ = ["build", "prepare_process", "run_one", "seed_everything"]
+
+_LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
+
+
+def prepare_process() -> None:
+    """Settings under which a result depends on the plan and the seed alone."""
+    torch.set_num_threads(1)  # sums are split by thread, so their last bits depend on the count
+    torch.use_deterministic_algorithms(True)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators: user factories, dropout and the like read them; gonio does not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
+
+
+def run_one(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
+    """Build, train and judge; an exception becomes a record with status `failed`.
+
+    Meant for a process of its own: it seeds the global generators.
+    """
+    started = time.process_time()
+    record = RunRecord(entry.name, seed, "failed")
+    try:
+        record = _run(plan, entry, seed)
+    except Exception as error:  # whatever a user's model or a recipe raises is a result of this run only
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        record = replace(record, error=f"{text} ({Path(where.filename).name}:{where.lineno})")
+    return replace(record, seconds=time.process_time() - started)
+
+
+def _run(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
+    prepare_process()
+    task = resolve_task(plan.task)
+    model, applied, text = build(plan, task, entry, seed)
+    seed_everything(derive_seed(seed, "train"))  # a recipe or model may have drawn any amount before
+    done = fit(model, task, training=plan.training, seed=seed, penalty=applied.penalty)
+    record = RunRecord(entry.name, seed, "diverged", curve=_finite(done), plan=text, error=done.diverged)
+    return record if done.diverged else _judged(record, done, model, task)
+
+
+def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
+    """The model of one run with its recipe applied, and the recipe's plan as text.
+
+    The model's factory reads generators that depend on the seed alone, and the recipe draws from its
+    own, so the layers that a recipe leaves alone start bit-equal to the baseline's.
+    """
+    seed_everything(derive_seed(seed, "model"))
+    model = resolve_model(plan.model)(**task.sizes)
+    recipe = Recipe.from_dict(entry.content)
+    text = str(recipe.plan(model)) if entry != plan.baseline else ""
+    return model, recipe.apply_(model, seed=seed), text
+
+
+def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task) -> RunRecord:
+    """The record of the epoch that the validation split chose, on the test split."""
+    if done.state is None:
+        return replace(record, error="no epoch has a validation score")
+    model.load_state_dict(done.state)
+    score = evaluate(model, task, task.test)
+    if score is None or not math.isfinite(score):
+        return replace(record, error="outputs on the test split are not finite")
+    return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=portrait(model))
+
+
+def _finite(done: Fit) -> dict[str, list[float | None]]:
+    """The curve as JSON can hold it."""
+    return {key: [v if math.isfinite(v) else None for v in values] for key, values in done.curve.items()}

@@ -1,0 +1,132 @@
+"""What a running comparison tells whoever is watching."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gonio.compare.results import RunRecord
+
+__all__ = ["Bar", "Lines", "Quiet", "Watcher", "watcher_for"]
+
+
+class Watcher(Protocol):
+    """Told about a comparison as it goes; must not raise."""
+
+    def start(self, total: int, done: int) -> None:
+        """The study has `total` runs, `done` of them from before."""
+
+    def run_ended(self, record: RunRecord) -> None:
+        """One more run has its row."""
+
+    def stage(self, text: str) -> None:
+        """What happens now, e.g. the measurement of costs."""
+
+    def stop(self) -> None:
+        """Nothing more follows; called also after an interruption."""
+
+
+class Quiet:
+    """Says nothing."""
+
+    def start(self, total: int, done: int) -> None: ...
+    def run_ended(self, record: RunRecord) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+def trouble(record: RunRecord) -> str | None:
+    """One line about a run that did not finish, else None."""
+    if record.status == "finished":
+        return None
+    return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
+
+
+class Lines:
+    """Plain lines for logs: a failure at once, progress at most every 10 s and every 10 %.
+
+    Args:
+        stream: where to write.
+        clock: seconds that only grow; replaceable in tests.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._total = self._done = self._said = 0
+        self._began = self._last = 0.0
+        self._before = 0
+
+    def start(self, total: int, done: int) -> None:
+        self._total, self._done, self._said, self._before = total, done, done, done
+        self._began = self._last = self._clock()
+        if done < total:
+            self._say(f"{total} runs, {done} done before" if done else f"{total} runs")
+
+    def run_ended(self, record: RunRecord) -> None:
+        self._done += 1
+        text = trouble(record)
+        if text:
+            self._say(text)
+        now = self._clock()
+        due = now - self._last >= 10 and (self._done - self._said) * 10 >= self._total
+        if due or self._done == self._total:
+            left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
+            self._last, self._said = now, self._done
+            self._say(f"{self._done} of {self._total} runs" + (f", about {left:.0f} s left" if left else ""))
+
+    def stage(self, text: str) -> None:
+        self._say(text)
+
+    def stop(self) -> None:
+        pass
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class Bar:
+    """A progress bar on a terminal, with failures printed above it as they happen."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training")
+
+    def start(self, total: int, done: int) -> None:
+        self._progress.update(self._task, total=total, completed=done)
+        self._progress.start()
+
+    def run_ended(self, record: RunRecord) -> None:
+        self._progress.advance(self._task)
+        text = trouble(record)
+        if text:
+            self._progress.console.print(text, style="red", markup=False, highlight=False)
+
+    def stage(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def watcher_for(stream: TextIO) -> Watcher:
+    """A bar on a terminal, sparse plain lines otherwise.
+
+    Example:
+        >>> import io
+        >>> type(gonio.compare.watcher_for(io.StringIO())).__name__
+        'Lines'
+    """
+    return Bar(Console(file=stream)) if stream.isatty() else Lines(stream)

@@ -1,0 +1,189 @@
+"""A study's folder: the plan as JSON, and one SQLite database of which a run is either a row or nothing.
+
+A run is finished exactly when its row is committed. There is no state "running" that a killed process
+could leave behind, and nothing to repair: what has no row is run again, from its seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gonio.compare.lock import locked
+from gonio.compare.plan import Plan, RecipeEntry, extended
+from gonio.compare.results import Results, RunRecord
+from gonio.compare.summary import CostRow, summarise
+from gonio.errors import StudyError
+
+__all__ = ["Study"]
+
+_PLAN, _DATABASE, _VERSION = "plan.json", "study.db", 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
+    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, seed)
+);
+CREATE TABLE IF NOT EXISTS costs (
+    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL,
+    PRIMARY KEY (hash, kind, block)
+);
+"""
+
+
+class Study:
+    """A comparison on disk.
+
+    Any number of processes may read it, also while it runs; :func:`gonio.compare.run` alone writes to it.
+    The folder must be on a local file system: SQLite's write-ahead log does not work over NFS.
+
+    Attributes:
+        path: the folder.
+        plan: what was decided before the first run.
+    """
+
+    def __init__(self, path: Path, plan: Plan, database: sqlite3.Connection) -> None:
+        self.path = path
+        self.plan = plan
+        self._database = database
+
+    @classmethod
+    def create(cls, path: str | Path, plan: Plan) -> Study:
+        """A new study, or the one that is there already if its plan is the same or is extended by `plan`.
+
+        Raises:
+            PlanChangedError: the folder's plan differs in more than added seeds and recipes.
+            StudyLockedError: another process is running the study.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            return cls.create_locked(folder, plan)
+
+    @classmethod
+    def create_locked(cls, folder: Path, plan: Plan) -> Study:
+        """:meth:`create` for a caller that holds the folder's lock."""
+        database = _connect(folder / _DATABASE)
+        with database:
+            database.executescript(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+        if (folder / _PLAN).exists():
+            finished = database.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
+            plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
+        _write_plan(folder, plan)
+        return cls(folder, plan, database)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Study:
+        """The study in a folder, for reading.
+
+        Raises:
+            StudyError: there is none, or it cannot be read.
+        """
+        folder = Path(path)
+        for name in (_PLAN, _DATABASE):
+            if not (folder / name).is_file():
+                raise StudyError(str(path), f"there is no {name} in it", "Give the folder of a study.")
+        return cls(folder, _read_plan(folder), _connect(folder / _DATABASE))
+
+    def missing(self) -> list[tuple[RecipeEntry, int]]:
+        """The runs to do: without a row, or failed. What was an accident succeeds the next time."""
+        rows = self._database.execute("SELECT hash, seed FROM runs WHERE status != 'failed'").fetchall()
+        return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
+
+    def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
+        """Commit one run; when this returns, no crash can lose it."""
+        content = record.to_dict()
+        seconds = content.pop("seconds")
+        row = (entry.hash, record.seed, record.status, json.dumps(content), seconds, json.dumps(dict(versions)))
+        with self._database:
+            self._database.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def add_costs(self, rows: Sequence[CostRow]) -> None:
+        """Commit measured cost ratios, all or none."""
+        with self._database:
+            self._database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
+
+    def without_costs(self) -> list[RecipeEntry]:
+        """The recipes, baseline excluded, whose cost has not been measured."""
+        found = {row[0] for row in self._database.execute("SELECT DISTINCT hash FROM costs")}
+        return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]
+
+    def runs(self) -> tuple[RunRecord, ...]:
+        """Every run that has a row, in the plan's order of recipes and seeds."""
+        query = "SELECT hash, seed, record, seconds FROM runs"
+        found = {(h, s): _record(text, seconds) for h, s, text, seconds in self._database.execute(query)}
+        return tuple(
+            found[entry.hash, seed]
+            for entry in self.plan.recipes
+            for seed in self.plan.seeds
+            if (entry.hash, seed) in found
+        )
+
+    def results(self) -> Results:
+        """What the runs so far show; see :class:`Results`.
+
+        Raises:
+            MissingExtraError: scipy is not installed.
+        """
+        costs = self._database.execute("SELECT hash, kind, block, ratio FROM costs").fetchall()
+        used = self._database.execute("SELECT DISTINCT versions FROM runs").fetchall()
+        return summarise(self.plan, self.runs(), costs, [json.loads(text) for (text,) in used])
+
+    def close(self) -> None:
+        """Close the database; the write-ahead log is merged into it."""
+        self._database.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        if path.exists() and not os.access(path.parent, os.W_OK):
+            return sqlite3.connect(f"file:{path.absolute()}?immutable=1", uri=True)
+        database = sqlite3.connect(path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits at a power cut
+        found = database.execute("PRAGMA user_version").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        raise StudyError(str(path.parent), f"{path.name} cannot be read: {error}", "Restore it.") from error
+    if found > _VERSION:
+        why = f"{path.name} has format {found}, and this gonio reads up to {_VERSION}"
+        raise StudyError(str(path.parent), why, "Use a newer gonio.")
+    return database
+
+
+def _record(text: str, seconds: float | None) -> RunRecord:
+    return RunRecord(**json.loads(text), seconds=seconds)
+
+
+def _read_plan(folder: Path) -> Plan:
+    try:
+        data: dict[str, Any] = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
+        plan = Plan.from_dict(data)
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        why = f"{_PLAN} cannot be read: {error}"
+        raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
+    if plan.hash != data.get("hash"):
+        why = f"{_PLAN} does not have the hash that it states"
+        raise StudyError(str(folder), why, "It was edited; restore it, or start a new study.")
+    return plan
+
+
+def _write_plan(folder: Path, plan: Plan) -> None:
+    """Replace the plan so that a crash leaves the old or the new one, never a part."""
+    text = json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n"
+    path, draft = folder / _PLAN, folder / f"{_PLAN}.new"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,120 @@
+"""A task: data in three splits, a loss, a metric, and how its baseline is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from gonio.compare.plan import Training
+from gonio.errors import InvalidArgumentError
+
+__all__ = ["ACCURACY", "Metric", "Split", "Task", "accuracy"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples and their targets, in memory.
+
+    Shape:
+        - ``inputs``: (N, ...); ``targets``: (N, ...).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
+            raise InvalidArgumentError(
+                "a split needs as many targets as inputs, and at least one",
+                f"{len(self.inputs)} inputs and {len(self.targets)} targets",
+                "Check the task's data.",
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Percentage of rows whose largest output is at the target class.
+
+    Shape:
+        - ``outputs``: (N, K); ``targets``: (N,) integers.
+
+    Example:
+        >>> gonio.compare.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
+        50.0
+    """
+    # an integer count, so that no summation order can change the last bit
+    return 100.0 * int((outputs.argmax(1) == targets).sum()) / len(targets)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a run is judged by.
+
+    Attributes:
+        function: (outputs, targets) of a whole split to a number.
+        direction: `max` if larger is better, else `min`.
+        worst: the worst possible value, if there is one; what a diverged run counts as.
+    """
+
+    name: str
+    function: Callable[[Tensor, Tensor], float]
+    direction: str = "max"
+    unit: str = ""
+    worst: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("max", "min"):
+            raise InvalidArgumentError(
+                "a metric's direction must be 'max' or 'min'", repr(self.direction), "Use one of them."
+            )
+
+
+ACCURACY = Metric("accuracy", accuracy, "max", "%", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the models of a comparison are trained on and judged by.
+
+    Attributes:
+        model: name of the model that is used if the command names none.
+        sizes: `num_classes` and `in_channels`, passed to the model's factory where it takes them.
+        training: how the baseline is best trained, as far as this was looked into; say how in `notes`.
+        sesoi: smallest effect of interest, in the metric's unit.
+        augment: (inputs, generator) to inputs of the same shape; called once per epoch on the training
+            split, with a generator that depends on seed and epoch alone.
+        notes: what a reader of the results must know about the data and the training.
+    """
+
+    name: str
+    train: Split
+    validation: Split
+    test: Split
+    model: str
+    sizes: Mapping[str, int]
+    training: Training
+    sesoi: float
+    metric: Metric = ACCURACY
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    augment: Callable[[Tensor, Generator], Tensor] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """The three splits by name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def digest(self) -> str:
+        """SHA-256 over every number of the three splits."""
+        sha = hashlib.sha256()
+        for name, split in self.splits.items():
+            for tensor in (split.inputs, split.targets):
+                sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                sha.update(tensor.contiguous().numpy().tobytes())
+        return sha.hexdigest()
