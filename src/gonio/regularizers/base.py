@@ -1,0 +1,237 @@
+"""What every regularizer is: a strength and a formula, as frozen data."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.precision import full_precision, widen
+from gonio.geometry.views import Layout
+from gonio.regularizers.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Evaluation",
+    "IterativeRegularizer",
+    "OutputRegularizer",
+    "Regularizer",
+    "WeightRegularizer",
+    "require",
+]
+
+PLAIN = Layout()
+
+
+def require(holds: bool, asked: str, found: object, do: str) -> None:
+    """Raise an InvalidArgumentError unless a condition on an argument holds."""
+    if not holds:
+        raise InvalidArgumentError(asked, str(found), do)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A value at strength 1 and what it is made of.
+
+    Attributes:
+        value: a differentiable scalar.
+        terms: its summands by name, detached; empty if there is only one.
+        state: what an iterative regularizer starts from next time.
+    """
+
+    value: Tensor
+    terms: dict[str, Tensor]
+    state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Regularizer(ABC):
+    """A term that is added to the loss: strength × value.
+
+    Args:
+        strength: the coefficient of the value in the loss.
+        every: apply at each n-th step only, at n-fold strength: the same pull on average at 1/n of the cost.
+        schedule: a factor on the strength that depends on the step.
+    """
+
+    strength: float
+    _: KW_ONLY
+    every: int = 1
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        require(
+            math.isfinite(self.strength) and self.strength >= 0,
+            f"{name}() needs a finite strength >= 0",
+            f"strength={self.strength}",
+            "A term that rewards what it should penalise has no minimum.",
+        )
+        require(self.every >= 1, f"{name}() needs every >= 1", f"every={self.every}", "Use 1 for every step.")
+
+    def strength_at(self, step: int) -> float:
+        """The coefficient at a step, counted from 0: `every` and `schedule` applied.
+
+        Example:
+            >>> decay = gonio.regularizers.L2(0.1, every=2)
+            >>> [decay.strength_at(step) for step in range(4)]
+            [0.2, 0.0, 0.2, 0.0]
+        """
+        if step % self.every:
+            return 0.0
+        factor = 1.0 if self.schedule is None else self.schedule.factor(step)
+        return self.strength * self.every * factor
+
+
+@dataclass(frozen=True)
+class WeightRegularizer(Regularizer):
+    """A regularizer of a layer's weight."""
+
+    # What `Penalty` has to know: a term that acts on the scale of a weight alone has nothing to act on where
+    # a normalisation layer follows; one that takes the logarithm of the scale makes no sense at zero.
+    scale_only: ClassVar[bool] = False
+    logarithmic: ClassVar[bool] = False
+
+    def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.
+
+        Computed in float32 at least, also under autocast.
+
+        Args:
+            weight: as the layer stores it.
+            layout: how that is, from :func:`gonio.geometry.layout_of`.
+        """
+        return self.evaluate(weight, layout).value
+
+    def __call__(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """strength × :meth:`value`."""
+        return self.strength * self.value(weight, layout)
+
+    def evaluate(self, weight: Tensor, layout: Layout = PLAIN) -> Evaluation:
+        """The value together with its summands."""
+        with full_precision(weight):
+            return self._evaluate(widen(weight), layout)
+
+    def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """A value below which no weight of this shape (and, where it matters, these filter norms) can come.
+
+        More filters than dimensions cannot be orthogonal, and the best that they can do is not 0.
+        """
+        with torch.no_grad(), full_precision(weight):
+            return self._lower_bound(widen(weight), layout)
+
+    def excess(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
+        """:meth:`value` above :meth:`lower_bound`: the most that training could still remove. Detached."""
+        with torch.no_grad():
+            return (self.value(weight, layout) - self.lower_bound(weight, layout)).clamp_min(0)
+
+    @abstractmethod
+    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+        """The value of a weight in float32 or float64."""
+
+    @abstractmethod
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        """A lower bound for a weight in float32 or float64."""
+
+
+@dataclass(frozen=True)
+class IterativeRegularizer(WeightRegularizer):
+    """A regularizer of a weight that follows it with a state of its own, such as a singular vector.
+
+    The state is never inside the regularizer: `Penalty` keeps one per layer and moves it once per step, so
+    that reading a value changes nothing.
+    """
+
+    def advance(self, weight: Tensor, state: Tensor | None, layout: Layout = PLAIN) -> Evaluation:
+        """The value for a state, which is held fixed in the backward, and the next state.
+
+        Args:
+            weight: as the layer stores it.
+            state: what the last call returned; None to start from the weight alone.
+            layout: how the weight is stored.
+        """
+        with full_precision(weight):
+            return self._advance(widen(weight), state, layout)
+
+    @abstractmethod
+    def _advance(self, weight: Tensor, state: Tensor | None, layout: Layout) -> Evaluation:
+        """The value for a weight in float32 or float64, and the next state."""
+
+    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+        return self._advance(weight, None, layout)
+
+
+@dataclass(frozen=True)
+class OutputRegularizer(Regularizer):
+    """A regularizer of what a layer puts out for a batch."""
+
+    # Whether the value stays when a constant is added to an output channel, so that a bias does not matter.
+    ignores_bias: ClassVar[bool] = False
+
+    def value(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The penalty at strength 1; a differentiable scalar.
+
+        Computed in float32 at least, also under autocast.
+
+        Args:
+            outputs: (N, k) or (N, k, *positions) with k output channels, bias removed.
+            groups: channels of different groups see different inputs and are never paired.
+            generator: where the method samples.
+            process_group: the batch is spread over its processes; the value is that of the whole batch.
+        """
+        return self.evaluate(outputs, groups=groups, generator=generator, process_group=process_group).value
+
+    def __call__(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """strength × :meth:`value`."""
+        return self.strength * self.value(
+            outputs, groups=groups, generator=generator, process_group=process_group
+        )
+
+    def evaluate(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Evaluation:
+        """The value together with its summands; arguments as for :meth:`value`."""
+        require(
+            outputs.ndim >= 2 and outputs.shape[1] % groups == 0,
+            f"{type(self).__name__} takes outputs (N, k, *positions) with k divisible by groups={groups}",
+            f"shape {tuple(outputs.shape)}",
+            "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
+        )
+        with full_precision(outputs):
+            return self._evaluate(widen(outputs), groups, generator, process_group)
+
+    @abstractmethod
+    def _evaluate(
+        self,
+        outputs: Tensor,
+        groups: int,
+        generator: torch.Generator | None,
+        process_group: ProcessGroup | None,
+    ) -> Evaluation:
+        """The value for outputs in float32 or float64."""

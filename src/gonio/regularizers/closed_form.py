@@ -1,0 +1,71 @@
+"""Formulas whose gradient is known in closed form, as one autograd operation.
+
+Note [Second derivatives]
+    The closed form saves what the forward computed and treats it as constant. When a backward is itself to
+    be differentiated, the formula's plain form is differentiated by autograd instead, so that second
+    derivatives are right. The plain form also is what the compiler, torch.func and sharded tensors see: none
+    of them gains from the closed form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from gonio.regularizers.sharding import is_sharded
+
+__all__ = ["Formula", "apply"]
+
+
+class Formula(ABC):
+    """A scalar function of one tensor, in its plain and in its fast form."""
+
+    results: ClassVar[int] = 1  # how many tensors `plain` and `fast` return
+
+    @abstractmethod
+    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The value, then further results that are not differentiated, in differentiable operations."""
+
+    @abstractmethod
+    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What :meth:`plain` returns, and the tensors that :meth:`gradient` needs. Runs without grad."""
+
+    @abstractmethod
+    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
+        """factor × the derivative of the value; a new tensor that the caller may keep."""
+
+
+def apply(formula: Formula, x: Tensor) -> tuple[Tensor, ...]:
+    """The formula's results at `x`; only the first is differentiable."""
+    if torch.compiler.is_compiling() or is_sharded(x):
+        value, *rest = formula.plain(x)
+        return value, *(r.detach() for r in rest)
+    results: tuple[Tensor, ...] = _ClosedForm.apply(x, formula)
+    return results[: formula.results]
+
+
+class _ClosedForm(torch.autograd.Function):
+    """One node in the graph for a whole formula."""
+
+    @staticmethod
+    def forward(x: Tensor, formula: Formula) -> tuple[Tensor, ...]:
+        results, saved = formula.fast(x)
+        return *results, *saved
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx | Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        x, ctx.formula = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, *output[ctx.formula.results :])
+
+    @staticmethod
+    def backward(ctx: FunctionCtx | Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # Note [Second derivatives]
+            value = ctx.formula.plain(x)[0]
+            return torch.autograd.grad(value, x, grads[0], create_graph=True)[0], None
+        return ctx.formula.gradient(x, tuple(saved), grads[0]), None

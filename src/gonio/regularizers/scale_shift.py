@@ -1,0 +1,168 @@
+"""WEISSI: a penalty on scale that cannot be lowered by moving scale between layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gonio.geometry.views import Layout
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.closed_form import Formula, apply
+
+__all__ = ["ScaleShift"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleShift(WeightRegularizer):
+    r"""The logarithm of a weight's norm, and optionally the L1 norm of its direction.
+
+    .. math::
+        \lambda_1 \log \max(\lVert W \rVert, \text{floor}) + \lambda_2 \Bigl\lVert \frac{W}{\lVert W \rVert}
+        \Bigr\rVert_1
+
+    with :math:`\lambda_1` = `strength`, :math:`\lambda_2` = `direction_strength` and the Euclidean norm of the
+    whole weight (of each stacked block, where a weight is several matrices in one). Summed over the layers of a
+    positively homogeneous network the first term is :math:`\log \prod_l \lVert W_l \rVert`, which moving scale
+    from layer to layer does not change, neither its value nor (up to the same factor) its gradient
+    :math:`W / \lVert W \rVert^2`; L2 can be lowered that way without any change of the function. The second
+    term only sees the direction: its gradient is orthogonal to W.
+
+    Note [Floor]
+        The gradient of the logarithm grows as 1/‖W‖, and one SGD step multiplies W by
+        :math:`1 - \eta\lambda_1/\lVert W \rVert^2`: below :math:`\lVert W \rVert^2 = \eta\lambda_1/2` the weight
+        changes sign and grows. Under `floor` the term is constant and lets go. The default,
+        :math:`2\sqrt{\lambda_1}`, keeps a step from changing the norm by more than a quarter as long as the
+        effective learning rate :math:`\eta / (1 - \text{momentum})` is at most 1; set
+        :math:`2\sqrt{\eta\lambda_1/(1 - \text{momentum})}` for a larger one.
+
+    A weight that a normalisation layer follows has no scale that the loss could defend, so the term would
+    shrink it to the floor and raise its effective learning rate all the while: `Penalty` leaves such weights
+    out and says so. It also leaves out weights that are zero when it is built (zero-initialised branches).
+
+    Args:
+        strength: :math:`\lambda_1`. The paper's values are not known to us; there is no default.
+        direction_strength: :math:`\lambda_2`.
+        floor: the norm below which the first term is constant; None for :math:`2\sqrt{\lambda_1}`.
+        direction_scale: `"none"`, or `"sqrt_numel"` to divide the L1 norm, which ranges over
+            :math:`[1, \sqrt n]`, by :math:`\sqrt n`, so that layers of different size count alike.
+        before_norm: `"skip"` or `"keep"` weights that a normalisation layer follows; read by `Penalty`.
+
+    Invariances:
+        Above the floor: multiplying layers by factors whose product is 1 (summed over layers). Not invariant
+        under rescaling single neurons.
+
+    Raises:
+        InvalidArgumentError: for values out of range.
+
+    Example:
+        >>> log_norm = gonio.regularizers.ScaleShift(1.0, floor=0.1)
+        >>> a, b = torch.eye(4), torch.ones(2, 2)
+        >>> torch.allclose(log_norm(a) + log_norm(b), log_norm(3 * a) + log_norm(b / 3))
+        True
+
+    See also:
+        :func:`gonio.balance_`, which takes what L2 could gain by moving scale.
+
+    References:
+        [1] Z. Liu, Y. Cui, J. Wan, Y. Mao, A. B. Chan, "Improve generalization and robustness of neural networks
+        via weight scale shifting invariant regularizations", 2020, Eq. (8). https://arxiv.org/abs/2008.02965
+
+    Differs:
+        The paper has no floor. A second-hand account prints the second term with an L2 norm, which is the
+        constant 1; here it is the L1 norm that its text describes.
+    """
+
+    scale_only: ClassVar[bool] = True
+    logarithmic: ClassVar[bool] = True
+
+    direction_strength: float = 0.0
+    floor: float | None = None
+    direction_scale: Literal["none", "sqrt_numel"] = "none"
+    before_norm: Literal["skip", "keep"] = "skip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.direction_strength >= 0 and (self.strength > 0 or self.direction_strength == 0),
+            "ScaleShift() needs direction_strength >= 0, and strength > 0 beside it",
+            f"strength={self.strength}, direction_strength={self.direction_strength}",
+            "The value is taken relative to strength; give it a small one.",
+        )
+        require(
+            self.floor is None or self.floor > 0,
+            "ScaleShift() needs floor > 0",
+            f"floor={self.floor}",
+            "Without a floor the term has no minimum: leave it out for 2·√strength.",
+        )
+        for name, allowed in (("direction_scale", ("none", "sqrt_numel")), ("before_norm", ("skip", "keep"))):
+            found = getattr(self, name)
+            require(found in allowed, f"ScaleShift({name}=…) takes one of {allowed}", repr(found), "Choose one.")
+
+    @classmethod
+    def paper(cls, strength: float, direction_strength: float) -> ScaleShift:
+        """The published form: no floor to speak of, the plain L1 norm, weights before normalisation included.
+
+        Unsafe as published: see Note [Floor]. The floor of 1e-12 only keeps zero weights finite.
+        """
+        return cls(strength, direction_strength=direction_strength, floor=1e-12, before_norm="keep")
+
+    @property
+    def effective_floor(self) -> float:
+        """The norm below which the first term is constant."""
+        return max(2 * math.sqrt(self.strength), 1e-12) if self.floor is None else self.floor
+
+    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+        flat = weight.unflatten(0, (layout.blocks, -1)).flatten(1)
+        share = self.direction_strength / self.strength if self.strength else 0.0
+        if self.direction_scale == "sqrt_numel":
+            share /= math.sqrt(flat.shape[1])
+        value, scale, direction = apply(_LogNorm(self.effective_floor, share), flat)
+        return Evaluation(value, {"scale": scale, "direction": direction} if share else {})
+
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        share = self.direction_strength / self.strength if self.strength else 0.0
+        if self.direction_scale == "sqrt_numel":
+            share /= math.sqrt(weight.numel() / layout.blocks)
+        return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + share))
+
+
+@dataclass(frozen=True)
+class _LogNorm(Formula):
+    """Σ over rows of log max(‖x‖, floor) + share · ‖x‖₁/‖x‖; gradient a x + b sign(x)."""
+
+    results: ClassVar[int] = 3
+    floor: float
+    share: float
+
+    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
+        square = (x * x).sum(-1)
+        scale = 0.5 * square.clamp_min(max(self.floor**2, torch.finfo(x.dtype).tiny)).log().sum()
+        zero = square < torch.finfo(x.dtype).tiny
+        inverse = square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+        direction = self.share * (x.abs().sum(-1) * inverse).sum()
+        return scale + direction, scale, direction
+
+    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        low = norm <= self.floor
+        zero = norm < torch.finfo(x.dtype).tiny ** 0.5
+        inverse = norm.masked_fill(zero, 1).reciprocal().masked_fill(zero, 0)
+        scale = norm.clamp_min(self.floor).log().sum()
+        on_weight = (inverse * inverse).masked_fill(low, 0)
+        direction, on_sign = torch.zeros_like(scale), torch.zeros_like(norm)
+        if self.share:
+            absolute = torch.linalg.vector_norm(x, ord=1, dim=-1)
+            direction = self.share * (absolute * inverse).sum()
+            on_sign = self.share * inverse
+            on_weight = on_weight - self.share * absolute * inverse**3
+        return (scale + direction, scale, direction), (on_weight, on_sign)
+
+    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
+        on_weight, on_sign = ((factor * s).unsqueeze(-1) for s in saved)
+        if not self.share:
+            return x * on_weight
+        return (x.sign() * on_sign).addcmul_(x, on_weight)

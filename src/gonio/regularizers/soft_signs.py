@@ -1,0 +1,155 @@
+"""Soft signs of layer outputs, chunk by chunk, and their Gram matrix.
+
+Outputs (N, k, positions) are read as k sequences of N·positions samples. They are never permuted as a
+whole: a chunk of a few thousand samples is copied, shifted and bent while it is in cache, multiplied, and
+forgotten; the backward makes it again. So nothing of the size of the outputs is kept but their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gonio.geometry.precision import widest
+from gonio.regularizers.gram import accumulate_symmetric, mirror
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["CHUNK", "Channels", "SoftSigns"]
+
+CHUNK = 4096  # samples; with 512 channels 8 MiB in float32
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What shifts and stretches each channel before it is bent: gain · ((x − high) − low).
+
+    The mean is held in two parts, so that subtracting it from float32 outputs is exact to float64.
+
+    Attributes:
+        high, low: the parts of the mean, (k,); zero if outputs are not centred.
+        gain: γ, over the standard deviation if outputs are standardised, (k,).
+        samples: in the whole batch, over all processes.
+    """
+
+    high: Tensor
+    low: Tensor
+    gain: Tensor
+    samples: Tensor
+
+    @property
+    def noise(self) -> Tensor:
+        """The size of a soft sign that rounding alone gives to a channel that does not vary."""
+        return 64 * torch.finfo(widest(self.gain)).eps * self.gain * self.high.abs()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The attributes in order, for saving."""
+        return self.high, self.low, self.gain, self.samples
+
+
+@dataclass(frozen=True)
+class SoftSigns:
+    r"""The soft signs :math:`t = \tanh(\gamma y)` of outputs whose channels are in `groups` groups."""
+
+    gamma: float
+    center: bool
+    standardize: bool
+    groups: int
+    process_group: ProcessGroup | None
+    chunk: int = CHUNK
+
+    def channels(self, x: Tensor) -> Channels:
+        """Means and gains of outputs (N, k, P), over the batch of all processes."""
+        wide = widest(x)
+        samples = self.total(torch.full((), x.shape[0] * x.shape[2], dtype=wide, device=x.device))
+        mean = torch.zeros(x.shape[1], dtype=wide, device=x.device)
+        if self.center:
+            mean = self.total(x.sum((0, 2), dtype=wide)) / samples
+        high = mean.to(x.dtype)
+        low = (mean - high).to(x.dtype)
+        plain = Channels(high, low, x.new_full((x.shape[1],), self.gamma), samples)
+        return self._standardized(x, plain) if self.standardize else plain
+
+    def _standardized(self, x: Tensor, plain: Channels) -> Channels:
+        unit = Channels(plain.high, plain.low, torch.ones_like(plain.gain), plain.samples)
+        square = torch.zeros_like(plain.gain, dtype=widest(x))
+        for piece in self.pieces(x):
+            square += self.shifted(piece, unit).square_().sum(-1).flatten()
+        deviation = (self.total(square) / plain.samples).sqrt().to(x.dtype)
+        flat = deviation <= unit.noise.clamp_min(torch.finfo(x.dtype).tiny)
+        gain = (self.gamma / deviation.masked_fill(flat, 1)).masked_fill(flat, 0)
+        return Channels(plain.high, plain.low, gain, plain.samples)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all processes; in place."""
+        if self.process_group is not None:
+            torch.distributed.all_reduce(x, group=self.process_group)
+        return x
+
+    def pieces(self, x: Tensor) -> Iterator[Tensor]:
+        """Views (n, k, p) of the outputs with at most about `chunk` samples each."""
+        positions = min(x.shape[2], self.chunk)
+        for images in x.split(max(1, self.chunk // max(1, positions))):
+            yield from images.split(max(1, positions), dim=2)
+
+    def shifted(self, piece: Tensor, channels: Channels) -> Tensor:
+        """gain · (piece − mean) as a new tensor (groups, k/groups, samples)."""
+        buffer, gain = self._buffer(piece), self._spread(channels.gain)
+        torch.sub(self.grouped(piece), self._spread(channels.high), out=buffer)
+        torch.addcmul(self._spread(-channels.gain * channels.low), buffer, gain, out=buffer)
+        return buffer.flatten(2)
+
+    def grouped(self, piece: Tensor) -> Tensor:
+        """(n, k, p) seen as (groups, k/groups, n, p)."""
+        return piece.unflatten(1, (self.groups, -1)).permute(1, 2, 0, 3)
+
+    def _buffer(self, piece: Tensor) -> Tensor:
+        """An empty tensor (groups, k/groups, n, p) that lies in memory as the piece does."""
+        n, k, p = piece.shape
+        if piece.stride(1) == 1:
+            return piece.new_empty(n, p, self.groups, k // self.groups).permute(2, 3, 0, 1)
+        return piece.new_empty(self.groups, k // self.groups, n, p)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """A number per channel as (groups, k/groups, 1, 1)."""
+        return x.view(self.groups, -1, 1, 1)
+
+    def gram(self, x: Tensor, channels: Channels) -> Tensor:
+        """T Tᵀ for each group, (groups, k/groups, k/groups), over the batch of all processes."""
+        width = x.shape[1] // self.groups
+        gram = x.new_zeros(self.groups, width, width)
+        for piece in self.pieces(x):
+            accumulate_symmetric(gram, self.shifted(piece, channels).tanh_())
+        return self.total(mirror(gram))
+
+    def pull_back(self, x: Tensor, channels: Channels, slope: Callable[[Tensor], Tensor]) -> Tensor:
+        """The derivative by the outputs, given `slope`, that by a piece of soft signs as a function of it."""
+        out = torch.empty_like(x)
+        first, second = x.new_zeros(2, x.shape[1])
+        for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
+            bent = self.shifted(piece, channels)
+            linear = bent.clone() if self.standardize else None
+            back = slope(bent.tanh_())
+            back.mul_(bent.square_().neg_().add_(1))
+            first += back.sum(-1).flatten()
+            if linear is not None:
+                second += (back * linear).sum(-1).flatten()
+            self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], -1)))
+        self._project(x, out, channels, first, second)
+        return out.mul_(channels.gain.view(1, -1, 1))
+
+    def _project(self, x: Tensor, out: Tensor, channels: Channels, first: Tensor, second: Tensor) -> None:
+        """Take out what moving the means and the deviations undoes; in place."""
+        if self.center:
+            out.sub_((self.total(first) / channels.samples).to(out.dtype).view(1, -1, 1))
+        if self.standardize:
+            factor = (self.total(second) / (channels.samples * self.gamma**2)).to(out.dtype)
+            factor = factor.view(self.groups, -1, 1)
+            for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
+                linear = self.shifted(piece, channels).mul_(factor)
+                self.grouped(target).sub_(linear.unflatten(2, (piece.shape[0], -1)))
