@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gonio.compare.results import BASELINE, Effect, Results
-from gonio.report.clean import plain
+from gonio.foreign_text import plain
 from gonio.report.curves import curve_charts
 from gonio.report.intervals import Axis, Row, intervals
 from gonio.report.layers import Layer, angle_chart, layers, norm_chart
@@ -49,9 +49,7 @@ def cost_chart(results: Results, colors: dict[str, str], which: str) -> Any:
         cost = effect.step_time if which == "step_time" else effect.memory
         if cost is not None:
             note = f"×{cost.median:.2f}"
-            rows.append(
-                Row(effect.recipe, colors[effect.recipe], cost.median, (cost.low, cost.high), note=note)
-            )
+            rows.append(Row(effect.recipe, colors[effect.recipe], cost.median, (cost.low, cost.high), note=note))
     if not rows:
         return ""
     what = "Time per training step" if which == "step_time" else "Memory"
@@ -69,9 +67,7 @@ def curve_groups(results: Results, colors: dict[str, str]) -> list[SimpleNamespa
     ):
         charts = curve_charts(results.runs, colors, key=key, axis=title)
         if charts:
-            shown = [
-                SimpleNamespace(recipe=r, color=colors[r], svg=_markup(text)) for r, text in charts.items()
-            ]
+            shown = [SimpleNamespace(recipe=r, color=colors[r], svg=_markup(text)) for r, text in charts.items()]
             groups.append(SimpleNamespace(title=title, charts=shown))
     return groups
 

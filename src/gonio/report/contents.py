@@ -12,8 +12,8 @@ import yaml
 
 from gonio.compare.plan import RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
+from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
-from gonio.report.clean import plain
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio
 
 __all__ = ["colors_of", "page_of"]
@@ -106,11 +106,7 @@ def _facts(results: Results, scale: Scale) -> list[tuple[str, str]]:
 
 def _row(effect: Effect, scale: Scale, color: str) -> SimpleNamespace:
     shown = mark(effect.verdict)
-    lost = [
-        f"{count(n, 'run')} {word}"
-        for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged"))
-        if n
-    ]
+    lost = [f"{count(n, 'run')} {word}" for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged")) if n]
     return SimpleNamespace(
         recipe=effect.recipe, color=color, verdict=effect.verdict, symbol=shown.symbol, tone=shown.tone,
         mean=scale.signed(effect.mean), interval=scale.interval(effect.low, effect.high),
@@ -122,11 +118,7 @@ def _row(effect: Effect, scale: Scale, color: str) -> SimpleNamespace:
 
 
 def _range(cost: Ratio | None) -> str:
-    return (
-        ""
-        if cost is None or f"{cost.low:.2f}" == f"{cost.high:.2f}"
-        else f"{cost.low:.2f} to {cost.high:.2f}"
-    )
+    return "" if cost is None or f"{cost.low:.2f}" == f"{cost.high:.2f}" else f"{cost.low:.2f} to {cost.high:.2f}"
 
 
 def _broken(run: RunRecord) -> SimpleNamespace:

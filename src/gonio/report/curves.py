@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gonio.compare.results import BASELINE, RunRecord
+from gonio.foreign_text import shorten
 from gonio.report import svg
-from gonio.report.clean import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,9 +44,7 @@ def curve_charts(
     made = {}
     for i, (name, color) in enumerate(recipes.items()):
         label = f"{axis} per epoch: {shorten(name)} against the baseline, median and range over seeds"
-        made[name] = _chart(
-            by_recipe[name], by_recipe[BASELINE], key, color, axis, view, width, f"{key[0]}{i}", label
-        )
+        made[name] = _chart(by_recipe[name], by_recipe[BASELINE], key, color, axis, view, width, f"{key[0]}{i}", label)
     return made
 
 
@@ -99,9 +97,7 @@ def _band(axes: Axes, curves: NDArray[np.float64], color: str, *, dashed: bool) 
     shown = np.isfinite(curves).any(axis=0)
     epochs = np.arange(1, curves.shape[1] + 1)[shown]
     part = curves[:, shown]
-    axes.fill_between(
-        epochs, np.nanmin(part, 0), np.nanmax(part, 0), color=svg.COLORS[color], alpha=0.2, linewidth=0
-    )
+    axes.fill_between(epochs, np.nanmin(part, 0), np.nanmax(part, 0), color=svg.COLORS[color], alpha=0.2, linewidth=0)
     style = (0, (4, 2)) if dashed else "-"
     axes.plot(
         epochs,

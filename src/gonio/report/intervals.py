@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gonio.foreign_text import shorten
 from gonio.report import svg
-from gonio.report.clean import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,9 +98,7 @@ def _reference(axes: Axes, axis: Axis, lanes: Sequence[tuple[float, float]]) -> 
     """The band and the line of no difference, in the lanes that hold no text."""
     for top, bottom in lanes:
         if axis.band:
-            axes.fill_betweenx(
-                (top, bottom), *axis.band, color=svg.COLORS["band"], alpha=0.55, linewidth=0, zorder=0
-            )
+            axes.fill_betweenx((top, bottom), *axis.band, color=svg.COLORS["band"], alpha=0.55, linewidth=0, zorder=0)
         if axis.reference is not None:
             axes.plot([axis.reference] * 2, (top, bottom), color=svg.COLORS["muted"], linewidth=1.0, zorder=1)
     if axis.band:
@@ -117,9 +115,7 @@ def _reference(axes: Axes, axis: Axis, lanes: Sequence[tuple[float, float]]) -> 
 def _row(axes: Axes, row: Row, y: float, shown: tuple[float, float]) -> None:
     color = svg.COLORS[row.color]
     inside = [d for d in row.dots if shown[0] <= d <= shown[1]]
-    axes.plot(
-        inside, [y] * len(inside), "o", color=color, markersize=3.4, alpha=0.38, markeredgewidth=0, zorder=2
-    )
+    axes.plot(inside, [y] * len(inside), "o", color=color, markersize=3.4, alpha=0.38, markeredgewidth=0, zorder=2)
     for value in row.dots:
         if not shown[0] <= value <= shown[1]:
             edge, symbol = (shown[0], "<") if value < shown[0] else (shown[1], ">")

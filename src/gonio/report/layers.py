@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from gonio.compare.results import BASELINE, RunRecord
+from gonio.foreign_text import shorten
 from gonio.geometry import random_angle_density
 from gonio.report import svg
-from gonio.report.clean import shorten
 from gonio.report.intervals import Axis, Row, intervals
 
 __all__ = ["Layer", "Pooled", "angle_chart", "law", "layers", "norm_chart"]
@@ -85,9 +85,7 @@ def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
     spread = float((counts * (middle - mean) ** 2).sum() / total) if total else math.nan
     norms = np.median([r["norms"] for r in records if r["norms"]] or [[]], axis=0)
     density = counts / (total * width) if total else counts
-    return Pooled(
-        density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total)
-    )
+    return Pooled(density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total))
 
 
 def law(dim: int, edges: Floats) -> Floats:
@@ -155,14 +153,10 @@ def _shown(layer: Layer) -> tuple[float, float]:
 def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> str:
     """Quantiles of the filter norms of one layer, a row per recipe."""
     rows = [
-        _norm_row(recipe, layer.recipes[recipe], color)
-        for recipe, color in colors.items()
-        if recipe in layer.recipes
+        _norm_row(recipe, layer.recipes[recipe], color) for recipe, color in colors.items() if recipe in layer.recipes
     ]
     axis = Axis("norm of a filter")
-    label = (
-        f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
-    )
+    label = f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
     return intervals(rows, axis, width=width, name=name, label=label, css="fill", step=31)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gonio.compare.results import Results
 from gonio.errors import MissingExtraError
-from gonio.report.clean import plain, redact
+from gonio.foreign_text import plain, redact
 from gonio.report.contents import page_of
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
 def write_text(content: str, path: str | os.PathLike[str]) -> Path:
     """Write `content` beside `path` and move it there when it is safely on disk."""
     target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(
-        prefix=f".{target.name[:80]}.", suffix=".part", dir=target.parent
-    )
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", suffix=".part", dir=target.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
             file.write(content)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from gonio.compare.results import Effect, Ratio, Results
-from gonio.report.clean import csv_cell, markdown_cell, redact
+from gonio.foreign_text import csv_cell, markdown_cell, redact
 from gonio.report.words import Scale, headline, p_value, partial, ratio
 
 __all__ = ["to_csv", "to_json", "to_markdown"]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.compare.results import Effect, Results
-from gonio.report.clean import plain
+from gonio.foreign_text import plain
 from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio
 
 __all__ = ["text"]

@@ -10,8 +10,8 @@ import unicodedata
 import pytest
 from rich.console import Console
 
+from gonio.foreign_text import csv_cell, markdown_cell, plain, redact, shorten
 from gonio.report import text, to_csv, to_json, to_markdown
-from gonio.report.clean import csv_cell, markdown_cell, plain, redact, shorten
 from report.samples import effect, results, run
 
 FORMULAS = [
