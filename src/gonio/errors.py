@@ -16,6 +16,7 @@ __all__ = [
     "Interrupted",
     "InvalidArgumentError",
     "MissingExtraError",
+    "NoActivationError",
     "NoMatchError",
     "NotApplicableError",
     "PlanChangedError",
@@ -24,6 +25,7 @@ __all__ = [
     "StudyLockedError",
     "UnknownNameError",
     "UnmatchedRuleError",
+    "UnsetStateError",
 ]
 
 
@@ -185,3 +187,21 @@ class Interrupted(GonioError):
         super().__init__(
             f"{what} was interrupted. Every finished run is kept; run the same command again to go on."
         )
+
+
+class UnsetStateError(GonioError, RuntimeError):
+    """A parametrization was materialised from the meta device and never given values."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the weight of a layer with {what} was asked for; its state holds whatever the memory held, "
+            f"because it was allocated by to_empty() and never set. "
+            f"Call reset_parameters() of every module, or load a state dict."
+        )
+
+
+class NoActivationError(GonioError, RuntimeError):
+    """A penalty on layer outputs was asked for, but it has not seen what it would be computed from."""
+
+    def __init__(self, paths: Sequence[str], found: str, do: str) -> None:
+        super().__init__(f"penalty() reads the outputs of {listing(list(paths))}; {found}. {do}")

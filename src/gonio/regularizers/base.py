@@ -172,8 +172,10 @@ class IterativeRegularizer(WeightRegularizer):
 class OutputRegularizer(Regularizer):
     """A regularizer of what a layer puts out for a batch."""
 
-    # Whether the value stays when a constant is added to an output channel, so that a bias does not matter.
-    ignores_bias: ClassVar[bool] = False
+    @property
+    @abstractmethod
+    def ignores_bias(self) -> bool:
+        """Whether the value stays when a constant is added to an output channel."""
 
     def value(
         self,
@@ -204,9 +206,7 @@ class OutputRegularizer(Regularizer):
         process_group: ProcessGroup | None = None,
     ) -> Tensor:
         """strength × :meth:`value`."""
-        return self.strength * self.value(
-            outputs, groups=groups, generator=generator, process_group=process_group
-        )
+        return self.strength * self.value(outputs, groups=groups, generator=generator, process_group=process_group)
 
     def evaluate(
         self,

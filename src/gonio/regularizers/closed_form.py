@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from gonio.regularizers.sharding import is_sharded
 
@@ -57,13 +56,13 @@ class _ClosedForm(torch.autograd.Function):
         return *results, *saved
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx | Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         x, ctx.formula = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(x, *output[ctx.formula.results :])
 
     @staticmethod
-    def backward(ctx: FunctionCtx | Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, *saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # Note [Second derivatives]
             value = ctx.formula.plain(x)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 __all__ = ["accumulate_symmetric", "mirror", "small_side", "symmetric_product"]

@@ -103,7 +103,9 @@ def check_filters(filters: str, name: str) -> None:
 def welch_floor(matrix: Tensor) -> Tensor:
     r"""Least :math:`\sum_{i \ne j} \langle w_i, w_j \rangle^2` that filters of the given norms can have.
 
-    .. math:: \max\Bigl(0, \tfrac1d \bigl(\textstyle\sum_i \lVert w_i \rVert^2\bigr)^2 - \sum_i \lVert w_i \rVert^4\Bigr)
+    .. math::
+        \max\Bigl(0, \tfrac1d \bigl(\textstyle\sum_i \lVert w_i \rVert^2\bigr)^2
+        - \sum_i \lVert w_i \rVert^4\Bigr)
 
     because :math:`\operatorname{tr}(G)^2 \le d \lVert G \rVert_F^2` for a Gram matrix of rank at most d;
     with unit norms it is the Welch bound :math:`n^2/d - n`.

@@ -110,7 +110,7 @@ class SelfOrthogonality(OutputRegularizer):
         )
 
     @property
-    def ignores_bias(self) -> bool:  # type: ignore[override]
+    def ignores_bias(self) -> bool:
         """Centred outputs do not change with the bias."""
         return self.center
 
@@ -150,9 +150,7 @@ class SelfOrthogonality(OutputRegularizer):
         samples, wide = x.shape[0] * x.shape[2], False
         if process_group is None:
             wide = samples < x.shape[1] // groups
-        signs = SoftSigns(
-            self.gamma, self.center, self.standardize, groups, process_group, samples if wide else CHUNK
-        )
+        signs = SoftSigns(self.gamma, self.center, self.standardize, groups, process_group, samples if wide else CHUNK)
         pairs = Pairs(signs, self.mean_ratio, self.reduction)
         value, mean, spread = apply(WidePairs(pairs) if wide else TallPairs(pairs), x)
         return Evaluation(value, {"mean": mean, "spread": spread})

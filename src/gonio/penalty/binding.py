@@ -1,0 +1,186 @@
+"""Which tensors of which layers a rule reads, and which it leaves alone and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.geometry.views import Layout, layout_of
+from gonio.regularizers import OutputRegularizer, Regularizer, WeightRegularizer
+from gonio.surgery.graph import followed_by_norm, trace
+from gonio.surgery.site import Site, select
+from gonio.surgery.where import Where, as_selector
+
+__all__ = ["Binding", "Slot", "bind", "unwrapped"]
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One weight tensor of one layer."""
+
+    path: str
+    module: nn.Module
+    name: str
+    layout: Layout
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def tensor(self) -> Tensor:
+        """The effective weight, as the layer uses it now."""
+        weight: Tensor = getattr(self.module, self.name)
+        return weight
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the effective weight is made from."""
+        own = self.module._parameters.get(self.name)
+        if own is not None:
+            extra = self.module._modules.get(f"{self.name}_parametrization")
+            return [own, *(extra.parameters() if extra is not None else ())]
+        if parametrize.is_parametrized(self.module, self.name):
+            return list(self.module.parametrizations[self.name].parameters())  # type: ignore[index, union-attr]
+        return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
+
+    @property
+    def frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.parameters())
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """One regularizer on one tensor; `skipped` says why it does nothing there."""
+
+    slot: Slot
+    regularizer: Regularizer
+    skipped: str | None = None
+
+
+def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[list[Binding], list[str]]:
+    """What each rule reads, and remarks on the whole.
+
+    Raises:
+        NoMatchError: if a rule reads nothing.
+        InvalidArgumentError: if a rule is not a pair of a `where` and a regularizer.
+    """
+    norms = _Norms(unwrapped(model))
+    bindings = []
+    for where, regularizer in map(_checked, rules):
+        found = list(_bindings(model, where, regularizer, norms))
+        if all(b.skipped for b in found):
+            refused = [f"{b.slot.label} ({b.skipped})" for b in found]
+            raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
+        bindings += found
+    return bindings, norms.remarks()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside torch.compile's and data-parallel wrappers."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _checked(rule: tuple[Where, Regularizer]) -> tuple[Where, Regularizer]:
+    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
+        raise InvalidArgumentError(
+            "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), "E.g. [(None, L2(1e-4))]."
+        )
+    return rule
+
+
+def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, norms: _Norms) -> Iterator[Binding]:
+    reads_outputs = isinstance(regularizer, OutputRegularizer)
+
+    def can_act(module: nn.Module) -> str | None:
+        if where is None and isinstance(module, _TABLES):
+            return "it is a table that is looked up; name it in `where` to include it"
+        if reads_outputs and not isinstance(module, _WITH_OUTPUTS):
+            return "it is no linear or convolution layer"
+        return None if _weights(module) else "it has no weight with filters"
+
+    owners: dict[tuple[int, ...], str] = {}
+    for site in select(model, where, verb=type(regularizer).__name__, can_act=can_act):
+        for slot in _slots(site):
+            key = tuple(id(p) for p in slot.parameters())
+            skipped = _why_skipped(slot, regularizer, norms)
+            if skipped is None and not reads_outputs and key in owners:
+                skipped = f"is the same tensor as {owners[key]}, where it counts"
+            owners.setdefault(key, slot.label)
+            yield Binding(slot, regularizer, skipped)
+
+
+def _why_skipped(slot: Slot, regularizer: Regularizer, norms: _Norms) -> str | None:
+    if not isinstance(regularizer, WeightRegularizer):
+        return None
+    if regularizer.scale_only and getattr(regularizer, "before_norm", "keep") == "skip":
+        norm = norms.after(slot.module)
+        if norm is not None:
+            return f"its scale does not matter: {norm} normalises what it puts out"
+    if regularizer.logarithmic and _is_zero(slot):
+        return "is zero at the start, and its logarithm has nothing to hold on to"
+    return None
+
+
+@torch.no_grad()
+def _is_zero(slot: Slot) -> bool:
+    weight = slot.tensor()
+    return not weight.is_meta and not bool(weight.count_nonzero())
+
+
+def _slots(site: Site) -> Iterator[Slot]:
+    for name, layout in _weights(site.module).items():
+        yield Slot(site.path, site.module, name, layout)
+
+
+def _weights(module: nn.Module) -> dict[str, Layout]:
+    """The tensors of a module that have filters, by name."""
+    names = dict.fromkeys(["weight", *module._parameters])
+    found = {}
+    for name in names:
+        try:
+            layout = layout_of(module, name)
+        except NotApplicableError:
+            continue
+        tensor = getattr(module, name, None)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
+            found[name] = layout
+    return found
+
+
+class _Norms:
+    """The normalisation layer after each layer, traced when first asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._after: dict[int, str] | None = None
+
+    def after(self, module: nn.Module) -> str | None:
+        if self._after is None:
+            found = followed_by_norm(self.model)
+            self._after = {id(self.model.get_submodule(path)): norm for path, norm in found.items()}
+        return self._after.get(id(module))
+
+    def remarks(self) -> list[str]:
+        """Why nothing is known about normalisation, where it was asked for."""
+        if self._after is None or self._after:
+            return []
+        reason = trace(self.model).reason
+        if not reason:
+            return []
+        return [
+            f"the model cannot be traced ({reason}), so weights before a normalisation layer were not told "
+            "apart; exclude them in `where`"
+        ]
