@@ -1,0 +1,88 @@
+"""`python -m benchmarks [TOPIC …] [--quick]`: measure and write benchmarks/results/TOPIC.json."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import benchmarks
+from benchmarks.harness import Row, Settings, measure
+from benchmarks.machine import TUNED_MALLOC, allocator, describe, restart_with, versions
+from benchmarks.results import Report, RowResult, write
+
+QUICK = Settings(rounds=3, sample_seconds=0.01, retries=0)
+
+
+def topics() -> list[str]:
+    """Modules of this package that have rows."""
+    names = [info.name for info in pkgutil.iter_modules(benchmarks.__path__)]
+    machinery = {"__main__", "harness", "machine", "memory", "results", "tables"}
+    return [name for name in names if name not in machinery]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(topics())}; all by default")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, 3 short rounds, nothing compiled")
+    parser.add_argument("--rounds", type=int, default=Settings.rounds, help="samples per candidate")
+    parser.add_argument("--threads", type=int, default=describe()["cores"], help="of torch; all cores by default")
+    parser.add_argument("--malloc", choices=["tuned", "default"], default="tuned", help="settings of glibc's allocator")
+    found = parser.parse_args(arguments)
+    unknown = sorted(set(found.topics) - set(topics()))
+    if unknown:
+        parser.error(f"no topic {', '.join(unknown)}; there are {', '.join(topics())}")
+    return found
+
+
+def without_compiled(row: Row) -> Row:
+    kept = tuple(candidate for candidate in row.candidates if not candidate.compiled)
+    return Row(row.case, row.mode, row.floor, kept, row.table)
+
+
+def run(topic: ModuleType, settings: Settings, *, quick: bool, threads: int) -> Report:
+    """Measure all rows of a topic."""
+    found = []
+    for row in topic.rows(quick=quick):
+        found.append(measure(without_compiled(row) if quick else row, settings))
+        print(line(found[-1]), file=sys.stderr, flush=True)
+    return Report(
+        topic=topic.__name__.rsplit(".", 1)[-1],
+        title=topic.TITLE,
+        floor=topic.FLOOR,
+        quick=quick,
+        threads=threads,
+        sample_seconds=settings.sample_seconds,
+        allocator=allocator(),
+        machine=describe(),
+        versions=versions(),
+        rows=tuple(found),
+    )
+
+
+def line(row: RowResult) -> str:
+    cells = [f"{m.name} {m.wall.median:.2f} ({m.peak_mib:.1f} MiB)" for m in row.candidates]
+    noise = " [disturbed]" if row.disturbed else f" [{row.dropped} rounds dropped]" if row.dropped else ""
+    return f"{row.case} {row.mode}: floor {row.floor.milliseconds:.2f} ms; {', '.join(cells)}{noise}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    environment = {"OMP_NUM_THREADS": str(options.threads)}
+    if options.malloc == "tuned":
+        environment |= TUNED_MALLOC
+    restart_with(environment, "benchmarks", list(arguments))
+    settings = QUICK if options.quick else Settings(rounds=options.rounds)
+    for name in options.topics or topics():
+        topic = importlib.import_module(f"benchmarks.{name}")
+        report = run(topic, settings, quick=options.quick, threads=options.threads)
+        print(os.path.relpath(write(report)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

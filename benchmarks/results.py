@@ -1,0 +1,100 @@
+"""What a benchmark found, as data: one JSON file per topic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+__all__ = ["FOLDER", "Measured", "Ratio", "Report", "RowResult", "path_of", "read", "write"]
+
+FOLDER = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median over rounds of candidate/floor, with the quartiles between which half of the rounds lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate in one row.
+
+    Attributes:
+        name: of the candidate.
+        wall: elapsed time as a ratio to the floor's in the same round.
+        cpu: processor time as a ratio to the floor's.
+        milliseconds: elapsed time of one call, median over rounds; for orientation only.
+        peak_mib: memory newly allocated at the worst moment of one call.
+        deviation: largest difference of the results from the first candidate's, as a part of the largest entry.
+    """
+
+    name: str
+    wall: Ratio
+    cpu: Ratio
+    milliseconds: float
+    peak_mib: float
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """All candidates on one case, interleaved."""
+
+    case: str
+    mode: str
+    table: str
+    floor: Measured
+    candidates: tuple[Measured, ...]
+    rounds: int
+    dropped: int
+    disturbed: bool  # too few quiet rounds: all were kept
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of one topic."""
+
+    topic: str
+    title: str
+    floor: str  # what the floor is, in words
+    quick: bool
+    threads: int
+    sample_seconds: float
+    allocator: dict[str, str]
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    rows: tuple[RowResult, ...]
+
+
+_ADAPTER = TypeAdapter(Report)
+
+
+def path_of(topic: str, *, quick: bool = False, folder: Path = FOLDER) -> Path:
+    """Quick runs are for trying out and go to a folder that is not kept."""
+    return folder / "local" / f"{topic}.json" if quick else folder / f"{topic}.json"
+
+
+def write(report: Report, *, folder: Path = FOLDER) -> Path:
+    path = path_of(report.topic, quick=report.quick, folder=folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_ADAPTER.dump_json(report, indent=1) + b"\n")
+    return path
+
+
+def read(path: Path) -> Report:
+    return _ADAPTER.validate_json(path.read_bytes())

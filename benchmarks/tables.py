@@ -1,0 +1,109 @@
+"""Write the tables of README and docs/ from benchmarks/results/*.json.
+
+    python -m benchmarks.tables            write
+    python -m benchmarks.tables --check    exit 1 when a page holds other figures than the results
+
+A page asks for a table with `<!-- benchmark TOPIC [TABLE] [time|memory] -->`; what stands from there to
+`<!-- /benchmark -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.results import FOLDER, Measured, Report, RowResult, path_of, read
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- benchmark (?P<ask>[^>]+?) -->\n).*?(\n?<!-- /benchmark -->)", flags=re.S)
+MISSING = "*Not measured yet: `make bench`.*"
+Cell = Callable[[Measured], str]
+
+
+def time_cell(measured: Measured) -> str:
+    """Median and quartiles of the ratio to the floor."""
+    wall = measured.wall
+    return f"{wall.median:.2f} ({wall.low:.2f}–{wall.high:.2f})"
+
+
+def memory_cell(measured: Measured) -> str:
+    return f"{measured.peak_mib:.1f}"
+
+
+def markdown(report: Report, *, table: str | None, what: str) -> str:
+    """A table with one line per case and mode, one column per candidate, and how it was measured."""
+    rows = [row for row in report.rows if table in (None, row.table)]
+    if not rows:
+        return MISSING
+    names = list(dict.fromkeys(m.name for row in rows for m in row.candidates))
+    cell: Cell = memory_cell if what == "memory" else time_cell
+    floor = "floor MiB" if what == "memory" else "floor ms"
+    head = [f"| | {floor} | {' | '.join(names)} |", f"|---|--:|{'--:|' * len(names)}"]
+    return "\n".join([*head, *(_line(row, names, cell, what) for row in rows), "", _caption(report, rows, what)])
+
+
+def _line(row: RowResult, names: Sequence[str], cell: Cell, what: str) -> str:
+    found = {measured.name: cell(measured) for measured in row.candidates}
+    floor = f"{row.floor.peak_mib:.1f}" if what == "memory" else f"{row.floor.milliseconds:.2f}"
+    mark = " ¹" if row.disturbed else ""
+    return f"| {row.case}, {row.mode}{mark} | {floor} | {' | '.join(found.get(name, '–') for name in names)} |"
+
+
+def _caption(report: Report, rows: Sequence[RowResult], what: str) -> str:
+    kept = [row.rounds for row in rows]
+    count = f"{min(kept)}–{max(kept)}" if min(kept) < max(kept) else f"{kept[0]}"
+    measured = "MiB newly allocated at the peak of one call" if what == "memory" else "Time as a ratio to the floor"
+    rounds = (
+        "" if what == "memory" else f", median (quartiles) of {count} rounds of {1e3 * report.sample_seconds:.0f} ms"
+    )
+    malloc = "tuned malloc" if report.allocator else "default malloc"
+    names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    text = (
+        f"{measured}{rounds}. F: forward, FB: forward and backward. Floor: {report.floor}. "
+        f"{report.machine['processor']}, {_count(report.threads, 'thread')}, {malloc}; {names}."
+    )
+    noisy = " ¹ Other programs were running." if any(row.disturbed for row in rows) else ""
+    return f"{text}{noisy}{' From a quick run.' if report.quick else ''}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def block(ask: str, folder: Path) -> str:
+    """The table that a marker asks for."""
+    topic, *rest = ask.split()
+    what = "memory" if "memory" in rest else "time"
+    tables = [word for word in rest if word not in {"time", "memory"}]
+    path = path_of(topic, folder=folder)
+    if not path.exists():
+        return MISSING
+    return markdown(read(path), table=tables[0] if tables else None, what=what)
+
+
+def filled(page: str, folder: Path = FOLDER) -> str:
+    """A page with its tables written anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}{block(m['ask'], folder)}\n{m[3].lstrip()}", page)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    texts = {path: path.read_text(encoding="utf-8") for path in pages() if path.exists()}
+    changed = {path: filled(text) for path, text in texts.items() if filled(text) != text}
+    if "--check" in arguments:
+        if changed:
+            print(f"other figures than the results: {', '.join(p.name for p in changed)}", file=sys.stderr)
+        return int(bool(changed))
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"{len(changed)} pages changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

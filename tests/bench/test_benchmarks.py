@@ -1,0 +1,105 @@
+"""A tiny benchmark from end to end: rows, JSON, tables, and that all candidates compute the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import main, parse, run, topics, without_compiled
+from benchmarks.harness import Settings
+from benchmarks.machine import restart_with
+from benchmarks.results import Report, path_of, read, write
+from benchmarks.tables import MISSING, filled, markdown
+
+TINY = Settings(rounds=2, sample_seconds=1e-4, retries=0)
+AGREEMENT = 1e-3  # float32 sums in another order; a peer with another formula is off by far more
+
+
+@pytest.fixture(scope="module", params=topics())
+def report(request: pytest.FixtureRequest) -> Report:
+    topic = importlib.import_module(f"benchmarks.{request.param}")
+    return run(topic, TINY, quick=True, threads=1)
+
+
+def test_candidates_compute_the_same(report: Report) -> None:
+    for row in report.rows:
+        for measured in row.candidates:
+            assert measured.deviation is not None
+            assert measured.deviation < AGREEMENT, f"{row.case} {row.mode}: {measured.name} {measured.deviation}"
+
+
+def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
+    path = write(report, folder=tmp_path)
+    assert path == tmp_path / "local" / f"{report.topic}.json"
+    assert read(path) == report
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert {"topic", "machine", "versions", "allocator", "threads", "rows"} <= set(data)
+    assert {"case", "mode", "floor", "candidates", "rounds", "dropped", "disturbed"} <= set(data["rows"][0])
+    assert {"name", "wall", "cpu", "milliseconds", "peak_mib"} <= set(data["rows"][0]["candidates"][0])
+
+
+def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"topic": "x", "rows": [{}]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="validation error"):
+        read(path)
+
+
+def test_the_full_rows_are_well_formed(report: Report) -> None:
+    topic = importlib.import_module(f"benchmarks.{report.topic}")
+    rows = list(topic.rows(quick=False))
+    keys = [(row.table, row.case, row.mode) for row in rows]
+    assert len(set(keys)) == len(keys), "two rows under one name"
+    for row in rows:
+        names = [candidate.name for candidate in row.candidates]
+        assert len(set(names)) == len(names)
+        assert any(name.startswith("gonio") for name in names), f"{row.case}: nothing of this project"
+        assert without_compiled(row).candidates
+
+
+def test_tables(report: Report, tmp_path: Path) -> None:
+    path = path_of(report.topic, folder=tmp_path)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(write(report, folder=tmp_path / "quick").read_bytes())
+    page = f"Before.\n<!-- benchmark {report.topic} -->\nold\n<!-- /benchmark -->\nAfter.\n"
+    first = filled(page, tmp_path)
+    assert "old" not in first
+    assert "gonio" in first
+    assert report.rows[0].case in first
+    assert first.startswith("Before.\n<!-- benchmark")
+    assert first.endswith("<!-- /benchmark -->\nAfter.\n")
+    assert filled(first, tmp_path) == first
+    table = report.rows[0].table
+    assert f"{report.rows[0].floor.peak_mib:.1f}" in markdown(report, table=table, what="memory")
+    assert markdown(report, table="no such table", what="time") == MISSING
+
+
+def test_a_page_may_ask_for_what_is_not_measured_yet(tmp_path: Path) -> None:
+    page = "<!-- benchmark nothing -->\n<!-- /benchmark -->\n"
+    assert filled(page, tmp_path) == f"<!-- benchmark nothing -->\n{MISSING}\n<!-- /benchmark -->\n"
+
+
+def test_an_unknown_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["no-such-topic"])
+    assert "there are decoupled_conv" in capsys.readouterr().err
+
+
+def test_the_process_starts_again_under_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], str]] = []
+    monkeypatch.setattr("os.execve", lambda file, command, env: started.append((command[1:], env["SETTING_"])))
+    monkeypatch.setenv("SETTING_", "old")
+    restart_with({"SETTING_": "new"}, "benchmarks", ["--quick"])
+    assert started == [(["-m", "benchmarks", "--quick"], "new")]
+    restart_with({"SETTING_": "old"}, "benchmarks", ["--quick"])
+    assert len(started) == 1
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.__main__.restart_with", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__.write", lambda report: write(report, folder=tmp_path))
+    assert main(["decoupled_linear", "--quick", "--threads", "1"]) == 0
+    assert "decoupled_linear.json" in capsys.readouterr().out
