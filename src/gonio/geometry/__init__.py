@@ -1,10 +1,26 @@
 """Norms, angles and spectra of weights: tensors in, tensors out, no state."""
 
 from gonio.geometry.angles import alignment, alignment_zscore, angle_between, angles, coherence, cosines
-from gonio.geometry.chance import random_angle_density, welch_bound
+from gonio.geometry.chance import (
+    MarchenkoPastur,
+    alignment_deviation,
+    expected_coherence,
+    marchenko_pastur,
+    random_angle_density,
+    welch_bound,
+)
+from gonio.geometry.conv_lanczos import conv_spectral_norm_estimate
+from gonio.geometry.conv_norm import (
+    conv_spectral_norm,
+    conv_spectral_norm_bound,
+    conv_spectral_norm_certificate,
+)
+from gonio.geometry.duplicates import NearDuplicates, near_duplicates
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
+from gonio.geometry.operator import operator_matrix, unview_operator
 from gonio.geometry.scale import least_scale, scale_imbalance
+from gonio.geometry.signs import sign_hash, sign_similarity
 from gonio.geometry.spectra import (
     OrthogonalityDefect,
     Spectrum,
@@ -19,30 +35,44 @@ from gonio.geometry.views import Layout, View, layout_of, matrix_view, unview
 
 __all__ = [
     "Layout",
+    "MarchenkoPastur",
+    "NearDuplicates",
     "OrthogonalityDefect",
     "Spectrum",
     "View",
     "alignment",
+    "alignment_deviation",
     "alignment_zscore",
     "angle_between",
     "angles",
     "coherence",
     "condition_number",
+    "conv_spectral_norm",
+    "conv_spectral_norm_bound",
+    "conv_spectral_norm_certificate",
+    "conv_spectral_norm_estimate",
     "cosines",
     "effective_rank",
+    "expected_coherence",
     "filter_norms",
     "layout_of",
     "least_scale",
+    "marchenko_pastur",
     "matrix_view",
+    "near_duplicates",
     "normalize",
+    "operator_matrix",
     "orthogonality_defect",
     "random_angle_density",
     "safe_norm",
     "scale_imbalance",
+    "sign_hash",
+    "sign_similarity",
     "singular_values",
     "spectral_norm",
     "spectrum",
     "stable_rank",
     "unview",
+    "unview_operator",
     "welch_bound",
 ]
