@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gonio.errors import RecipeError
-from gonio.recipes.document import dump, parse, plain, read
+from gonio.recipes.document import plain
+from gonio.recipes.text import dump, parse, read
 
 PRINTABLE = st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"]) | st.just(" "))
 SCALARS = (

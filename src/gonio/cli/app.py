@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gonio
-from gonio.cli import plan
+from gonio.cli import compare, plan, report, status
 from gonio.cli.group import Commands
 from gonio.cli.screen import put
 
@@ -23,8 +23,8 @@ app = typer.Typer(
     # Plain help: rich's panels would double the time that --help takes.
     rich_markup_mode=None,
 )
-for _name, _command in (("plan", plan.command),):
-    app.command(_name)(_command)
+for _name, _module in (("plan", plan), ("compare", compare), ("status", status), ("report", report)):
+    app.command(_name)(_module.command)
 
 
 def _version(asked: bool) -> None:

@@ -27,6 +27,7 @@ def code_of(error: GonioError | OSError) -> ExitCode:
 
     Example:
         >>> from gonio.cli.exits import code_of
+        >>> from gonio.errors import UnknownNameError
         >>> code_of(UnknownNameError("recipe", "scale", ["scale-shift"])).name
         'USAGE'
     """

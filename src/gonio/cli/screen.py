@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-__all__ = ["deliver", "on_terminal", "put", "say"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["deliver", "put", "say", "show"]
 
 
 def put(text: str) -> None:
@@ -29,6 +33,8 @@ def deliver(text: str, target: str, what: str) -> None:
     say(f"{what} written to {target}")
 
 
-def on_terminal() -> bool:
-    """Whether somebody is watching stderr."""
-    return sys.stderr.isatty()
+def show(table: RenderableType) -> None:
+    """A table on stdout: as wide as the terminal, or 120 columns without colour where there is none."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

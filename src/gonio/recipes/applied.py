@@ -48,18 +48,15 @@ class Applied:
         return "\n".join([f"{self.recipe}:" + ("" if parts else " nothing to do"), *parts])
 
 
-def apply_(
-    name: str, rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str, seed: int
-) -> Applied:
+def apply_(name: str, rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str, seed: int) -> Applied:
     """See :meth:`gonio.Recipe.apply_`."""
     # Everything is assigned before anything is done, so that `where` speaks about the model as given.
     assigned = [a for a in assign(rules, model, Ends.of(model), origin=origin) if not a.rule.keeps]
-    penalties = [a for a in assigned if a.verb == "penalty"]
+    penalties = [a for a in assigned if a.verb == "penalty"]  # the last verb
     edits: list[Edited] = []
     try:
-        for assignment in assigned:
-            if assignment.verb != "penalty":
-                edits.append(_act_(model, assignment, seed))
+        for assignment in assigned[: len(assigned) - len(penalties)]:
+            edits.append(_act_(model, assignment, seed))  # noqa: PERF401 (a failure must find the earlier ones)
         penalty = _penalty(model, penalties, seed) if penalties else None
     except BaseException:
         _undo_(edits)

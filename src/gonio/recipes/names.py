@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -43,6 +43,12 @@ class Entry:
     accepts: tuple[type[nn.Module], ...] = ()
 
     @property
+    def makes(self) -> type:
+        """The class of what it makes, for a class and its named constructors; `object` for the rest."""
+        owner = getattr(self.target, "__self__", self.target)
+        return owner if isinstance(owner, type) else object
+
+    @property
     def summary(self) -> str:
         """First line of the docstring."""
         return (inspect.getdoc(self.target) or "").split("\n")[0]
@@ -53,7 +59,8 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
     """The names that may follow `use` under a verb.
 
     Example:
-        >>> "orthogonal_" in catalogue("init"), "Orthogonality" in catalogue("penalty")
+        >>> from gonio.recipes.names import catalogue
+    >>> "orthogonal_" in catalogue("init"), "Orthogonality" in catalogue("penalty")
         (True, True)
     """
     entries = {
@@ -68,8 +75,9 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
 @cache
 def objects() -> tuple[type, ...]:
     """The classes that may be the value of an option, e.g. `magnitude: {Tanh: {learn_radius: true}}`."""
-    found = [value for module in (magnitude, angular) for _, value in _public(module)]
-    return tuple(value for value in found if isinstance(value, type) and not inspect.isabstract(value))
+    found = [value for module in (magnitude, angular, regularizers) for _, value in _public(module)]
+    concrete = [value for value in found if is_dataclass(value) and not inspect.isabstract(value)]
+    return tuple(value for value in concrete if isinstance(value, type))
 
 
 @cache
@@ -128,7 +136,8 @@ def _converter(class_name: str, method: str, target: Callable[..., Any]) -> Entr
 def _classes(namespace: ModuleType, base: type) -> Iterator[Entry]:
     """Every concrete subclass of `base`, and its named constructors such as `SelfOrthogonality.paper`."""
     for name, value in _public(namespace):
-        if not (isinstance(value, type) and issubclass(value, base)) or inspect.isabstract(value):
+        concrete = isinstance(value, type) and value is not base and not inspect.isabstract(value)
+        if not concrete or not issubclass(value, base):
             continue
         yield Entry(name, value, options_of(value, skip=0, objects=objects()))
         for method in _own_classmethods(value, ""):

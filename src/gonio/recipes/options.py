@@ -7,7 +7,8 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from types import MappingProxyType
 from typing import Any, Literal, Union
 
@@ -72,6 +73,8 @@ def options_of(
         hidden: names of further parameters that the verb fills itself.
 
     Example:
+        >>> from collections.abc import Callable
+        >>> from gonio.recipes.options import options_of
         >>> def scale_(weight, *, gain: float | Callable = 1.0, generator=None): ...
         >>> options_of(scale_, skip=1, objects=(), hidden=("generator",))
         mappingproxy({'gain': Option(name='gain', plain=<class 'float'>, kinds=(), required=False, default=1.0)})
@@ -89,9 +92,9 @@ def options_of(
 
 def type_hints(target: Callable[..., Any]) -> dict[str, Any]:
     """The evaluated annotations of a callable's parameters; dataclass fields each in their own module."""
-    function = getattr(target, "__func__", target)
+    function: Any = getattr(target, "__func__", target)
     if isinstance(function, type) and not is_dataclass(function):
-        function = function.__init__
+        function = inspect.getattr_static(function, "__init__")
     return typing.get_type_hints(function)
 
 
@@ -101,7 +104,7 @@ def _option(parameter: inspect.Parameter, annotation: Any, objects: Sequence[typ
     kinds = tuple(arm for arm in arms if isinstance(arm, type) and any(issubclass(o, arm) for o in objects))
     required = parameter.default is parameter.empty
     default = None if required else parameter.default
-    return Option(parameter.name, Union[plain] if plain else None, kinds, required, default)
+    return Option(parameter.name, reduce(or_, plain) if plain else None, kinds, required, default)
 
 
 def _arms(annotation: Any) -> tuple[Any, ...]:
@@ -117,5 +120,6 @@ def _plain(annotation: Any) -> Any:
     if typing.get_origin(annotation) in (tuple, list, Sequence):
         items = [item for item in typing.get_args(annotation) if item is not Ellipsis]
         if items and all(item in _SCALARS for item in items):
-            return list[Union[tuple(items)]]
+            item: Any = reduce(or_, items)
+            return types.GenericAlias(list, (item,))
     return None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from gonio.errors import UnmatchedRuleError, closest, listing
+from gonio.errors import NoMatchError, UnmatchedRuleError, closest, listing
+from gonio.penalty.binding import bind
 from gonio.recipes.names import find
 from gonio.recipes.rule import KEEP, Rule
 from gonio.recipes.where import ENDS, Ends, Paths, has_weight_matrix, selector
+from gonio.regularizers import OutputRegularizer
 from gonio.surgery import Site, sites
 
 __all__ = ["Assignment", "Plan", "Step", "assign", "plan"]
@@ -23,6 +25,7 @@ class Assignment:
     Attributes:
         number: of the rule within its verb, from 1.
         place: file, line and rule, for messages.
+        skipped: why a penalty does nothing to some of these modules, by path.
     """
 
     verb: str
@@ -30,6 +33,7 @@ class Assignment:
     rule: Rule
     sites: tuple[Site, ...]
     place: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> Paths:
@@ -47,6 +51,7 @@ class Step:
         path: of the module; `""` is the model itself.
         kind: the module's class name.
         what: the thing named with its options, or `keep`.
+        skipped: why the thing does nothing here; empty if it does.
     """
 
     verb: str
@@ -54,6 +59,7 @@ class Step:
     path: str
     kind: str
     what: str
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.recipe}:" + ("" if self.steps else " nothing to do")]
-        rows = [(s.verb, str(s.rule), s.path or "(model)", s.kind, s.what) for s in self.steps]
+        rows = [(s.verb, str(s.rule), s.path or "(model)", s.kind, _outcome(s)) for s in self.steps]
         lines += _aligned([("verb", "rule", "layer", "is", "gets"), *rows]) if rows else []
         if self.untouched:
             lines.append("untouched:")
@@ -87,11 +93,11 @@ def plan(name: str, rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, 
     ends = Ends.of(model)
     assignments = assign(rules, model, ends, origin=origin)
     steps = tuple(
-        Step(a.verb, a.number, site.path, type(site.module).__name__, str(a.rule))
+        Step(a.verb, a.number, site.path, type(site.module).__name__, str(a.rule), a.skipped.get(site.path, ""))
         for a in assignments
         for site in a.sites
     )
-    touched = {step.path for step in steps if step.what != KEEP}
+    touched = {step.path for step in steps if step.what != KEEP and not step.skipped}
     untouched = tuple(
         (site.path, type(site.module).__name__)
         for site in sites(model)
@@ -101,9 +107,7 @@ def plan(name: str, rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, 
     return Plan(name, steps, untouched, (ends.assumed,) if ends.assumed and uses_ends else ())
 
 
-def assign(
-    rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, ends: Ends, *, origin: str
-) -> list[Assignment]:
+def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, ends: Ends, *, origin: str) -> list[Assignment]:
     """Every rule with the modules that it takes; per verb, the first rule that selects a module.
 
     Raises:
@@ -118,13 +122,28 @@ def assign(
             mine, why = _take(rule, able, model, ends, taken)
             line = "" if rule.line is None else f":{rule.line}"
             place = f"{origin}{line}: rule {number} of {verb} ({_shown(rule.where)}: {rule})"
+            assignment = Assignment(verb, number, rule, tuple(mine), place)
+            if verb == "penalty" and mine and not rule.keeps:
+                assignment, why = _with_skipped(assignment, model)
             if why:
                 unmatched.append(f"{place} {why}")
             taken.update({site.path: number for site in mine})
-            found.append(Assignment(verb, number, rule, tuple(mine), place))
+            found.append(assignment)
     if unmatched:
         raise UnmatchedRuleError(origin, unmatched)
     return found
+
+
+def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str | None]:
+    """What the penalty would leave out of the modules that its rule takes; an error if that is all of them."""
+    regularizer = find("penalty", assignment.rule.use).target(**assignment.rule.arguments())
+    try:
+        bindings, _ = bind(model, [(assignment.where, regularizer)])
+    except NoMatchError as error:
+        return assignment, f"does nothing: {error}"
+    reads = {b.slot.path for b in bindings if not b.skipped}
+    skipped = {b.slot.path: b.skipped for b in bindings if b.skipped and b.slot.path not in reads}
+    return replace(assignment, skipped=skipped), None
 
 
 def _take(
@@ -150,14 +169,35 @@ def _able(verb: str, rule: Rule) -> Callable[[nn.Module], bool]:
     if verb == "swap":
         accepts = find(verb, rule.use).accepts
         return lambda module: isinstance(module, accepts)
+    if verb == "penalty":
+        return _readable(rule)
     tensor = str(dict(rule.options).get("tensor", "weight"))
     return lambda module: has_weight_matrix(module, tensor)
 
 
+def _readable(rule: Rule) -> Callable[[nn.Module], bool]:
+    """As :class:`gonio.Penalty` has it: null does not mean embeddings, and outputs are those of plain layers."""
+    if issubclass(find("penalty", rule.use).makes, OutputRegularizer):
+        return lambda module: isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    tables = (nn.Embedding, nn.EmbeddingBag) if rule.where is None else ()
+    return lambda module: (
+        not isinstance(module, tables)
+        and any(has_weight_matrix(module, name) for name in ("weight", *module._parameters))
+    )
+
+
 def _able_to_keep(verb: str, rules: tuple[Rule, ...]) -> Callable[[nn.Module], bool]:
-    """A `keep` takes what another rule of the verb could act on: keeping a container keeps nothing."""
+    """A `keep` takes weighted layers and what another rule of the verb could act on.
+
+    Keeping a container keeps nothing, and is an error; keeping a linear classifier where only
+    convolutions are swapped is a statement that stays true.
+    """
     acting = [_able(verb, rule) for rule in rules if not rule.keeps]
-    return lambda module: any(able(module) for able in acting)
+    return lambda module: has_weight_matrix(module) or any(able(module) for able in acting)
+
+
+def _outcome(step: Step) -> str:
+    return f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
 
 
 def _could(model: nn.Module, able: Callable[[nn.Module], bool]) -> str:

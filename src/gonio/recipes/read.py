@@ -49,7 +49,7 @@ def read_recipe(document: Document) -> dict[str, Any]:
 
 
 def _check_header(data: dict[str, Any], problems: Problems) -> None:
-    if data.get("name") == "baseline":
+    if data.get("name") == "baseline" and any(data.get(verb) for verb in VERBS):
         problems.add(("name",), "`baseline` is the name of the unchanged model; choose another")
     try:
         Header.model_validate(data)

@@ -13,12 +13,13 @@ from torch import nn
 
 from gonio.errors import UnknownNameError
 from gonio.recipes.applied import Applied, apply_
-from gonio.recipes.document import dump, parse, plain, read
+from gonio.recipes.document import plain
 from gonio.recipes.names import VERBS
 from gonio.recipes.plan import Plan, plan
 from gonio.recipes.read import read_recipe
 from gonio.recipes.rule import Rule
 from gonio.recipes.schema import json_schema
+from gonio.recipes.text import dump, parse, read
 
 __all__ = ["BASELINE", "Recipe", "built_in_names"]
 
@@ -41,10 +42,11 @@ class Recipe:
         origin: the file that it was read from, for messages.
 
     Example:
-        >>> recipe = Recipe.from_dict({"name": "near", "penalty": [{"where": "1*", "use": "Orthogonality", "strength": 1e-3}]})
+        >>> rule = {"where": "1*", "use": "Orthogonality", "strength": 1e-3}
+        >>> recipe = gonio.Recipe.from_dict({"name": "demo", "penalty": [rule]})
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         >>> applied = recipe.apply_(model)
-        >>> float(applied.penalty()) > 0
+        >>> applied.penalty().item() > 0
         True
         >>> applied.undo_()
     """
@@ -70,7 +72,7 @@ class Recipe:
             RecipeError: if the file cannot be read or says something wrong, all of it at once.
 
         Example:
-            >>> Recipe.load("baseline")
+            >>> gonio.Recipe.load("baseline")
             Recipe(name='baseline', source='', description='', init=(), swap=(), parametrize=(), penalty=())
         """
         text = str(name_or_path)
@@ -160,7 +162,7 @@ def built_in_names() -> list[str]:
     """The names of the recipes that come with the library.
 
     Example:
-        >>> "scale-shift" in built_in_names()
+        >>> "scale-shift" in gonio.recipes.built_in_names()
         True
     """
     return sorted(path.stem for path in _CATALOG.glob("*.yaml"))

@@ -22,7 +22,11 @@ def json_schema() -> dict[str, Any]:
     for verb in VERBS:
         rules = [_rule(verb, entry) for entry in catalogue(verb).values()]
         items = {"oneOf": [_keep(), *rules]}
-        schema["properties"][verb] = {"type": "array", "items": items, "description": f"rules of {verb}, first match wins"}
+        schema["properties"][verb] = {
+            "type": "array",
+            "items": items,
+            "description": f"rules of {verb}, first match wins",
+        }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
 
 

@@ -55,6 +55,7 @@ class Ends:
         """Find them.
 
         Example:
+            >>> from gonio.recipes.where import Ends
             >>> Ends.of(nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
             Ends(stem='1', classifier='3', assumed='')
         """
@@ -82,7 +83,9 @@ def check_where(where: Any, at: Location, problems: Problems) -> bool:
     if where is None or where in ENDS:
         return True
     if not isinstance(where, str) or not where.strip() or len(where) > _LONGEST:
-        problems.add(at, f"must be text such as 'layer1.*', 'type:Conv2d', 're:…' or 'stem', or null; found {_cut(where)}")
+        problems.add(
+            at, f"must be text such as 'layer1.*', 'type:Conv2d', 're:…' or 'stem', or null; found {_cut(where)}"
+        )
         return False
     try:
         as_selector(where)

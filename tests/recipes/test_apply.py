@@ -1,0 +1,241 @@
+"""Applying: order of the verbs, `where` about the model as given, all or nothing, exact undo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gonio import nn as layers
+from gonio.errors import AlreadyAppliedError, GonioError, NotApplicableError
+from gonio.recipes import Recipe, built_in_names
+from gonio.surgery import UndoError
+from recipes.models import convnet, state
+
+
+def recipe(**verbs: list[dict[str, object]]) -> Recipe:
+    return Recipe.from_dict({"name": "mine", **verbs})
+
+
+ALL_VERBS = recipe(
+    # not in the order in which they run
+    penalty=[{"where": "type:Conv2d", "use": "Orthogonality", "strength": 0.1}],
+    parametrize=[{"where": "fc1", "use": "Sphere"}],
+    swap=[{"where": "type:BatchNorm2d", "use": "SwitchableNorm2d.from_batch_norm"}],
+    init=[{"where": None, "use": "orthogonal_"}],
+)
+
+
+def test_verbs_run_in_their_fixed_order() -> None:
+    applied = ALL_VERBS.apply_(convnet())
+    assert [edit.verb for edit in applied.edits] == ["init_", "swap_", "parametrize_"]
+    assert applied.penalty is not None
+    text = str(applied)
+    assert text.index("init_") < text.index("swap_") < text.index("parametrize_") < text.index("Orthogonality")
+
+
+def test_every_verb_did_its_part() -> None:
+    model = convnet()
+    applied = ALL_VERBS.apply_(model)
+    rows = model.conv2.weight.detach().flatten(1)
+    gram = rows @ rows.T
+    assert torch.allclose(gram, torch.eye(6) * gram[0, 0], atol=1e-5)
+    assert isinstance(model.norm1, layers.SwitchableNorm2d)
+    assert torch.allclose(model.fc1.weight.norm(dim=1), torch.ones(8))
+    with torch.no_grad():
+        model.conv1.weight.add_(0.1)
+    assert applied.penalty().item() > 0
+
+
+def test_where_speaks_about_the_model_as_given() -> None:
+    model = convnet()
+    applied = recipe(
+        swap=[{"where": "type:Conv2d", "use": "DecoupledConv2d.from_conv", "magnitude": "Tanh"}],
+        init=[{"where": "type:Conv2d", "use": "orthogonal_"}],
+        parametrize=[{"where": "type:Linear", "use": "Sphere"}],
+        penalty=[{"where": "classifier", "use": "L2", "strength": 1.0}],
+    ).apply_(model)
+    assert [[change.path for change in edit.changes] for edit in applied.edits] == [
+        ["conv1", "conv2"],
+        ["conv1", "conv2"],
+        ["fc1", "fc2"],
+    ]
+    assert torch.allclose(applied.penalty(), model.fc2.weight.square().sum() / 2)
+
+
+def test_a_decoupled_layer_can_be_penalised_under_its_old_type() -> None:
+    model = convnet()
+    applied = recipe(
+        swap=[{"where": "conv2", "use": "DecoupledConv2d.from_conv", "magnitude": "Tanh", "angular": "Cosine"}],
+        penalty=[{"where": "type:Conv2d", "use": "Orthogonality", "strength": 1.0}],
+    ).apply_(model)
+    assert isinstance(model.conv2, layers.DecoupledConv2d)
+    applied.penalty()
+    assert list(applied.penalty.values()) == ["conv1.weight/Orthogonality", "conv2.weight/Orthogonality"]
+
+
+def test_nested_objects_reach_the_layer() -> None:
+    model = convnet()
+    options = {"magnitude": {"Tanh": {"learn_radius": True}}, "angular": "SquaredCosine"}
+    recipe(swap=[{"where": "conv2", "use": "DecoupledConv2d.from_conv", **options}]).apply_(model)
+    assert type(model.conv2.magnitude).__name__ == "Tanh"
+    assert type(model.conv2.angular).__name__ == "SquaredCosine"
+
+
+def test_the_seed_decides_and_the_global_generator_does_not() -> None:
+    def weights(seed: int, noise: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = convnet()
+        torch.manual_seed(noise)
+        Recipe.load("orthogonal-init").apply_(model, seed=seed)
+        return model.conv2.weight
+
+    assert torch.equal(weights(1, 2), weights(1, 3))
+    assert not torch.equal(weights(1, 2), weights(2, 2))
+
+
+@pytest.mark.parametrize("name", [*built_in_names(), None])
+def test_undo_after_use_restores_the_structure(name: str | None) -> None:
+    model = convnet()
+    before = state(model)
+    applied = (Recipe.load(name) if name else ALL_VERBS).apply_(model)
+    model(torch.randn(4, 1, 8, 8))
+    if applied.penalty is not None:
+        applied.penalty()
+    applied.undo_()
+    after = state(model)
+    assert all(after[part] == before[part] for part in ("classes", "parameters", "keys", "hooks"))
+
+
+@pytest.mark.parametrize("name", [*built_in_names(), None])
+def test_undo_right_away_restores_every_bit(name: str | None) -> None:
+    model = convnet()
+    before = state(model)
+    (Recipe.load(name) if name else ALL_VERBS).apply_(model).undo_()
+    assert state(model) == before
+
+
+def test_undo_happens_once() -> None:
+    applied = ALL_VERBS.apply_(convnet())
+    applied.undo_()
+    with pytest.raises(UndoError, match="it was undone before"):
+        applied.undo_()
+
+
+def test_a_failure_takes_everything_back_and_names_the_rule() -> None:
+    model = convnet()
+    before = state(model)
+    text = (
+        "name: mine\n"
+        "init:\n"
+        "  - {where: null, use: orthogonal_}\n"
+        "swap:\n"
+        "  - {where: 'type:BatchNorm2d', use: SwitchableNorm2d.from_batch_norm}\n"
+        "parametrize:\n"
+        "  - {where: fc1, use: Sphere}\n"
+    )
+    first = Recipe.from_dict({"name": "first", "parametrize": [{"where": "fc1", "use": "Sphere"}]}).apply_(model)
+    between = state(model)
+    with pytest.raises(GonioError) as caught:
+        Recipe.from_yaml(text.replace("null", "conv*"), origin="mine.yaml").apply_(model)
+    assert isinstance(caught.value, AlreadyAppliedError)
+    assert caught.value.__notes__ == ["in mine.yaml:7: rule 1 of parametrize (fc1: Sphere)"]
+    assert state(model) == between
+    first.undo_()
+    assert state(model) == before
+    with pytest.raises(GonioError) as caught:
+        Recipe.from_yaml(text.replace("orthogonal_", "orthogonal_, gain: nonsense"), origin="mine.yaml").apply_(model)
+    assert caught.value.__notes__[0].startswith("in mine.yaml:3: rule 1 of init")
+    assert state(model) == before
+
+
+def test_a_late_failure_takes_the_early_verbs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convnet()
+    before = state(model)
+
+    def fails(*args: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gonio.recipes.applied.Penalty", fails)
+    with pytest.raises(KeyboardInterrupt):
+        ALL_VERBS.apply_(model)
+    assert state(model) == before
+
+
+def test_what_a_verb_leaves_out_is_no_success() -> None:
+    model = convnet()
+    rules = recipe(parametrize=[{"where": "fc1", "use": "Sphere"}])
+    rules.apply_(model)
+    before = state(model)
+    with pytest.raises(NotApplicableError, match=r"rule 1 of init \(fc\*: orthogonal_\) .*'fc1'; init_ refused"):
+        recipe(init=[{"where": "fc*", "use": "orthogonal_"}]).apply_(model)
+    assert state(model) == before
+
+
+def test_the_empty_recipe_does_nothing() -> None:
+    model = convnet()
+    before = state(model)
+    applied = Recipe.load("baseline").apply_(model)
+    assert (applied.edits, applied.penalty, str(applied)) == ((), None, "baseline: nothing to do")
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_built_in_recipes_train_a_small_network(name: str) -> None:
+    model = convnet()
+    applied = Recipe.load(name).apply_(model, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    y = torch.arange(24) % 3
+    x = torch.randn(3, 1, 8, 8)[y] + 0.1 * torch.randn(24, 1, 8, 8)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        (loss if applied.penalty is None else loss + applied.penalty()).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_built_in_recipes_say_where_they_come_from(name: str) -> None:
+    found = Recipe.load(name)
+    assert "arXiv" in found.source
+    assert len(found.description) > 60
+
+
+class Block(nn.Module):
+    """A basic residual block with a projection shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + self.downsample(x))
+
+
+def resnet() -> nn.Sequential:
+    stem = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*stem, Block(4, 8, 2), Block(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_built_in_recipes_fit_a_residual_network(name: str) -> None:
+    model = resnet()
+    before = state(model)
+    applied = Recipe.load(name).apply_(model)
+    x = torch.randn(4, 3, 8, 8)
+    loss = model(x).square().mean()
+    total = loss if applied.penalty is None else loss + applied.penalty()
+    total.backward()
+    assert torch.isfinite(total)
+    applied.undo_()
+    assert state(model)["classes"] == before["classes"]

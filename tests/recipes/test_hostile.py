@@ -1,0 +1,143 @@
+"""Malformed and hostile recipes: one clear error each, nothing imported, nothing executed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gonio.errors import RecipeError
+from gonio.recipes import Recipe
+
+SWAP = "name: x\nswap:\n  - {{where: null, use: {}}}\n"
+PENALTY = "name: x\npenalty:\n  - {{where: null, use: L2, strength: {}}}\n"
+WHERE = "name: x\npenalty:\n  - {{where: {}, use: L2, strength: 1}}\n"
+
+# (what it tries, text, what the error says)
+PAYLOADS = [
+    # code through tags
+    ("os.system", "!!python/object/apply:os.system ['touch CANARY']", "the tag"),
+    ("subprocess", "name: !!python/object/apply:subprocess.check_output [[touch, CANARY]]", "the tag"),
+    ("eval", 'name: x\nsource: !!python/object/apply:eval [\'open("CANARY", "w")\']', "the tag"),
+    ("module", "name: x\nswap: !!python/module:antigravity ''", "the tag"),
+    ("name", "name: x\nswap:\n  - {where: null, use: !!python/name:os.system ''}", "the tag"),
+    ("object", "!!python/object/new:type {args: [z, [], {}]}", "the tag"),
+    ("tuple", "name: x\nswap: !!python/tuple []", "the tag"),
+    ("own tag", "name: !shout x", "the tag '!shout'"),
+    ("tag directive", "%TAG ! tag:yaml.org,2002:python/object/apply:\n---\n!os.system [touch CANARY]", "the tag"),
+    ("binary", "name: !!binary eA==", "the tag"),
+    ("set", "!!set {name, swap}", "the tag"),
+    ("timestamp", "name: !!timestamp 2020-01-01", "the tag"),
+    # code through names
+    ("dotted path", SWAP.format("os.system"), "no name for swap.*'os.system'"),
+    ("torch path", SWAP.format("torch.nn.Linear"), "no name for swap"),
+    ("gonio path", SWAP.format("gonio.nn.DecoupledConv2d.from_conv"), "no name for swap"),
+    ("dunder", SWAP.format("__import__"), "no name for swap"),
+    ("dunder class", SWAP.format("DecoupledConv2d.__class__"), "no name for swap"),
+    ("dunder init", SWAP.format("DecoupledConv2d.__init__"), "no name for swap"),
+    ("private", SWAP.format("_Converter"), "no name for swap"),
+    ("torch class method", SWAP.format("DecoupledConv2d.register_forward_hook"), "no name for swap"),
+    ("import statement", SWAP.format("'import os; os.system(\"touch CANARY\")'"), "no name for swap"),
+    ("template", SWAP.format("'{{ 7*7 }}'"), "no name for swap"),
+    ("interpolation", SWAP.format("'${oc.env:HOME}'"), "no name for swap"),
+    ("hydra target", "name: x\n_target_: os.system", "no key '_target_'"),
+    ("torchtune component", "name: x\nswap:\n  - {where: null, _component_: os.system}", "needs `use`"),
+    ("dunder key", "name: x\n__class__: x", "no key '__class__'"),
+    ("dunder option", "name: x\npenalty:\n  - {use: L2, strength: 1, __class__: x}", "no option '__class__'"),
+    ("self as option", "name: x\npenalty:\n  - {use: L2, strength: 1, self: 1}", "no option 'self'"),
+    ("hidden option", "name: x\ninit:\n  - {use: orthogonal_, generator: 1}", "no option 'generator'"),
+    ("weight as option", "name: x\ninit:\n  - {use: orthogonal_, weight: 1}", "no option 'weight'"),
+    ("layer as option", "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, conv: 1}", "no option 'conv'"),
+    (
+        "object that is none",
+        "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, magnitude: os}",
+        "no magnitude named 'os'",
+    ),
+    (
+        "object of another kind",
+        "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, magnitude: Cosine}",
+        "no magnitude named",
+    ),
+    (
+        "object with code",
+        "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, magnitude: {eval: {x: 1}}}",
+        "no magnitude",
+    ),
+    # time and memory
+    ("billion laughs", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "the anchor &a"),
+    ("self reference", "name: x\nswap: &s [*s]", "the anchor &s"),
+    ("merge bomb", "a: &a {k: v}\nb: {<<: *a}", "the anchor &a"),
+    ("merge key", "name: x\n<<: {swap: []}", "no key '<<'"),
+    ("deep lists", "[" * 50_000, "nested more than"),
+    ("deep mappings", "{a: " * 50_000, "nested more than"),
+    ("deep block", "\n".join(" " * i + "- " for i in range(400)), "nested more than"),
+    ("large", "name: " + "x" * 300_000, "larger than 256 KiB"),
+    ("long integer", PENALTY.format("9" * 10_000), "finite number"),
+    ("catastrophic regex", WHERE.format("'re:(a+)+$'"), "repeats a repetition"),
+    ("catastrophic regex 2", WHERE.format("'re:([a-z.]*)*x'"), "repeats a repetition"),
+    ("catastrophic regex 3", WHERE.format("'re:((?:a|b+)c?)*x'"), "repeats a repetition"),
+    ("long where", WHERE.format("a*" * 300), "where: must be text"),
+    # text that would act elsewhere
+    ("path traversal", "name: ../../etc/passwd", "name: must begin with"),
+    ("absolute path", "name: /etc/passwd", "name: must begin with"),
+    ("hidden file", "name: .ssh", "name: must begin with"),
+    ("html", "name: <script>alert(1)</script>", "name: must begin with"),
+    ("spreadsheet formula", "name: =HYPERLINK(1)", "name: must begin with"),
+    ("option-like", "name: -rf", "name: must begin with"),
+    ("newline in name", 'name: "a\\nb"', "name: must begin with"),
+    ("long name", "name: " + "x" * 65, "name: must begin with"),
+    ("escape sequence", 'name: x\nsource: "\\e]0;owned\\a"', "printable"),
+    ("bidi override", 'name: x\nsource: "\\u202egnp.exe"', "printable"),
+    ("null byte", 'name: "x\\0"', "printable"),
+    ("surrogate", 'name: x\nsource: "\\ud83d"', "printable"),
+    ("reserved", "name: baseline\ninit: [{use: orthogonal_}]", "`baseline` is the name of the unchanged model"),
+    # mistakes
+    ("empty", "", "a recipe is a mapping"),
+    ("list", "- a", "a recipe is a mapping.*found a list"),
+    ("text", "just text", "a recipe is a mapping"),
+    ("no name", "swap: []", "needs the key 'name'"),
+    ("name is a number", "name: 5", "name: .*valid string"),
+    ("unknown key", "name: x\npenalties: []", "no key 'penalties'. Did you mean penalty"),
+    ("verb is no list", "name: x\nswap: {where: a, use: b}", "swap: must be a list"),
+    ("verb is null", "name: x\nswap:", "swap: must be a list of rules.*found nothing"),
+    ("rule is no mapping", "name: x\nswap: [DecoupledConv2d]", "a rule is a mapping"),
+    ("rule without use", "name: x\nswap: [{where: a}]", "needs `use`"),
+    ("use is a list", "name: x\nswap: [{use: [a, b]}]", "needs `use`"),
+    ("where is a list", WHERE.format("[a, b]"), "where: must be text"),
+    ("where is a number", WHERE.format("3"), "where: must be text"),
+    ("where is empty", WHERE.format("''"), "where: must be text"),
+    ("where is no regex", WHERE.format("'re:('"), "where: .*regular expression"),
+    ("where is no class", WHERE.format("'type:os.system'"), "where: .*takes the name of a class"),
+    ("keep with options", "name: x\npenalty: [{where: a, use: keep, strength: 1}]", "`keep` takes no options"),
+    ("strength is text", PENALTY.format("'1'"), "strength: found '1'; it takes a valid number"),
+    ("strength is true", PENALTY.format("true"), "strength: found True; it takes a valid number"),
+    ("strength is null", PENALTY.format("null"), "strength: found None"),
+    ("strength is a list", PENALTY.format("[1]"), r"strength: found \[1\]"),
+    ("strength is negative", PENALTY.format("-1"), "finite strength >= 0"),
+    ("strength is infinite", PENALTY.format(".inf"), "finite number"),
+    ("strength is missing", "name: x\npenalty: [{use: L2}]", "L2 needs strength"),
+    ("misspelt option", "name: x\npenalty: [{use: L2, strenght: 1}]", "no option 'strenght'. Did you mean strength"),
+    ("misspelt name", "name: x\npenalty: [{use: Orthogonalty, strength: 1}]", "Did you mean .*Orthogonality"),
+    ("wrong verb", "name: x\nswap: [{use: Orthogonality}]", "it belongs under penalty"),
+    ("tensor is a number", "name: x\nparametrize: [{use: SpectralNorm, tensor: 3}]", "tensor: must be a name"),
+    ("duplicate key", "name: x\nname: y", "written twice"),
+    ("two documents", "name: x\n---\nname: y", "second one"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), [row[1:] for row in PAYLOADS], ids=[row[0] for row in PAYLOADS])
+def test_each_is_one_error_that_names_the_file(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "payload.yaml").write_text(text, encoding="utf-8")
+    Recipe.from_dict({"name": "warm"})  # so that only what the payload imports is new afterwards
+    before, start = set(sys.modules), time.process_time()
+    with pytest.raises(RecipeError, match=rf"(?s)^payload\.yaml[: ].*{message}") as caught:
+        Recipe.load("payload.yaml")
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 2000
+    assert set(sys.modules) <= before
+    assert [path.name for path in tmp_path.iterdir()] == ["payload.yaml"]

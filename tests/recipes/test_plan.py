@@ -1,0 +1,144 @@
+"""Plans: first match wins, keep excludes, stem and classifier, unmatched rules; nothing happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gonio.errors import NoMatchError, RecipeError, UnmatchedRuleError
+from gonio.recipes import Recipe
+from recipes.models import Reversed, Untraceable, convnet, state
+
+
+def recipe(**verbs: list[dict[str, object]]) -> Recipe:
+    return Recipe.from_dict({"name": "mine", **verbs})
+
+
+def taken(plan, verb: str) -> list[tuple[int, str]]:
+    return [(step.rule, step.path) for step in plan.steps if step.verb == verb]
+
+
+def test_the_first_rule_that_matches_takes_the_layer() -> None:
+    plan = recipe(
+        penalty=[
+            {"where": "conv1", "use": "L2", "strength": 1},
+            {"where": "conv*", "use": "Orthogonality", "strength": 1},
+            {"where": None, "use": "L2", "strength": 2},
+        ]
+    ).plan(convnet())
+    assert taken(plan, "penalty") == [(1, "conv1"), (2, "conv2"), (3, "fc1"), (3, "fc2")]
+
+
+def test_each_verb_has_its_own_first_match() -> None:
+    plan = recipe(
+        init=[{"where": "conv1", "use": "he_"}],
+        penalty=[{"where": "conv1", "use": "L2", "strength": 1}],
+    ).plan(convnet())
+    assert [(step.verb, step.path) for step in plan.steps] == [("init", "conv1"), ("penalty", "conv1")]
+
+
+def test_keep_excludes_and_is_shown() -> None:
+    plan = recipe(
+        init=[
+            {"where": "stem", "use": "keep"},
+            {"where": "classifier", "use": "keep"},
+            {"where": None, "use": "orthogonal_"},
+        ]
+    ).plan(convnet())
+    assert taken(plan, "init") == [(1, "conv1"), (2, "fc2"), (3, "conv2"), (3, "fc1")]
+    assert [path for path, _ in plan.untouched] == ["conv1", "norm1", "norm2", "fc2"]
+
+
+def test_stem_and_classifier_go_by_execution() -> None:
+    rules = recipe(init=[{"where": "stem", "use": "he_"}, {"where": "classifier", "use": "xavier_"}])
+    assert taken(rules.plan(Reversed()), "init") == [(1, "entry"), (2, "head")]
+    assert rules.plan(Reversed()).notes == ()
+
+
+def test_without_a_graph_they_go_by_registration_and_the_plan_says_so() -> None:
+    rules = recipe(init=[{"where": "stem", "use": "he_"}, {"where": "classifier", "use": "xavier_"}])
+    plan = rules.plan(Untraceable())
+    assert taken(plan, "init") == [(1, "head"), (2, "entry")]
+    assert "by order of registration" in str(plan)
+    assert "TraceError" in plan.notes[0]
+
+
+def test_a_plan_is_a_table() -> None:
+    plan = recipe(
+        swap=[
+            {"where": "stem", "use": "keep"},
+            {"where": "type:Conv2d", "use": "DecoupledConv2d.from_conv", "magnitude": {"Tanh": {"radius": 2}}},
+        ]
+    ).plan(convnet())
+    assert str(plan).splitlines() == [
+        "mine:",
+        "  verb  rule  layer  is      gets",
+        "  swap  1     conv1  Conv2d  keep",
+        "  swap  2     conv2  Conv2d  DecoupledConv2d.from_conv(magnitude=Tanh(radius=2))",
+        "untouched:",
+        "  conv1  Conv2d",
+        "  norm1  BatchNorm2d",
+        "  norm2  BatchNorm2d",
+        "  fc1    Linear",
+        "  fc2    Linear",
+    ]
+
+
+def test_planning_changes_nothing() -> None:
+    model = convnet()
+    before, random = state(model), torch.random.get_rng_state()
+    Recipe.load("decoupled-tanh").plan(model)
+    assert state(model) == before
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+UNMATCHED = """name: mine
+swap:
+  - {where: "type:Conv2D", use: DecoupledConv2d.from_conv}
+penalty:
+  - {where: conv3, use: L2, strength: 1}
+  - {where: null, use: L2, strength: 1}
+  - {where: "fc*", use: Orthogonality, strength: 1}
+  - {where: pool, use: L2, strength: 1}
+"""
+
+
+def test_every_unmatched_rule_is_named_with_its_line_and_the_reason() -> None:
+    with pytest.raises(UnmatchedRuleError) as caught:
+        Recipe.from_yaml(UNMATCHED, origin="mine.yaml").plan(convnet())
+    first, second, third, fourth = caught.value.problems
+    assert first.startswith("mine.yaml:3: rule 1 of swap (type:Conv2D: DecoupledConv2d.from_conv) selects nothing")
+    assert "did you mean type:Conv2d" in first
+    assert second.startswith("mine.yaml:5: rule 1 of penalty (conv3: L2(strength=1)) selects nothing")
+    assert "did you mean conv2, conv1" in second or "did you mean conv1, conv2" in second
+    assert third.startswith("mine.yaml:7: rule 3 of penalty")
+    assert "takes nothing: earlier rules (2) took fc1, fc2" in third
+    assert fourth.startswith("mine.yaml:8: rule 4 of penalty")
+    assert "cannot act on pool (AdaptiveAvgPool2d). It could take: conv1 (Conv2d)" in fourth
+
+
+def test_it_is_the_error_of_every_where_that_selects_nothing() -> None:
+    rules = recipe(init=[{"where": "nowhere", "use": "he_"}])
+    with pytest.raises(NoMatchError, match=r"recipe mine: rule 1 of init \(nowhere: he_\) selects nothing"):
+        rules.plan(convnet())
+    with pytest.raises(RecipeError, match="It could take no module of this model"):
+        recipe(init=[{"where": "*", "use": "he_"}]).plan(nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.parametrize("where", ["stem", "classifier"])
+def test_a_model_without_weights_has_no_ends(where: str) -> None:
+    with pytest.raises(UnmatchedRuleError, match="selects nothing"):
+        recipe(init=[{"where": where, "use": "he_"}]).plan(nn.Sequential(nn.ReLU()))
+
+
+def test_keeping_what_nothing_would_take_is_an_error() -> None:
+    rules = recipe(penalty=[{"where": "act*", "use": "keep"}, {"where": None, "use": "L2", "strength": 1}])
+    with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty \(act\*: keep\) takes nothing: it cannot act"):
+        rules.plan(convnet())
+
+
+def test_a_tied_layer_is_planned_once() -> None:
+    shared = nn.Linear(3, 3)
+    plan = recipe(init=[{"where": "2", "use": "orthogonal_"}]).plan(nn.Sequential(shared, nn.ReLU(), shared))
+    assert taken(plan, "init") == [(1, "0")]
