@@ -72,7 +72,7 @@ def line(row: RowResult) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    environment = {"OMP_NUM_THREADS": str(options.threads)}
+    environment = {"OMP_NUM_THREADS": str(options.threads), "KINETO_LOG_LEVEL": "99"}
     if options.malloc == "tuned":
         environment |= TUNED_MALLOC
     restart_with(environment, "benchmarks", list(arguments))

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def _pieces(found: inspect.Signature) -> Iterator[str]:
         if parameter.annotation is not parameter.empty:
             text += f": {_annotation(parameter.annotation)}"
         if parameter.default is not parameter.empty:
-            text += f" = {_default(parameter.default)}"
+            text += f"{' = ' if ':' in text else '='}{_default(parameter.default)}"
         yield text
         after = [p.kind for p in parameters[index + 1 :]]
         if kind is parameter.POSITIONAL_ONLY and kind not in after:
@@ -121,7 +122,7 @@ def own_methods(cls: type) -> Iterator[tuple[str, Any]]:
 def render_member(name: str, member: Any) -> str:
     kind = "class " if inspect.isclass(member) else ""
     parts = [f"## {name}", f"```python\n{kind}{name}{signature(member)}\n```"]
-    if _written(member):
+    if written(member):
         parts.append(render_docstring(inspect.getdoc(member) or ""))
     if inspect.isclass(member):
         for key, method in own_methods(member):
@@ -131,14 +132,14 @@ def render_member(name: str, member: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _written(member: Any) -> bool:
+def written(member: Any) -> bool:
     """Whether a person wrote the docstring: dataclasses make up one of their own."""
     generated = dataclasses.is_dataclass(member) and (member.__doc__ or "").startswith(f"{member.__name__}(")
     return bool(member.__doc__) and not generated
 
 
 def summary(member: Any) -> str:
-    first = (inspect.getdoc(member) or "").strip().split("\n\n")[0] if _written(member) else ""
+    first = (inspect.getdoc(member) or "").strip().split("\n\n")[0] if written(member) else ""
     return inline(" ".join(first.split())).replace("|", "\\|")
 
 
@@ -198,17 +199,38 @@ def _first_line(name: str) -> str:
     return (importlib.import_module(name).__doc__ or "").strip().split("\n")[0]
 
 
-def build() -> dict[str, str]:
-    """File name → text of every page."""
+def contents(folder: Path) -> str:
+    """The pages below a folder with their titles, sub-folder by sub-folder; the reference is one entry."""
+    pages = [path for path in sorted(folder.rglob("*.md")) if path != folder / "index.md"]
+    chosen = [path for path in pages if path.parent.name != "reference" or path.name == "index.md"]
+    lines = []
+    for path in chosen:
+        title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
+        name = path.relative_to(folder).as_posix()
+        lines.append(f"- [{title[1] if title and 'reference' not in name else name}]({name})")
+    return "\n".join(lines)
+
+
+def index(text: str, folder: Path) -> str:
+    """The index with its list of pages written anew."""
+    marked = re.compile(r"(<!-- pages -->\n).*?(<!-- /pages -->)", flags=re.S)
+    return marked.sub(lambda m: f"{m[1]}{contents(folder)}\n{m[2]}", text)
+
+
+def build() -> dict[Path, str]:
+    """The text of every generated page."""
     names = packages()
-    pages = {"index.md": root_page(names)}
-    return pages | {f"{name.removeprefix('gonio.')}.md": page(name) for name in names[1:]}
+    pages = {FOLDER / "index.md": root_page(names)}
+    pages |= {FOLDER / f"{name.removeprefix('gonio.')}.md": page(name) for name in names[1:]}
+    home = FOLDER.parent / "index.md"
+    return pages | {home: index(home.read_text(encoding="utf-8"), home.parent)}
 
 
-def stale(pages: dict[str, str]) -> list[str]:
-    """Names of pages that are missing, differ, or describe nothing any more."""
-    on_disk = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
-    return sorted({name for name in pages.keys() | on_disk.keys() if pages.get(name) != on_disk.get(name)})
+def stale(pages: dict[Path, str]) -> list[Path]:
+    """Pages that are missing, differ, or describe nothing any more."""
+    there = {*FOLDER.glob("*.md"), *(path for path in pages if path.exists())}
+    on_disk = {path: path.read_text(encoding="utf-8") for path in there}
+    return sorted({path for path in pages.keys() | on_disk.keys() if pages.get(path) != on_disk.get(path)})
 
 
 def main(arguments: list[str]) -> int:
@@ -216,14 +238,15 @@ def main(arguments: list[str]) -> int:
     differing = stale(pages)
     if "--check" in arguments:
         if differing:
-            print(f"out of date: {', '.join(differing)}; run `make docs`", file=sys.stderr)
+            names = ", ".join(path.name for path in differing)
+            print(f"out of date: {names}; run `make docs`", file=sys.stderr)
         return int(bool(differing))
     FOLDER.mkdir(exist_ok=True)
-    for name in differing:
-        if name in pages:
-            (FOLDER / name).write_text(pages[name], encoding="utf-8")
+    for path in differing:
+        if path in pages:
+            path.write_text(pages[path], encoding="utf-8")
         else:
-            (FOLDER / name).unlink()
+            path.unlink()
     print(f"{len(pages)} pages, {len(differing)} changed")
     return 0
 

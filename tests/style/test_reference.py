@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from style.reference import builder, docstrings
 
@@ -53,14 +54,19 @@ class _Record:
     size: int = 1
 
 
-def _free(x: int, /, y: str = "a", *rest: int, call=torch.tanh, record: _Record = _Record()) -> None: ...
+RELU = nn.ReLU()
+
+
+def _short(x: int, /, y: str = "a", *rest: int, call=torch.tanh) -> None: ...
+
+
+def _long(*, record: _Record = _Record(), module: nn.Module = RELU, names: tuple[str, ...] = ("a", "b")) -> None: ...
 
 
 def test_a_signature_has_no_addresses() -> None:
-    assert builder.signature(_free) == (
-        '(\n    x: int,\n    /,\n    y: str = "a",\n    *rest: int,\n    call = tanh,\n'
-        "    record: _Record = _Record(),\n) -> None"
-    )
+    assert builder.signature(_short) == '(x: int, /, y: str = "a", *rest: int, call=tanh) -> None'
+    lines = ["(", "    *,", "    record: _Record = _Record(),", "    module: nn.Module = ReLU(),"]
+    assert builder.signature(_long) == "\n".join([*lines, "    names: tuple[str, ...] = ('a', 'b'),", ") -> None"])
 
 
 def test_headings_that_differ_in_case_have_their_own_links() -> None:
@@ -69,8 +75,18 @@ def test_headings_that_differ_in_case_have_their_own_links() -> None:
 
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "FOLDER", tmp_path)
-    (tmp_path / "old.md").write_text("gone", encoding="utf-8")
-    (tmp_path / "kept.md").write_text("same", encoding="utf-8")
-    (tmp_path / "changed.md").write_text("before", encoding="utf-8")
-    pages = {"kept.md": "same", "changed.md": "after", "new.md": "new"}
-    assert builder.stale(pages) == ["changed.md", "new.md", "old.md"]
+    for name, text in {"old.md": "gone", "kept.md": "same", "changed.md": "before"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    pages = {tmp_path / name: text for name, text in {"kept.md": "same", "changed.md": "after", "new.md": "n"}.items()}
+    assert [path.name for path in builder.stale(pages)] == ["changed.md", "new.md", "old.md"]
+
+
+def test_the_index_lists_the_pages(tmp_path: Path) -> None:
+    for name, text in {"index.md": "", "howto/fold.md": "# Fold\n", "reference/index.md": "# gonio\n"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (tmp_path / "reference" / "nn.md").write_text("# nn\n", encoding="utf-8")
+    text = builder.index("# Docs\n<!-- pages -->\nold\n<!-- /pages -->\n", tmp_path)
+    expected = "- [Fold](howto/fold.md)\n- [reference/index.md](reference/index.md)"
+    assert text == f"# Docs\n<!-- pages -->\n{expected}\n<!-- /pages -->\n"

@@ -85,8 +85,10 @@ def root_imports(source: Source) -> Iterator[str]:
 
 def raises_not_implemented(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Name) and node.id == "NotImplementedError":
-            yield source.at(node)
+        if isinstance(node, ast.Raise):
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            if "NotImplementedError" in names:
+                yield source.at(node)
 
 
 def mutable_defaults(source: Source) -> Iterator[str]:
@@ -145,7 +147,7 @@ def test_nothing_mutable_is_a_default() -> None:
 
 
 def test_flags_are_keywords() -> None:
-    assert not found(positional_flags)
+    assert not found(positional_flags, but=("src/gonio/cli/",))  # typer reads options from defaults
 
 
 def test_future_annotations() -> None:
