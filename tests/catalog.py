@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio import parametrizations as P
+from references import parametrizations as ref_P
+
 # A changed copy of a layer and of its input; must not change the ones that it is given.
 LayerChange = Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]
 TensorChange = Callable[[Tensor], Tensor]
@@ -102,6 +105,32 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 # --- regularizers ---------------------------------------------------------------------------------
 
 # --- parametrizations -----------------------------------------------------------------------------
+
+_CORNERS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(6, 4),
+    "Conv2d": lambda: nn.Conv2d(3, 5, 3, stride=2, padding=1),
+    "grouped Conv2d": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "ConvTranspose2d": lambda: nn.ConvTranspose2d(4, 6, 3, groups=2),
+}
+
+
+def _on_corners(
+    name: str,
+    make: Callable[[], Any],
+    reference: Callable[[nn.Module, Tensor], Tensor],
+    *,
+    keeps_weight: bool = False,
+) -> list[ParametrizationCase]:
+    return [
+        ParametrizationCase(
+            name=f"{name} on {corner}", make=make, layer=layer, reference=reference, keeps_weight=keeps_weight
+        )
+        for corner, layer in _CORNERS.items()
+    ]
+
+
+PARAMETRIZATIONS += _on_corners("Sphere", lambda: P.Sphere(radius=1.5), lambda m, v: ref_P.sphere(m, v, 1.5))
+PARAMETRIZATIONS += _on_corners("WeightNorm", P.WeightNorm, ref_P.weight_norm, keeps_weight=True)
 
 # --- initialisation -------------------------------------------------------------------------------
 

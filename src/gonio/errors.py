@@ -21,10 +21,12 @@ __all__ = [
     "NotApplicableError",
     "PlanChangedError",
     "RecipeError",
+    "SecondDerivativeError",
     "StudyError",
     "StudyLockedError",
     "UnknownNameError",
     "UnmatchedRuleError",
+    "UnreadableFileError",
     "UnsetStateError",
 ]
 
@@ -205,3 +207,20 @@ class NoActivationError(GonioError, RuntimeError):
 
     def __init__(self, paths: Sequence[str], found: str, do: str) -> None:
         super().__init__(f"penalty() reads the outputs of {listing(list(paths))}; {found}. {do}")
+
+
+class UnreadableFileError(GonioError, ValueError):
+    """A file is damaged, is not what its name says, or holds more than data."""
+
+    def __init__(self, path: str, found: str, do: str) -> None:
+        super().__init__(f"the file {path!r} was to be read; {found}. {do}")
+
+
+class SecondDerivativeError(GonioError, RuntimeError):
+    """A second derivative was asked of something that is differentiable once."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(
+            f"a second derivative of {what} was asked for; it is once_differentiable, because {why}. "
+            f"Keep it out of what is differentiated twice, for example by adding its gradient after the backward."
+        )

@@ -63,9 +63,9 @@ def parametrizations() -> ModuleType:
     return importlib.import_module("gonio.parametrizations")
 
 
-def parametrized(case: ParametrizationCase) -> nn.Module:
-    """The case's layer with its parametrization attached."""
-    layer = perturbed(case.layer())
+def parametrized(case: ParametrizationCase, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The case's layer, in `dtype`, with its parametrization attached (state made in that precision)."""
+    layer = perturbed(case.layer()).to(dtype)
     parametrizations().attach(layer, "weight", case.make())
     return layer
 

@@ -67,7 +67,7 @@ def check_strength(case: RegularizerCase) -> None:
 
 
 def check_parametrization(case: ParametrizationCase, dtype: torch.dtype) -> None:
-    layer = parametrized(case).to(dtype)
+    layer = parametrized(case, dtype)
     raw = layer._parameters["weight"]
     raw64 = raw.detach().double().requires_grad_()
     effective, expected = layer.weight, case.reference(case.layer(), raw64)

@@ -1,0 +1,86 @@
+"""Filters on a sphere: only their direction is trained."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import filter_norms, normalize
+from gonio.geometry.views import Layout, matrix_view
+from gonio.parametrizations.filters import by_filter
+from gonio.parametrizations.parametrization import Parametrization
+
+__all__ = ["Sphere"]
+
+
+class Sphere(Parametrization):
+    r"""Filters of one fixed norm: :math:`w_i = r \, v_i / \lVert v_i \rVert`.
+
+    The projection to the sphere of radius r, filter by filter. The gradient with respect to
+    :math:`v_i` is tangent to the sphere and scales with :math:`1/\lVert v_i \rVert`, so plain gradient
+    steps let :math:`\lVert v_i \rVert` only grow and the effective learning rate only fall; weight decay
+    on :math:`v` holds it. A zero filter stays zero, with gradient 0.
+
+    Args:
+        radius: r > 0, the norm of each filter.
+
+    Shape:
+        - any weight with a :class:`gonio.geometry.Layout`.
+
+    Invariances:
+        Rescaling any filter of the trained tensor by a positive factor.
+
+    Raises:
+        InvalidArgumentError: if `radius` is not positive and finite.
+
+    Cost:
+        two passes over the weight; no state.
+
+    Folding:
+        exact: ``detach(layer, "weight", keep="weight")``.
+
+    Example:
+        >>> layer = nn.Conv2d(4, 8, 3, groups=2)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere(radius=2.0))
+        >>> torch.allclose(layer.weight.flatten(1).norm(dim=1), torch.full((8,), 2.0))
+        True
+
+    See also:
+        :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, the same projection for
+        whole matrices, of which this is the case of one row.
+
+    References:
+        W. Liu et al., "Deep hyperspherical learning", NeurIPS 2017, section 3.
+        https://arxiv.org/abs/1711.03189. Differs: the projection is part of the forward pass, and its
+        derivative is taken.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("radius",)
+
+    def __init__(self, *, radius: float = 1.0) -> None:
+        super().__init__()
+        if not 0 < radius < float("inf"):
+            raise InvalidArgumentError(
+                "Sphere needs a finite radius > 0", f"{radius}", "The norm of each filter is the radius."
+            )
+        self.radius = float(radius)
+
+    def weight_of(self, raw: Tensor) -> Tensor:
+        filters, dims = by_filter(raw, self.bound_layout)
+        return (normalize(filters, dims) * self.radius).view_as(raw)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether every filter has norm `radius`, up to rounding."""
+        return bool(((_norms(weight, self.bound_layout) / self.radius - 1).abs() <= _rounding(weight)).all())
+
+
+def _norms(weight: Tensor, layout: Layout) -> Tensor:
+    return filter_norms(matrix_view(weight.detach(), layout))
+
+
+def _rounding(weight: Tensor) -> float:
+    """Relative error of a norm: each entry is rounded once, and the sum accumulates in float32."""
+    return 8 * max(torch.finfo(weight.dtype).eps, 1e-12)

@@ -1,0 +1,109 @@
+"""Copies and processes: each copy is whole, and detaching one leaves the others alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import spawn
+from torch.optim.swa_utils import AveragedModel
+
+from catalog import seeded
+from gonio import parametrizations as P
+from parametrizations.layers import LAYERS, MEMBERS, make, sample
+
+
+def model_of(member: str) -> nn.Module:
+    model = nn.Sequential(make("conv2d"), nn.ReLU(), make("transposed conv2d").requires_grad_(False))
+    model[2] = nn.Conv2d(6, 3, 1)
+    for layer in (model[0], model[2]):
+        P.attach(layer, "weight", MEMBERS[member].make())
+    return model
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+TRIPS = {
+    "deepcopy": copy.deepcopy,
+    "three deepcopies": lambda m: copy.deepcopy(copy.deepcopy(copy.deepcopy(m))),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "pickle protocol 2": lambda m: pickle.loads(pickle.dumps(m, protocol=2)),
+    "torch.save": saved,
+    "AveragedModel": lambda m: AveragedModel(m).module,
+}
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_detaching_a_copy_leaves_the_original(member: str, trip: str) -> None:
+    model = model_of(member)
+    x = sample(model[0])
+    expected = model(x)
+    twin = TRIPS[trip](model)
+    assert torch.equal(twin(x), expected)
+    for layer in (twin[0], twin[2]):
+        P.detach(layer, "weight", keep="weight")
+    torch.testing.assert_close(twin(x), expected)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert all(p.grad is None for p in twin.parameters())
+
+
+def test_copies_after_forward_and_backward() -> None:
+    model = model_of(next(iter(MEMBERS)))
+    model(sample(model[0])).sum().backward()
+    assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight)
+
+
+def _in_a_child(rank: int, model: nn.Module, x: Tensor, folder: str) -> None:
+    torch.save(model(x).detach(), Path(folder) / f"{rank}.pt")
+
+
+def test_spawn_sends_models(tmp_path: Path) -> None:
+    model = nn.ModuleList(model_of(member) for member in MEMBERS)
+    chain = model[0]
+    x = sample(chain[0])
+    spawn(_in_a_child, args=(chain, x, str(tmp_path)), nprocs=1)
+    assert torch.equal(torch.load(tmp_path / "0.pt", weights_only=True), chain(x))
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("member", MEMBERS)
+def test_averages_of_models(member: str, use_buffers: bool) -> None:
+    model = model_of(member)
+    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averaged = AveragedModel(model, multi_avg_fn=ema, use_buffers=use_buffers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = sample(model[0])
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    assert bool(averaged(x).isfinite().all())
+    fresh = AveragedModel(model_of(member))
+    fresh.load_state_dict(averaged.state_dict())
+    assert torch.equal(fresh(x), averaged(x))
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_data_parallel_replicas_read_their_own_tensors(name: str) -> None:
+    """A replica has views in the place of Parameters; no GPU is needed to make one."""
+    layer = make(name)
+    P.attach(layer, "weight", P.Sphere())
+    replica = layer._replicate_for_data_parallel()
+    view = seeded(*layer._parameters["weight"].shape, seed=11)
+    replica.weight = view
+    replica.bias = layer.bias.detach()
+    assert torch.equal(replica.weight, P.Sphere().forward(view))
+    assert list(LAYERS[name]().state_dict()) == [key for key in layer.state_dict() if "_param" not in key]

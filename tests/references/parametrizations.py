@@ -1,0 +1,101 @@
+"""Effective weights in float64, filter by filter, from the formulas and from how torch's layers compute.
+
+Nothing here is shared with the library: filters are found by asking the layer which weight entries an
+output channel reads, and reductions are loops over filters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["filter_masks", "matrices", "orthogonal", "rows", "spectral", "sphere", "standardized", "weight_norm"]
+
+
+def filter_masks(layer: nn.Module) -> list[tuple[int, Tensor]]:
+    """(group, mask over the weight) of each output filter, by differentiating the layer's output."""
+    weight = layer._parameters["weight"].detach().double().requires_grad_()
+    bias = None if layer.bias is None else layer.bias.detach().double()
+    if isinstance(layer, nn.Linear):
+        output = nn.functional.linear(torch.ones(1, layer.in_features).double(), weight, bias)
+        groups = 1
+    else:
+        size = [3 * k for k in layer.kernel_size]
+        x = torch.ones(1, layer.in_channels, *size, dtype=torch.float64)
+        function = getattr(nn.functional, f"conv{'_transpose' if layer.transposed else ''}{len(size)}d")
+        output = function(x, weight, bias, groups=layer.groups)
+        groups = layer.groups
+    per_group = output.shape[1] // groups
+    masks = []
+    for channel in range(output.shape[1]):
+        (grad,) = torch.autograd.grad(output[:, channel].sum(), weight, retain_graph=True)
+        masks.append((channel // per_group, grad != 0))
+    return masks
+
+
+def rows(layer: nn.Module, raw: Tensor, change) -> Tensor:
+    """Apply `change(filter) -> filter` to each output filter of `raw`."""
+    weight = torch.zeros_like(raw)
+    for _, mask in filter_masks(layer):
+        weight = weight.masked_scatter(mask, change(raw[mask]))
+    return weight
+
+
+def matrices(layer: nn.Module, raw: Tensor) -> list[Tensor]:
+    """One matrix per group, an output filter in each row."""
+    found: dict[int, list[Tensor]] = {}
+    for group, mask in filter_masks(layer):
+        found.setdefault(group, []).append(raw[mask])
+    return [torch.stack(filters) for filters in found.values()]
+
+
+def sphere(layer: nn.Module, raw: Tensor, radius: float = 1.0) -> Tensor:
+    return rows(layer, raw, lambda w: radius * w / w.square().sum().sqrt())
+
+
+def weight_norm(layer: nn.Module, raw: Tensor) -> Tensor:
+    """With the gains that attaching to `raw` sets."""
+    return rows(layer, raw, lambda w: w.detach().square().sum().sqrt() * w / w.square().sum().sqrt())
+
+
+def standardized(layer: nn.Module, raw: Tensor, *, gain: float = 1.0, fan_in: bool = False) -> Tensor:
+    def change(w: Tensor) -> Tensor:
+        std = (w - w.sum() / w.numel()).square().sum().div(w.numel() - 1).sqrt()
+        scale = gain / w.numel() ** 0.5 if fan_in else gain
+        return scale * (w - w.sum() / w.numel()) / (std + 1e-5)
+
+    return rows(layer, raw, change)
+
+
+def spectral(layer: nn.Module, raw: Tensor) -> Tensor:
+    """Divided by the largest singular value over groups, whose singular vectors are held constant."""
+    largest = None
+    for matrix in matrices(layer, raw):
+        u, s, vh = torch.linalg.svd(matrix.detach())
+        value = u[:, 0] @ matrix @ vh[0]
+        largest = value if largest is None or s[0] > largest.detach() else largest
+    return raw / largest
+
+
+def orthogonal(layer: nn.Module, raw: Tensor) -> Tensor:
+    """The polar factor of each group's matrix, by averaging with the inverse transpose (Newton)."""
+    weight = torch.zeros_like(raw)
+    by_group: dict[int, list[Tensor]] = {}
+    for group, mask in filter_masks(layer):
+        by_group.setdefault(group, []).append(mask)
+    for masks, matrix in zip(by_group.values(), matrices(layer, raw), strict=True):
+        wide = matrix.shape[0] <= matrix.shape[1]
+        gram = matrix @ matrix.T if wide else matrix.T @ matrix
+        root = _inverse_root(gram)
+        polar = root @ matrix if wide else matrix @ root
+        for mask, row in zip(masks, polar, strict=True):
+            weight = weight.masked_scatter(mask, row)
+    return weight
+
+
+def _inverse_root(gram: Tensor) -> Tensor:
+    """The inverse square root of a positive matrix, by the Denman–Beavers iteration (differentiable)."""
+    y, z = gram, torch.eye(len(gram), dtype=gram.dtype)
+    for _ in range(60):
+        y, z = (y + torch.linalg.inv(z)) / 2, (z + torch.linalg.inv(y)) / 2
+    return z
