@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from gonio.compare import Plan, RecipeEntry, Results, RunRecord, Training
+from compare.plans import plan_of
+from gonio.compare import Results, RunRecord
 from gonio.compare.summary import summarise
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]
-
-
-def make_plan(recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
-    names = ["baseline", *(f"r{i}" for i in range(recipes))]
-    plan = Plan(
-        task="digits",
-        model="digits-cnn",
-        recipes=tuple(RecipeEntry(name, {"name": name}, name) for name in names),
-        seeds=tuple(range(seeds)),
-        training=Training(epochs=1, batch_size=2, lr=0.1),
-        metric="accuracy",
-        direction="max",
-        unit="%",
-        splits={"train": 2, "validation": 2, "test": 2},
-        data="d",
-        sesoi=1.0,
-        worst=0.0,
-    )
-    return replace(plan, **changes)
 
 
 def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
@@ -46,7 +27,7 @@ def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
 
 def compare(differences: list[float | str | None], **options: object) -> Results:
     seeds = len(differences)
-    plan = make_plan(seeds=seeds, **options)
+    plan = plan_of(seeds=seeds, **options)
     ours = [b + d if isinstance(d, float) else d for b, d in zip(BASE, differences, strict=False)]
     return summarise(plan, runs_of("baseline", BASE[:seeds]) + runs_of("r0", ours), [], [])
 
@@ -79,7 +60,7 @@ def test_a_loss_that_falls_helps() -> None:
 
 
 def test_more_recipes_make_every_one_of_them_harder() -> None:
-    plan = make_plan(recipes=8)
+    plan = plan_of(recipes=8)
     runs = runs_of("baseline", [*BASE]) + [r for i in range(8) for r in runs_of(f"r{i}", [b + 5 for b in BASE])]
     results = summarise(plan, runs, [], [])
     assert {effect.verdict for effect in results.effects} == {"underpowered"}
@@ -112,7 +93,7 @@ def test_failed_runs_leave_their_pair_out_and_are_stated() -> None:
 
 
 def test_second_looks_and_mixed_versions_are_stated() -> None:
-    plan = make_plan(history=({"seeds": [6, 7], "recipes": [], "finished": 12},))
+    plan = plan_of(history=({"seeds": [6, 7], "recipes": [], "finished": 12},))
     results = summarise(plan, [], [], [{"torch": "2.12"}, {"torch": "2.13"}])
     assert any("After 12 runs had been done, seeds 6, 7 were added" in note for note in results.notes)
     assert any("different versions of torch" in note for note in results.notes)
@@ -121,7 +102,7 @@ def test_second_looks_and_mixed_versions_are_stated() -> None:
 def test_costs_become_a_median_with_quartiles() -> None:
     ratios = [1.0, 1.1, 1.2, 1.3, 1.4]
     costs = [("r0", "step_time", i, ratio) for i, ratio in enumerate(ratios)] + [("r0", "memory", 0, 1.5)]
-    effect = summarise(make_plan(), [], costs, []).effects[0]
+    effect = summarise(plan_of(), [], costs, []).effects[0]
     assert effect.step_time is not None
     assert (effect.step_time.low, effect.step_time.median, effect.step_time.high) == (1.1, 1.2, 1.3)
     assert effect.memory is not None
@@ -129,7 +110,7 @@ def test_costs_become_a_median_with_quartiles() -> None:
 
 
 def test_a_study_without_runs_has_results() -> None:
-    results = summarise(make_plan(), [], [], [])
+    results = summarise(plan_of(), [], [], [])
     assert (results.baseline_mean, results.baseline_sd, results.missing) == (None, None, 16)
     assert results.effects[0].p is None
 

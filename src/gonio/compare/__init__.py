@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from gonio.compare import tasks
+from gonio.compare.dry_run import dry_run
 from gonio.compare.plan import Plan, RecipeEntry, Training
+from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
+from gonio.compare.portrait import portrait
+from gonio.compare.progress import Bar, Lines, Quiet, Watcher, watcher_for
 from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, RunRecord
+from gonio.compare.running import run
+from gonio.compare.study import Study
+from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
 
 __all__ = [
+    "ACCURACY",
     "BASELINE",
+    "BUILT_IN_RECIPES",
     "VERDICTS",
+    "Bar",
     "Effect",
+    "Lines",
+    "Metric",
     "Plan",
+    "Quiet",
     "Ratio",
     "RecipeEntry",
     "Results",
     "RunRecord",
+    "Split",
+    "Study",
+    "Task",
     "Training",
+    "Watcher",
+    "accuracy",
+    "dry_run",
+    "make_plan",
+    "portrait",
+    "run",
+    "tasks",
+    "watcher_for",
 ]

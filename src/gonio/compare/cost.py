@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -46,9 +48,23 @@ def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
     rows: list[CostRow] = []
     for block, ratios in enumerate(_time_ratios(baseline, steps)):
         rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
-    memory = [statistics.median(peak_bytes(step) for _ in range(_MEMORY_STEPS)) for step in (baseline, *steps)]
+    with _silent_stderr():
+        memory = [statistics.median(peak_bytes(s) for _ in range(_MEMORY_STEPS)) for s in (baseline, *steps)]
     rows += [(h, "memory", 0, peak / memory[0]) for h, peak in zip(hashes, memory[1:], strict=True)]
     return rows
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keep the profiler's C++ log, several lines per use, from the user's terminal."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], None]:

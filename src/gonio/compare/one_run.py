@@ -15,7 +15,7 @@ from torch import nn
 
 from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.portrait import portrait
-from gonio.compare.results import RunRecord
+from gonio.compare.results import BASELINE, RunRecord
 from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.training import Fit, evaluate, fit
@@ -76,8 +76,10 @@ def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Mod
     """
     seed_everything(derive_seed(seed, "model"))
     model = resolve_model(plan.model)(**task.sizes)
+    if entry == plan.baseline:
+        return model, Recipe(BASELINE).apply_(model, seed=seed), ""
     recipe = Recipe.from_dict(entry.content)
-    text = str(recipe.plan(model)) if entry != plan.baseline else ""
+    text = str(recipe.plan(model))
     return model, recipe.apply_(model, seed=seed), text
 
 

@@ -162,7 +162,7 @@ def _read_plan(folder: Path) -> Plan:
     try:
         data: dict[str, Any] = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
         plan = Plan.from_dict(data)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{_PLAN} cannot be read: {error}"
         raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
     if plan.hash != data.get("hash"):

@@ -1,0 +1,91 @@
+"""What a comparison would do, how long it would take, and whether it could show anything."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from gonio.compare.cost import training_step
+from gonio.compare.one_run import build, prepare_process
+from gonio.compare.plan import Plan, RecipeEntry
+from gonio.compare.statistics import ALPHA, detectable, least_p
+from gonio.compare.task import Task
+from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.training import evaluate
+from gonio.compare.verdict import counted, enough
+
+__all__ = ["dry_run"]
+
+_START = 0.2  # seconds to fork a run's process, load its data and store its row
+_COSTS = 10.0  # seconds to measure the costs afterwards
+
+
+def dry_run(plan: Plan, *, jobs: int) -> str:
+    """The plan in words: grid, training, estimated time, and the power of so many seeds.
+
+    Trains a few steps of each recipe to estimate the time. Sets torch to one thread, as the runs do.
+
+    Args:
+        jobs: how many runs would go on at a time.
+    """
+    lines = [
+        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
+        f"model {plan.model}, {_training(plan)}",
+        f"judged by {plan.metric} on the test split ({plan.direction} is better), at the epoch that the "
+        "validation split chooses",
+        f"{counted(len(plan.recipes), 'recipe')} × {counted(len(plan.seeds), 'seed')} = "
+        f"{counted(len(plan.grid), 'run')}:",
+        *(f"  {entry.name}" for entry in plan.recipes),
+        f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time",
+        _power(plan),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _training(plan: Plan) -> str:
+    t = plan.training
+    momentum = f", momentum {t.momentum:g}" if t.optimizer == "sgd" else ""
+    return (
+        f"{counted(t.epochs, 'epoch')} of batches of {t.batch_size}, {t.optimizer} (learning rate {t.lr:g} "
+        f"with cosine decay{momentum}, weight decay {t.weight_decay:g})"
+    )
+
+
+def _power(plan: Plan) -> str:
+    """Whether the seeds can show anything, and from which effect on."""
+    comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
+    if comparisons == 0:
+        return "only the baseline: there is nothing to compare"
+    least = min(1.0, least_p(pairs) * comparisons)
+    head = (
+        f"least possible p with {counted(pairs, 'pair')} after Holm over {counted(comparisons, 'recipe')}: {least:.2g}"
+    )
+    sds = detectable(pairs, comparisons)
+    if sds is None:
+        return f"{head}; it must be below {ALPHA}: nothing can be shown. At least {enough(comparisons)} seeds can."
+    return f"{head}; least effect seen with 80 % probability: {sds:.2f} standard deviations of the paired differences"
+
+
+def _seconds(plan: Plan, jobs: int) -> float:
+    prepare_process()
+    task = resolve_task(plan.task)
+    runs = sum(_run_seconds(plan, task, entry) + _START for entry in plan.recipes) * len(plan.seeds)
+    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+
+
+def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> float:
+    """CPU seconds of one run, from three training steps and one validation."""
+    step = training_step(plan, task, entry)
+    model, _, _ = build(plan, task, entry, plan.seeds[0])
+    began = time.process_time()
+    for _ in range(3):
+        step()
+    trained = time.process_time()
+    evaluate(model, task, task.validation)
+    steps = math.ceil(len(task.train) / plan.training.batch_size)
+    return plan.training.epochs * ((trained - began) / 3 * steps + time.process_time() - trained)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,27 @@
+"""Plans without a task or model behind them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gonio.compare import Plan, RecipeEntry, Training
+
+
+def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
+    """A plan of the baseline and recipes r0, r1, …"""
+    names = ["baseline", *(f"r{i}" for i in range(recipes))]
+    plan = Plan(
+        task="digits",
+        model="digits-cnn",
+        recipes=tuple(RecipeEntry(name, {"name": name}, name) for name in names),
+        seeds=tuple(range(seeds)),
+        training=Training(epochs=1, batch_size=2, lr=0.1),
+        metric="accuracy",
+        direction="max",
+        unit="%",
+        splits={"train": 2, "validation": 2, "test": 2},
+        data="d",
+        sesoi=1.0,
+        worst=0.0,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
