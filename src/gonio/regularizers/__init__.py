@@ -7,15 +7,27 @@ from gonio.regularizers.base import (
     Regularizer,
     WeightRegularizer,
 )
+from gonio.regularizers.conv_orthogonality import ConvOrthogonality
+from gonio.regularizers.double_orthogonality import DoubleOrthogonality
+from gonio.regularizers.hyperspherical_energy import HypersphericalEnergy
+from gonio.regularizers.l2 import L2
+from gonio.regularizers.mutual_coherence import MutualCoherence
 from gonio.regularizers.orthogonality import Orthogonality
 from gonio.regularizers.scale_shift import ScaleShift
 from gonio.regularizers.schedules import Milestones, Schedule, Warmup
 from gonio.regularizers.self_orthogonality import SelfOrthogonality
+from gonio.regularizers.srip import SRIP
 
 __all__ = [
+    "L2",
+    "SRIP",
+    "ConvOrthogonality",
+    "DoubleOrthogonality",
     "Evaluation",
+    "HypersphericalEnergy",
     "IterativeRegularizer",
     "Milestones",
+    "MutualCoherence",
     "Orthogonality",
     "OutputRegularizer",
     "Regularizer",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gonio.errors import SecondDerivativeError
 from gonio.regularizers.sharding import is_sharded
 
 __all__ = ["Formula", "apply"]
@@ -24,6 +25,7 @@ class Formula(ABC):
     """A scalar function of one tensor, in its plain and in its fast form."""
 
     results: ClassVar[int] = 1  # how many tensors `plain` and `fast` return
+    held: ClassVar[str] = ""  # what the gradient treats as fixed though it moves, if anything
 
     @abstractmethod
     def plain(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -64,7 +66,31 @@ class _ClosedForm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and ctx.formula.held:
+            with torch.no_grad():
+                gradient = ctx.formula.gradient(x, tuple(saved), grads[0])
+            return _Once.apply(gradient, x, ctx.formula.held), None
         if torch.is_grad_enabled():  # Note [Second derivatives]
             value = ctx.formula.plain(x)[0]
             return torch.autograd.grad(value, x, grads[0], create_graph=True)[0], None
         return ctx.formula.gradient(x, tuple(saved), grads[0]), None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that refuses to be differentiated.
+
+    torch's own ``once_differentiable`` does so only where the incoming gradient requires grad, and is silently
+    wrong elsewhere.
+    """
+
+    @staticmethod
+    def forward(gradient: Tensor, x: Tensor, held: str) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.held = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SecondDerivativeError("this penalty", f"{ctx.held} is held fixed in the first")

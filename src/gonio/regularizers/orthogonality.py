@@ -15,7 +15,7 @@ from gonio.regularizers.closed_form import Formula, apply
 from gonio.regularizers.gram import small_side, symmetric_product
 from gonio.regularizers.sharding import identity_like
 
-__all__ = ["Filters", "Orthogonality", "check_filters", "welch_floor"]
+__all__ = ["Filters", "FromIdentity", "OffDiagonal", "Orthogonality", "check_filters", "welch_floor"]
 
 Filters = Literal["raw", "unit"]
 
@@ -79,8 +79,8 @@ class Orthogonality(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return Evaluation(apply(_OffDiagonal(), normalize(matrix))[0], {})
-        formula = _FromIdentity() if self.diagonal else _OffDiagonal()
+            return Evaluation(apply(OffDiagonal(), normalize(matrix))[0], {})
+        formula = FromIdentity() if self.diagonal else OffDiagonal()
         return Evaluation(apply(formula, matrix)[0], {})
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
@@ -114,7 +114,7 @@ def welch_floor(matrix: Tensor) -> Tensor:
     return (square.sum(-1).square() / matrix.shape[-1] - square.square().sum(-1)).clamp_min(0)
 
 
-class _FromIdentity(Formula):
+class FromIdentity(Formula):
     """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows; gradient 4 (A Aᵀ − I) A."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +133,7 @@ class _FromIdentity(Formula):
         return product.mul_(4 * factor)
 
 
-class _OffDiagonal(Formula):
+class OffDiagonal(Formula):
     """Σ_{i≠j} ⟨w_i, w_j⟩²; gradient 4 (G W − diag(G) W) with the Gram matrix of either side."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import Evaluation, WeightRegularizer, require
 from gonio.regularizers.closed_form import Formula, apply
+from gonio.regularizers.l2 import check_before_norm
 
 __all__ = ["ScaleShift"]
 
@@ -98,9 +99,13 @@ class ScaleShift(WeightRegularizer):
             f"floor={self.floor}",
             "Without a floor the term has no minimum: leave it out for 2·√strength.",
         )
-        for name, allowed in (("direction_scale", ("none", "sqrt_numel")), ("before_norm", ("skip", "keep"))):
-            found = getattr(self, name)
-            require(found in allowed, f"ScaleShift({name}=…) takes one of {allowed}", repr(found), "Choose one.")
+        require(
+            self.direction_scale in ("none", "sqrt_numel"),
+            "ScaleShift(direction_scale=…) takes 'none' or 'sqrt_numel'",
+            repr(self.direction_scale),
+            "'none' is the paper's.",
+        )
+        check_before_norm(self.before_norm, "ScaleShift")
 
     @classmethod
     def paper(cls, strength: float, direction_strength: float) -> ScaleShift:

@@ -1,0 +1,109 @@
+"""Hyperspherical energy: filters as charges on the unit sphere that repel each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gonio.geometry.angles import angles
+from gonio.geometry.norms import normalize
+from gonio.geometry.views import Layout, matrix_view
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.sharding import identity_like
+
+__all__ = ["HypersphericalEnergy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HypersphericalEnergy(WeightRegularizer):
+    r"""Mean energy of pairs of filters that repel each other on the unit sphere.
+
+    .. math:: \frac{1}{n(n-1)} \sum_{i \ne j} f_s(\rho_{ij}), \qquad
+              f_0 = -\log \rho, \quad f_s = \rho^{-s}
+
+    with :math:`\rho^2 = \lVert \hat w_i - \hat w_j \rVert^2 + \text{eps}` (chord) or
+    :math:`\rho = \theta_{ij} / \pi + \text{eps}` (angle); for s = 0 the chord counts as
+    :math:`-\log \rho^2`. Least when filters spread over the whole sphere: for :math:`n \le d + 1` a regular
+    simplex, with angles above 90°. With ``half_space`` each filter comes with its negative, so filters
+    spread over directions up to sign, and :math:`n \le d` of them become orthogonal.
+
+    Zero filters have no direction and are left out; without a pair the value is 0.
+
+    Args:
+        strength: the paper uses 1 for hidden layers and 10 for the last (angle, s ≥ 1: 0.1 and 1).
+        power: s.
+        distance: `"chord"` or `"angle"`.
+        half_space: whether a filter and its negative count as one direction.
+        eps: added to the (squared) distance; bounds the energy of filters that coincide.
+
+    Invariances:
+        Rescaling filters, permuting them, rotations; flips only with `half_space`.
+
+    Raises:
+        InvalidArgumentError: for values out of range.
+
+    Example:
+        >>> simplex = torch.tensor([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
+        >>> energy = gonio.regularizers.HypersphericalEnergy(1.0, eps=0.0)
+        >>> energy(simplex), energy.excess(simplex)
+        (tensor(0.3333), tensor(0.))
+
+    References:
+        [1] W. Liu, et al., "Learning towards minimum hyperspherical energy", NeurIPS 2018, Eq. (1), (4), §3.2.
+        https://arxiv.org/abs/1805.09298
+
+    Differs:
+        The public code adds 1e-4 under the root of the filters' norms instead of to the distance, which lets
+        small filters appear closer to orthogonal than they are.
+    """
+
+    power: Literal[0, 1, 2] = 2
+    distance: Literal["chord", "angle"] = "chord"
+    half_space: bool = False
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("power", (0, 1, 2)), ("distance", ("chord", "angle"))):
+            found = getattr(self, name)
+            require(
+                found in allowed, f"HypersphericalEnergy({name}=…) takes one of {allowed}", repr(found), "Choose one."
+            )
+        require(self.eps >= 0, "HypersphericalEnergy() needs eps >= 0", f"eps={self.eps}", "Use 0 for none.")
+
+    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+        matrix = matrix_view(weight, layout)
+        if self.half_space:
+            matrix = torch.cat([matrix, -matrix], -2)
+        unit = normalize(matrix)
+        alive = unit.detach().square().sum(-1, keepdim=True)
+        pairs = alive @ alive.mT
+        pairs = pairs * (1 - identity_like(pairs))
+        energy = self._energy(self._distance(unit, 1 - pairs)) * pairs
+        return Evaluation((energy.sum((-2, -1)) / pairs.sum((-2, -1)).clamp_min(1)).sum(), {})
+
+    def _distance(self, unit: Tensor, ignored: Tensor) -> Tensor:
+        """Squared chord or angle over π, moved to 1 where a pair does not count."""
+        if self.distance == "angle":
+            return angles(unit) / torch.pi + self.eps + ignored
+        return (2 - 2 * (unit @ unit.mT)).clamp_min(0) + self.eps + ignored
+
+    def _energy(self, distance: Tensor) -> Tensor:
+        if self.power == 0:
+            return -distance.log()
+        return distance.pow(-self.power if self.distance == "angle" else -self.power / 2)
+
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        count, rows, _ = matrix_view(weight, layout).shape
+        rows *= 2 if self.half_space else 1
+        if rows < 2:
+            return weight.new_zeros(())
+        if self.distance == "angle":
+            return count * self._energy(weight.new_tensor(1 + self.eps))
+        # f is convex in the squared chord, whose mean over pairs is at most n² / (n choose 2).
+        bound: Tensor = count * self._energy(weight.new_tensor(rows**2 / comb(rows, 2) + self.eps))
+        return bound
