@@ -1,0 +1,94 @@
+"""Law: every public member is in the catalogue, so none escapes the other laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from catalog import INITS, LAYERS, PARAMETRIZATIONS, REGULARIZERS, VERBS
+
+
+def exported(package: str) -> dict[str, Any]:
+    module = importlib.import_module(package)
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def concrete(package: str, base: type) -> set[str]:
+    """Public classes below `base` that can be made."""
+    found = exported(package).items()
+    return {n for n, m in found if inspect.isclass(m) and issubclass(m, base) and not inspect.isabstract(m)}
+
+
+def verbs(package: str) -> set[str]:
+    """Public functions that end in an underscore: they change what they are given."""
+    return {name for name, member in exported(package).items() if name.endswith("_") and inspect.isroutine(member)}
+
+
+def missing(public: Iterable[str], catalogued: Iterable[str]) -> list[str]:
+    return sorted(set(public) - set(catalogued))
+
+
+def made(cases: Iterable[Any]) -> set[str]:
+    return {type(case.make()).__name__ for case in cases}
+
+
+def first_words(cases: Iterable[Any]) -> set[str]:
+    """`verb_` of a case named `verb_`, `verb_: …` or `verb_ …`."""
+    return {case.name.replace(":", " ").split()[0] for case in cases}
+
+
+def test_layers() -> None:
+    assert not missing(concrete("gonio.nn", nn.Module), made(LAYERS))
+
+
+def test_magnitudes_and_angular_functions() -> None:
+    """Each is used by some layer of the catalogue."""
+    for package, attribute in (("gonio.nn.magnitude", "magnitude"), ("gonio.nn.angular", "angular")):
+        used = {type(getattr(case.make(), attribute, None)).__name__ for case in LAYERS}
+        base = getattr(importlib.import_module(package), attribute.capitalize())
+        assert not missing(concrete(package, base) - {attribute.capitalize()}, used)
+
+
+def test_regularizers() -> None:
+    base = importlib.import_module("gonio.regularizers").Regularizer
+    records = {name for name in concrete("gonio.regularizers", base) if name != base.__name__}
+    assert not missing(records, made(REGULARIZERS))
+
+
+def test_parametrizations() -> None:
+    base = importlib.import_module("gonio.parametrizations").Parametrization
+    assert not missing(concrete("gonio.parametrizations", base) - {base.__name__}, made(PARAMETRIZATIONS))
+
+
+def test_inits() -> None:
+    assert not missing(verbs("gonio.init"), {case.function.__name__ for case in INITS})
+
+
+def test_verbs() -> None:
+    assert not missing(verbs("gonio.surgery"), first_words(VERBS))
+
+
+@pytest.mark.parametrize("cases", [LAYERS, REGULARIZERS, PARAMETRIZATIONS, INITS, VERBS])
+def test_names_are_unique(cases: list[Any]) -> None:
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names), sorted(name for name in set(names) if names.count(name) > 1)
+
+
+@dataclasses.dataclass
+class _Case:
+    name: str
+
+
+def test_the_law_finds_what_is_missing() -> None:
+    assert missing({"L2", "SRIP"}, {"L2"}) == ["SRIP"]
+    assert first_words([_Case("init_: orthogonal"), _Case("fold_ of a conv"), _Case("balance_")]) == {
+        "init_",
+        "fold_",
+        "balance_",
+    }
