@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from gonio.nn import angular, magnitude
-from gonio.nn.decoupled_conv import DecoupledConv2d
+from gonio.nn.decoupled_conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
+from gonio.nn.decoupled_conv_transpose import (
+    DecoupledConvTranspose1d,
+    DecoupledConvTranspose2d,
+    DecoupledConvTranspose3d,
+)
 from gonio.nn.decoupled_linear import DecoupledLinear
-from gonio.nn.switchable_norm import SwitchableNorm2d
+from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
-__all__ = ["DecoupledConv2d", "DecoupledLinear", "SwitchableNorm2d", "angular", "magnitude"]
+__all__ = [
+    "DecoupledConv1d",
+    "DecoupledConv2d",
+    "DecoupledConv3d",
+    "DecoupledConvTranspose1d",
+    "DecoupledConvTranspose2d",
+    "DecoupledConvTranspose3d",
+    "DecoupledLinear",
+    "SwitchableNorm1d",
+    "SwitchableNorm2d",
+    "SwitchableNorm3d",
+    "angular",
+    "magnitude",
+]

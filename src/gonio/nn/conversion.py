@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["check_plain", "share_"]
+__all__ = ["check_plain", "share_", "with_weight_"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -32,3 +32,13 @@ def share_(target: Layer, source: nn.Module) -> Layer:
     for name in ("weight", "bias"):
         target._parameters[name] = source._parameters[name]
     return target.train(source.training)
+
+
+def with_weight_(target: Layer, weight: Tensor) -> Layer:
+    """Give `target` parameters of its own: this weight, and a copy of its bias; returns `target`."""
+    values = {"weight": weight, "bias": target._parameters["bias"]}
+    for name, value in values.items():
+        old = target._parameters[name]
+        if value is not None and old is not None:
+            target._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
+    return target

@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import NotApplicableError
 from gonio.nn.angular import Angular, Cosine
-from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Tanh
-from gonio.nn.magnitude.base import Number
-from gonio.nn.product import Product
+from gonio.nn.fused import multiply_with_energy, ordinary_eager, scale_
+from gonio.nn.gradient import Gradient, scaled_gradient
+from gonio.nn.magnitude import Linear, Magnitude
+from gonio.nn.magnitude.base import Coefficients, Number
+from gonio.nn.operator import Weighted, check_operator
+from gonio.nn.product import Product, wide
+from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
 
-__all__ = ["COSINE", "TANH", "Decoupled", "Weighted"]
-
-TANH = Tanh()  # the parts of a decoupled layer that is told nothing else
-COSINE = Cosine()
-
-Weighted = Literal["linear", "tanh_product", "tanh_each"]
+__all__ = ["Decoupled"]
 
 # Note [Zero inputs]
 # A patch with a norm below this counts as this long. Every magnitude but Sphere has a bounded slope there, so
@@ -30,22 +28,28 @@ Weighted = Literal["linear", "tanh_product", "tanh_each"]
 # gradient 0. float16 gets a larger value because 1/norm must be representable.
 SHORTEST = {torch.float64: 1e-100, torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 2.0**-10}
 
-# The logarithm of a learned radius is kept within ±10 mean norms: beyond, the operator is constant to rounding.
+NARROW = (torch.float16, torch.bfloat16)
+
+# The logarithm of a learned radius is kept within these bounds; the operator is constant to rounding beyond.
 LOG_RADIUS = 10.0
 
 
 class Decoupled(RunningStatistics):
-    """Abstract base of the decoupled layers; the other base is the torch layer."""
+    """Abstract base of the decoupled layers; their other base is the torch layer."""
 
     magnitude: Magnitude
     angular: Angular
     weighted: Weighted | None
+    first_batch_replaces = True
+    gradient: Gradient
+    synchronize: bool
+    weight: Tensor
+    bias: Tensor | None
     log_radius: Tensor | None
     alpha: Tensor | None
     beta: Tensor | None
     mean_norm: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
+    blend: Tensor | None
 
     @property
     @abstractmethod
@@ -57,39 +61,51 @@ class Decoupled(RunningStatistics):
     def _sizes(self) -> tuple[int, int, int]:
         """(filters, groups, inputs per filter)."""
 
-    def _set_operator(self, magnitude: Magnitude, angular: Angular, weighted: Weighted | None, momentum: float) -> None:
-        """Store the options and create parameters and buffers on the weight's device."""
-        _check_options(type(self).__name__, magnitude, angular, weighted)
-        self.magnitude, self.angular, self.weighted, self.momentum = magnitude, angular, weighted, momentum
+    def _set_operator(
+        self,
+        magnitude: Magnitude,
+        angular: Angular,
+        weighted: Weighted | None,
+        gradient: Gradient,
+        momentum: float | None,
+        synchronize: bool,
+    ) -> None:
+        """Store the options and create what the operator adds, on the weight's device."""
+        check_operator(type(self).__name__, magnitude, angular, weighted, gradient)
+        self.magnitude, self.angular, self.weighted, self.gradient = magnitude, angular, weighted, gradient
+        self.momentum, self.synchronize = momentum, synchronize
         filters, groups, _ = self._sizes
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        for name, learned in (("log_radius", "radius"), ("alpha", "alpha"), ("beta", "beta")):
-            learn = getattr(magnitude, f"learn_{learned}", False)
-            self.register_parameter(name, nn.Parameter(torch.empty(filters, **like)) if learn else None)
-        wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-        relative = magnitude.has_radius and getattr(magnitude, "radius_in", "") == "mean_norm"
-        device = self.weight.device
-        self.register_buffer("mean_norm", torch.empty(groups, device=device, dtype=wide) if relative else None)
+        device, dtype = self.weight.device, self.weight.dtype
+        for name, flag in (("log_radius", "learn_radius"), ("alpha", "learn_alpha"), ("beta", "learn_beta")):
+            learned = getattr(magnitude, flag, False)
+            new = nn.Parameter(torch.empty(filters, device=device, dtype=dtype)) if learned else None
+            self.register_parameter(name, new)
+        relative = getattr(magnitude, "radius_in", "absolute") == "mean_norm"
+        single = torch.float64 if dtype == torch.float64 else torch.float32
+        norm = torch.empty(groups, device=device, dtype=single) if relative else None
+        self.register_buffer("mean_norm", norm)
         count = torch.zeros((), device=device, dtype=torch.long) if relative else None
         self.register_buffer("num_batches_tracked", count)
+        self.register_buffer("blend", None)
         self._reset_operator()
 
     @torch.no_grad()
     def _reset_operator(self) -> None:
         """Initial values of what the operator adds to the torch layer."""
+        given = self.magnitude.coefficients
         if self.log_radius is not None:
-            self.log_radius.fill_(math.log(getattr(self.magnitude, "radius")))  # noqa: B009
-        for name in ("alpha", "beta"):
-            parameter = getattr(self, name)
-            if parameter is not None:
-                parameter.fill_(getattr(self.magnitude, name))
+            self.log_radius.fill_(math.log(given.radius))
+        if self.alpha is not None:
+            self.alpha.fill_(given.alpha)
+        if self.beta is not None:
+            self.beta.fill_(given.beta)
         if self.mean_norm is not None:
             # the norm of a patch with entries of unit variance, until the first batch is seen
             self.mean_norm.fill_(math.sqrt(self._sizes[2]))
             self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew as torch does and set what the operator adds to its initial values."""
+        """Draw the weight anew as torch does, and give what the operator adds its initial values."""
         super().reset_parameters()  # type: ignore[misc]  # the torch layer's
         if hasattr(self, "magnitude"):  # torch's constructor calls this before the operator is set
             self._reset_operator()
@@ -101,85 +117,134 @@ class Decoupled(RunningStatistics):
             return None
         if self.log_radius is not None:
             return self.log_radius.clamp(-LOG_RADIUS, LOG_RADIUS).exp()
-        value: float = getattr(self.magnitude, "radius")  # noqa: B009
-        return torch.full((self._sizes[0],), value, device=self.weight.device, dtype=self.weight.dtype)
+        return self.weight.new_full((self._sizes[0],), float(self.magnitude.coefficients.radius))
 
-    def _operate(self, x: Tensor) -> Tensor:
-        """The layer's output for a prepared input, without the bias."""
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr(), f"magnitude={self.magnitude!r}", f"angular={self.angular!r}"]
+        if self.weighted is not None:
+            parts.append(f"weighted={self.weighted!r}")
+        if self.gradient != "exact":
+            parts.append(f"gradient={self.gradient!r}")
+        return ", ".join(parts)
+
+    @property
+    def _keeps_length(self) -> bool:
+        """Whether the filters' norms cancel: the operator is h(x)·⟨w, x⟩/‖x‖."""
+        return self.weighted == "linear" and isinstance(self.angular, Cosine)
+
+    @property
+    def _keeps_norm(self) -> bool:
+        """Whether the input's norm cancels: the operator is α·⟨w, x⟩ or α·⟨w, x⟩/‖w‖."""
+        return isinstance(self.magnitude, Linear) and isinstance(self.angular, Cosine)
+
+    def _operate(self, x: Tensor, product: Product) -> Tensor:
+        """The layer's output without the bias, for a padded and batched input."""
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
-            return self._decouple(x, self.weight)
-        dtype = torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
-            return self._decouple(x.to(dtype), self.weight.to(dtype))
+            return self._decouple(x, product)
+        with torch.autocast(kind, enabled=False):  # norms are reduced in float32
+            return self._decouple(x.to(torch.get_autocast_dtype(kind)), product)
 
-    def _decouple(self, x: Tensor, weight: Tensor) -> Tensor:
-        product = self._product
-        plain = self.weighted == "linear" and isinstance(self.angular, Cosine)  # no direction is needed
-        y = product.group(product.multiply(x, weight if plain else product.directions(weight)))
-        if isinstance(self.magnitude, Linear) and isinstance(self.angular, Cosine):
-            out = y * self._coefficients(y, product).alpha  # the norm of the input cancels
+    def _decouple(self, x: Tensor, product: Product) -> Tensor:
+        weight = scaled_gradient(self.weight, product) if self.gradient == "weighted" else self.weight
+        filters = weight if self._keeps_length else product.filters(weight)
+        # under autocast the input is narrower than the weight; else this does nothing or lets torch complain
+        filters = filters.to(x.dtype) if x.dtype in NARROW else filters
+        if self._keeps_norm:
+            y = product.multiply(x, filters)
+            y = y if self._keeps_length else product.to_unit(y, weight, x)
+            out = self._times_alpha(product.group(y), product)
         else:
-            energy = product.group(product.energy(x, weight))
-            norm = energy.clamp_min(SHORTEST[x.dtype] ** 2).sqrt()
-            out = self.angular.combine(y, norm, self._slope(norm, weight, SHORTEST[x.dtype]))
-        if self.weighted == "linear" and not plain:
-            out = out * product.per_filter(product.filter_norms(weight))
+            y, energy = multiply_with_energy(x, filters, product)
+            y = y if self._keeps_length else product.to_unit(y, weight, x)
+            norm = product.group(energy).clamp_min(SHORTEST[x.dtype] ** 2).sqrt()
+            out = self._combine(y, norm, x, product)
+        if self.blend is not None:
+            out = self._blended(out, product.group(y), x, product)
         return product.ungroup(out).to(x.dtype)
 
-    def _slope(self, norm: Tensor, weight: Tensor, shortest: float) -> Number:
-        product = self._product
+    def _times_alpha(self, y: Tensor, product: Product) -> Tensor:
+        alpha = self._coefficients(y, product).alpha
+        return y if isinstance(alpha, float) and alpha == 1.0 else y * alpha
+
+    def _combine(self, y: Tensor, norm: Tensor, x: Tensor, product: Product) -> Tensor:
+        """The operator in the grouped layout, from the product and the norms of the patches."""
+        slope = self._slope(norm, x, product)
+        if isinstance(slope, Tensor) and not self._needs_product and ordinary_eager():
+            return product.group(scale_(y, slope, product))
+        out = self.angular.combine(wide(product.group(y)), norm, slope)
+        if self.weighted == "linear" and not self._keeps_length:
+            out = out * product.lengths(self.weight, x)
+        return out
+
+    @property
+    def _needs_product(self) -> bool:
+        """Whether the plain product is needed beside, or after, its multiple by the slope."""
+        could_vanish = self.alpha is not None or self.beta is not None
+        return could_vanish or self.blend is not None or not isinstance(self.angular, Cosine)
+
+    def _slope(self, norm: Tensor, x: Tensor, product: Product) -> Number:
         c = self._coefficients(norm, product)
         if self.weighted == "tanh_product":
-            length = product.per_filter(product.filter_norms(weight))
-            c = replace(c, radius=c.radius / length.clamp_min(SHORTEST[torch.float32]))
+            lengths = product.lengths(self.weight, x).clamp_min(SHORTEST[torch.float32])
+            c = replace(c, radius=c.radius / lengths)
         slope = self.magnitude.slope(norm, c)
         if not self.magnitude.continuous_at_zero:
-            slope = slope * (norm > shortest)
+            slope = slope * (norm > SHORTEST[x.dtype])
         if self.weighted == "tanh_each":
-            radius = product.per_filter(self.radius.to(norm.dtype))
-            slope = slope * torch.tanh(product.per_filter(product.filter_norms(weight)) / radius)
+            radius = self._radius_of_filters(norm.dtype, product)
+            slope = slope * torch.tanh(product.lengths(self.weight, x) / radius)
         return slope
+
+    def _radius_of_filters(self, dtype: torch.dtype, product: Product) -> Number:
+        if self.log_radius is None:
+            return self.magnitude.coefficients.radius
+        return product.per_filter(self.log_radius.clamp(-LOG_RADIUS, LOG_RADIUS).exp().to(dtype))
 
     def _coefficients(self, norm: Tensor, product: Product) -> Coefficients:
         """The magnitude's numbers in force, shaped for the grouped layout; moves the running mean norm."""
         given = self.magnitude.coefficients
-        alpha, beta, radius = given.alpha, given.beta, given.radius
-        if self.alpha is not None:
-            alpha = product.per_filter(self.alpha.to(norm.dtype))
-        if self.beta is not None:
-            beta = product.per_filter(self.beta.to(norm.dtype))
-        if self.log_radius is not None:
-            radius = product.per_filter(self.radius.to(norm.dtype))
-        if self.mean_norm is not None:
-            radius = product.per_group(self._unit(norm, self.mean_norm, product)) * radius
-        return Coefficients(alpha, beta, radius)
+        alpha, beta = (
+            value if learned is None else product.per_filter(learned.to(norm.dtype))
+            for learned, value in ((self.alpha, given.alpha), (self.beta, given.beta))
+        )
+        if self.mean_norm is None:
+            return Coefficients(alpha, beta, self._radius_of_filters(norm.dtype, product))
+        unit = product.per_group(self._unit(norm, self.mean_norm, product))
+        return Coefficients(alpha, beta, unit * self._radius_of_filters(norm.dtype, product))
 
     def _unit(self, norm: Tensor, mean_norm: Tensor, product: Product) -> Tensor:
-        """The mean norm by which the radius is measured: the batch's in training, the running one otherwise."""
+        """The mean norm by which a radius is measured: the batch's in training, else the running one."""
         if not self.training:
             return mean_norm.to(norm.dtype)
-        mean = norm.mean(product.position_dims(norm)).reshape(-1)
-        self._track({"mean_norm": mean})
+        totals = product.over_groups(norm)
+        count: int | Tensor = norm.numel() // totals.numel()
+        if self.synchronize and several_ranks():
+            joined = total(torch.cat([totals, totals.new_tensor([count])]))
+            totals, count = joined[:-1], joined[-1].detach()
+            mean = totals / count.clamp_min(1)
+        else:
+            mean = totals / max(count, 1)
+        self._track({"mean_norm": mean}, count)
         return mean
 
+    def _blended(self, out: Tensor, y: Tensor, x: Tensor, product: Product) -> Tensor:
+        """Between the plain product and the operator, during a gradual conversion."""
+        plain = y if self._keeps_length else y * product.lengths(self.weight, x)
+        return plain + self.blend * (out - plain)
 
-def _check_options(owner: str, magnitude: Magnitude, angular: Angular, weighted: Weighted | None) -> None:
-    if not isinstance(magnitude, Magnitude):
-        raise InvalidArgumentError(
-            f"{owner} was asked for its magnitude", repr(magnitude), "Give one of gonio.nn.magnitude, such as Tanh()."
-        )
-    if not isinstance(angular, Angular):
-        raise InvalidArgumentError(
-            f"{owner} was asked for its angular part", repr(angular), "Give one of gonio.nn.angular, such as Cosine()."
-        )
-    if weighted is not None and weighted not in get_args(Weighted):
-        raise InvalidArgumentError(
-            f"{owner} was asked for weighted", repr(weighted), f"Give None or one of {', '.join(get_args(Weighted))}."
-        )
-    if weighted in ("tanh_product", "tanh_each") and not isinstance(magnitude, Tanh):
-        raise InvalidArgumentError(
-            f"{owner} was asked for weighted={weighted!r}, which is defined for magnitude Tanh",
-            repr(magnitude),
-            'Use magnitude=Tanh(…) or weighted="linear".',
-        )
+    def _folded_weight(self) -> Tensor:
+        """The weight of the torch layer that computes the same."""
+        why = None
+        if not self._keeps_norm or self.blend is not None:
+            why = "its output is not linear in its input"
+        elif not self._keeps_length and self._product.filters(self.weight) is self.weight:
+            why = "the norm of its filters differs between outputs"
+        if why is not None:
+            do = "Exact are the magnitude Linear with the angular part Cosine alone."
+            raise NotApplicableError("a torch layer that computes the same", type(self).__name__, why, do)
+        weight = self.weight if self._keeps_length else self._product.filters(self.weight)
+        alpha = self.magnitude.coefficients.alpha if self.alpha is None else self.alpha
+        if isinstance(alpha, Tensor):
+            alpha = self._product.along_filters(alpha, weight)
+        return weight * alpha

@@ -1,43 +1,78 @@
-r"""The linear maps under decoupled layers: the product with every filter, and the energy of every patch.
+r"""The linear maps under decoupled layers: the product with every filter, the energy of every patch.
 
-Each map is a frozen dataclass with pure methods. Tensors come in the *grouped layout*: products have
-the shape (N, groups, filters per group, *positions), energies (N, groups, 1, *positions), so that
-what belongs to a patch broadcasts over the filters that see it. For a linear layer products are
-(…, filters) and energies (…, 1).
+A product :math:`\langle w, x \rangle` and an energy :math:`\lVert x \rVert^2` belong to one *patch*: the
+inputs that one output sees. Each map is a frozen dataclass with pure methods.
+
+Note [Grouped layout]
+Torch's layout of an output is (N, filters, *positions). In the *grouped layout* it is (N, groups, filters
+per group, *positions), and what belongs to a patch is (N, groups, 1, *positions), so that it broadcasts over
+the filters that see the patch. For a linear layer both are (…, filters), and (…, 1) for a patch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gonio.geometry import normalize, safe_norm
 
-__all__ = ["Convolution", "LinearMap", "Product"]
+__all__ = ["LinearMap", "Product", "wide"]
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: squares of float16 overflow beyond 256."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class Product(ABC):
     """A linear map whose outputs are products of filters with patches of the input."""
 
     @abstractmethod
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """⟨w, x⟩ for every filter and patch, in torch's layout."""
+    def multiply(self, x: Tensor, filters: Tensor) -> Tensor:
+        """⟨w, x⟩ of every filter and patch, in torch's layout."""
 
     @abstractmethod
-    def energy(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply_backward(
+        self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of `multiply` for the input and the filters, where needed."""
+
+    @abstractmethod
+    def energy(self, x: Tensor) -> Tensor:
         """‖x‖² of every patch, in torch's layout with one channel per group; float32 at least."""
 
     @abstractmethod
-    def directions(self, weight: Tensor) -> Tensor:
-        """The weight with every filter scaled to norm 1; a zero filter stays zero."""
+    def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Half the derivative of ⟨grad, energy(x)⟩ by each x², broadcastable against x in the grouped layout."""
+
+    @abstractmethod
+    def group_input(self, x: Tensor) -> Tensor:
+        """The input in the grouped layout."""
 
     @abstractmethod
     def filter_norms(self, weight: Tensor) -> Tensor:
-        """‖w‖ of every filter, of shape (filters,); float32 at least."""
+        """‖w‖ of every filter with all its entries, of shape (filters,); float32 at least."""
+
+    def along_filters(self, values: Tensor, weight: Tensor) -> Tensor:
+        """A vector over filters, shaped to broadcast against the weight."""
+        return values.reshape(-1, *(1 for _ in weight.shape[1:]))
+
+    @abstractmethod
+    def filters(self, weight: Tensor) -> Tensor:
+        """The weight to multiply with for products with unit filters, before `to_unit`."""
+
+    def to_unit(self, y: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        """The product with unit filters, from that with `filters(weight)`."""
+        return y
+
+    def lengths(self, weight: Tensor, x: Tensor) -> Tensor:
+        """‖w‖ as each output sees it, broadcastable in the grouped layout."""
+        return self.per_filter(self.filter_norms(weight))
 
     @abstractmethod
     def group(self, y: Tensor) -> Tensor:
@@ -56,32 +91,40 @@ class Product(ABC):
         """A vector over groups, shaped to broadcast in the grouped layout."""
 
     @abstractmethod
-    def position_dims(self, grouped: Tensor) -> tuple[int, ...]:
-        """The dimensions of the grouped layout over which an input's patches extend, the batch among them."""
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32: squares of float16 overflow beyond 256."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    def over_groups(self, patches: Tensor) -> Tensor:
+        """Sums over everything but the groups, of something that belongs to patches."""
 
 
 @dataclass(frozen=True)
 class LinearMap(Product):
-    """The map of a linear layer; a patch is the whole input vector."""
+    """The map of a linear layer; the patch is the whole input vector."""
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def multiply(self, x: Tensor, filters: Tensor) -> Tensor:
+        return F.linear(x, filters)
 
-    def energy(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply_backward(
+        self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        by_input = grad @ filters if needed[0] else None
+        by_filters = grad.flatten(0, -2).T @ x.flatten(0, -2) if needed[1] else None
+        return by_input, by_filters
+
+    def energy(self, x: Tensor) -> Tensor:
         x = wide(x)
         return (x * x).sum(-1, keepdim=True)
 
-    def directions(self, weight: Tensor) -> Tensor:
-        return normalize(weight, 1)
+    def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad
+
+    def group_input(self, x: Tensor) -> Tensor:
+        return x
 
     def filter_norms(self, weight: Tensor) -> Tensor:
         return safe_norm(weight, 1)
 
+    def filters(self, weight: Tensor) -> Tensor:
+        return normalize(weight, 1)
+
     def group(self, y: Tensor) -> Tensor:
         return y
 
@@ -94,75 +137,5 @@ class LinearMap(Product):
     def per_group(self, values: Tensor) -> Tensor:
         return values
 
-    def position_dims(self, grouped: Tensor) -> tuple[int, ...]:
-        return tuple(range(grouped.dim()))
-
-
-@dataclass(frozen=True)
-class Convolution(Product):
-    """The map of a convolution of one to three dimensions.
-
-    Padding that torch's convolution cannot express (a mode other than zeros, an uneven "same") is done
-    before, by `surround`; `padding` is what remains for the convolution itself.
-    """
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    surround: tuple[int, ...] = ()
-    surround_mode: str = "constant"
-
-    @classmethod
-    def of(cls, layer: nn.modules.conv._ConvNd) -> Convolution:
-        """The map of a torch convolution."""
-        ahead = tuple(layer._reversed_padding_repeated_twice)
-        uneven = any(ahead[i] != ahead[i + 1] for i in range(0, len(ahead), 2))
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        inside = mode == "constant" and not uneven
-        size = tuple(reversed(ahead[::2])) if inside else (0,) * (len(ahead) // 2)
-        outside = () if inside else ahead
-        return cls(layer.stride, size, layer.dilation, layer.groups, outside, mode)
-
-    def prepare(self, x: Tensor) -> Tensor:
-        """The input with the padding that the convolution cannot do itself."""
-        return F.pad(x, self.surround, self.surround_mode) if self.surround else x
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._convolve(x, weight, self.groups)
-
-    def energy(self, x: Tensor, weight: Tensor) -> Tensor:
-        squares = wide(x)
-        squares = squares * squares
-        if self.groups == 1:
-            squares = squares.sum(1, keepdim=True)
-        elif self.groups < x.shape[1]:
-            squares = squares.unflatten(1, (self.groups, -1)).sum(2)
-        box = squares.new_ones(self.groups, 1, *weight.shape[2:])
-        return self._convolve(squares, box, self.groups)
-
-    def _convolve(self, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        return torch.convolution(
-            x, weight, None, self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), groups
-        )
-
-    def directions(self, weight: Tensor) -> Tensor:
-        return normalize(weight, tuple(range(1, weight.dim())))
-
-    def filter_norms(self, weight: Tensor) -> Tensor:
-        return safe_norm(weight, tuple(range(1, weight.dim())))
-
-    def group(self, y: Tensor) -> Tensor:
-        return y.unflatten(1, (self.groups, -1))
-
-    def ungroup(self, y: Tensor) -> Tensor:
-        return y.flatten(1, 2)
-
-    def per_filter(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, -1, *(1 for _ in self.stride))
-
-    def per_group(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, 1, *(1 for _ in self.stride))
-
-    def position_dims(self, grouped: Tensor) -> tuple[int, ...]:
-        return (0, *range(3, grouped.dim()))
+    def over_groups(self, patches: Tensor) -> Tensor:
+        return patches.sum().reshape(1)

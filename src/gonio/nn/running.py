@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,33 +22,34 @@ class RunningStatistics(nn.Module):
     """Abstract base of the layers with running statistics.
 
     A concrete class registers `num_batches_tracked` and its statistics as buffers. `momentum` is torch's:
-    the weight of the new batch, or None for the average of all batches. The first batch replaces the
-    initial values.
+    the weight of the new batch, or None for the average of all batches.
     """
 
+    first_batch_replaces: ClassVar[bool] = False  # the initial value otherwise stays in the average, as in torch
     momentum: float | None
     num_batches_tracked: Tensor
 
-    def _track(self, news: Mapping[str, Tensor], count: Tensor | int = 1) -> None:
-        """Move the buffers named in `news` towards the batch's values; an empty batch (`count` 0) moves nothing."""
-        if inside_backward():
+    def _track(self, news: Mapping[str, Tensor], count: Tensor | int) -> None:
+        """Move the buffers named in `news` towards a batch's values; a batch of `count` 0 moves nothing."""
+        if inside_backward() or (isinstance(count, int) and count == 0):
             return
         with torch.no_grad():
-            seen = torch.as_tensor(count, device=self.num_batches_tracked.device) > 0
+            seen = count > 0
             self.num_batches_tracked.add_(seen)
-            factor = self._factor() * seen
+            factor = self._factor()
             for name, value in news.items():
                 buffer = self._buffers[name]
                 if buffer is not None:
-                    # a product with 0 would keep a NaN of an empty batch
-                    step = torch.where(seen, value.detach().to(buffer.dtype) - buffer, 0)
-                    buffer.add_(step * factor)
+                    step = factor * (value.detach().to(buffer.dtype) - buffer)
+                    # torch.where, since a product with 0 would keep the NaN of an empty batch
+                    buffer.add_(torch.where(seen, step, 0) if isinstance(seen, Tensor) else step)
 
-    def _factor(self) -> Tensor:
-        tracked = self.num_batches_tracked.clamp_min(1)
+    def _factor(self) -> Tensor | float:
         if self.momentum is None:
-            return 1 / tracked
-        return torch.where(tracked == 1, 1.0, self.momentum)
+            return 1 / self.num_batches_tracked.clamp_min(1)
+        if self.first_batch_replaces:
+            return torch.where(self.num_batches_tracked <= 1, 1.0, self.momentum)
+        return self.momentum
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """As torch's, but `half()` and `bfloat16()` leave the running statistics in float32."""

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, TypeVar
+
 import torch
 from torch import Tensor, nn
 
+from gonio.errors import InvalidArgumentError
+from gonio.nn.conversion import check_plain
+from gonio.nn.fused import ordinary_eager
+from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
+from gonio.nn.switchable_function import Settings, fused, plain
+from gonio.nn.switchable_statistics import accumulator, mixing_weights
 
-__all__ = ["SwitchableNorm2d"]
+__all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
 
-NAMES = ("instance", "layer", "batch")
+KINDS = ("instance", "layer", "batch")
+Self = TypeVar("Self", bound="SwitchableNorm")
 
 
-class SwitchableNorm2d(RunningStatistics):
-    """Normalisation by a learned mixture of instance, layer and batch statistics."""
+class SwitchableNorm(RunningStatistics):
+    """Abstract base of the switchable norms; they differ in the shape of the input."""
+
+    ranks: ClassVar[tuple[int, ...]]  # dimensions that an input may have
+    torchs: ClassVar[type[nn.modules.batchnorm._BatchNorm]]
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
 
     def __init__(
         self,
@@ -21,110 +38,161 @@ class SwitchableNorm2d(RunningStatistics):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
-        *,
-        use_batch: bool = True,
+        track_running_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        use_batch: bool = True,
+        synchronize: bool = True,
     ) -> None:
         super().__init__()
-        self.num_features, self.eps, self.momentum, self.affine, self.use_batch = (
-            num_features,
-            eps,
-            momentum,
-            affine,
-            use_batch,
-        )
-        like = {"device": device, "dtype": dtype}
-        kinds = 3 if use_batch else 2
-        self.weight = nn.Parameter(torch.empty(num_features, **like)) if affine else None
-        self.bias = nn.Parameter(torch.empty(num_features, **like)) if affine else None
-        self.mean_logits = nn.Parameter(torch.empty(kinds, **like))
-        self.var_logits = nn.Parameter(torch.empty(kinds, **like))
-        self.register_buffer("running_mean", torch.empty(num_features, device=device) if use_batch else None)
-        self.register_buffer("running_var", torch.empty(num_features, device=device) if use_batch else None)
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
+        self.num_features, self.eps, self.momentum, self.affine = num_features, eps, momentum, affine
+        self.track_running_stats, self.use_batch, self.synchronize = track_running_stats, use_batch, synchronize
+        for name in ("weight", "bias"):
+            new = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if affine else None
+            self.register_parameter(name, new)
+        kinds = len(KINDS) if use_batch else len(KINDS) - 1
+        self.mean_logits = nn.Parameter(torch.empty(kinds, device=device, dtype=dtype))
+        self.var_logits = nn.Parameter(torch.empty(kinds, device=device, dtype=dtype))
+        wide = dtype if dtype == torch.float64 else torch.float32
+        keeps = use_batch and track_running_stats
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, torch.empty(num_features, device=device, dtype=wide) if keeps else None)
+        count = torch.zeros((), device=device, dtype=torch.long) if keeps else None
+        self.register_buffer("num_batches_tracked", count)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
-        """Forget the batches seen."""
-        self.num_batches_tracked.zero_()
-        if self.use_batch:
+        """Forget the batches seen: mean 0, variance 1."""
+        if self.running_mean is not None and self.running_var is not None:
             self.running_mean.zero_()
             self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
-        """Equal mixtures, unit scale, zero shift, no batch seen."""
+        """Equal mixtures, scale 1, shift 0, no batch seen."""
         self.reset_running_stats()
         nn.init.ones_(self.mean_logits)
         nn.init.ones_(self.var_logits)
-        if self.affine:
+        if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
 
     @classmethod
-    def from_batch_norm(cls, norm: nn.BatchNorm2d, *, use_batch: bool = True) -> SwitchableNorm2d:
-        """A switchable norm on the same affine Parameter objects, with the running statistics copied."""
+    def _around(cls: type[Self], norm: nn.modules.batchnorm._BatchNorm, use_batch: bool, synchronize: bool) -> Self:
+        check_plain(norm, cls.torchs, asked="from_batch_norm")
+        same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         like = next((t for t in (norm.weight, norm.running_mean) if t is not None), torch.empty(0))
-        new = cls(
-            norm.num_features,
-            norm.eps,
-            norm.momentum,
-            norm.affine,
-            use_batch=use_batch,
-            device=like.device,
-            dtype=like.dtype,
-        )
+        new = cls(*same, like.device, like.dtype, use_batch=use_batch, synchronize=synchronize)
         for name in ("weight", "bias"):
             new._parameters[name] = norm._parameters[name]
-        if use_batch and norm.running_mean is not None:
-            with torch.no_grad():
-                new.running_mean.copy_(norm.running_mean)
-                new.running_var.copy_(norm.running_var)
-                new.num_batches_tracked.copy_(norm.num_batches_tracked)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            old, buffer = norm._buffers.get(name), new._buffers.get(name)
+            if old is not None and buffer is not None:
+                new._buffers[name] = old.detach().clone().to(buffer.dtype)
         return new.train(norm.training)
 
     def mixture(self) -> dict[str, dict[str, float]]:
-        """The softmax weights of the mean and of the variance, by kind of statistic."""
+        """How much of each statistic is in the mean and in the variance; each sums to 1."""
         return {
-            what: dict(zip(NAMES, logits.detach().float().softmax(0).tolist()))
+            what: dict(zip(KINDS, logits.detach().double().softmax(0).tolist(), strict=False))
             for what, logits in (("mean", self.mean_logits), ("var", self.var_logits))
         }
 
+    def is_batch_only(self) -> bool:
+        """Whether, in evaluation, the layer is a batch norm: fixed statistics alone, to rounding in float64."""
+        shares = self.mixture().values()
+        return self.running_mean is not None and all(share["batch"] > 1 - 1e-15 for share in shares)
+
+    def extra_repr(self) -> str:
+        parts = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
+        return parts if self.use_batch else f"{parts}, use_batch=False"
+
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        positions = tuple(range(2, x.dim()))
-        area = wide[0, 0].numel()
-        pivot = wide.detach().mean(positions, keepdim=True) if positions else wide.detach()
-        c = wide - pivot
-        mean_in = c.mean(positions).double() + pivot.flatten(1).double()
-        var_in = (wide - mean_in.to(wide.dtype)[(...,) + (None,) * len(positions)]).square().mean(positions).double()
-        means, variances, keep = [mean_in], [var_in], [area > 1]
-        center, spread = mean_in.mean(1, keepdim=True), None
-        means.append(center)
-        variances.append(var_in.mean(1, keepdim=True) + (mean_in - center).square().mean(1, keepdim=True))
-        keep.append(area * x.shape[1] > 1)
-        if self.use_batch:
-            if self.training:
-                center = mean_in.mean(0, keepdim=True)
-                spread = var_in.mean(0, keepdim=True) + (mean_in - center).square().mean(0, keepdim=True)
-                self._track({"running_mean": center[0], "running_var": spread[0]})
-                keep.append(area * x.shape[0] > 1)
-            else:
-                center, spread = self.running_mean.double()[None], self.running_var.double()[None]
-                keep.append(True)
-            means.append(center)
-            variances.append(spread)
-        a = torch.tensor(keep, device=x.device)
-        w = self.mean_logits.double().masked_fill(~a, -torch.inf).softmax(0)
-        u = self.var_logits.double().masked_fill(~a, -torch.inf).softmax(0)
-        mean = sum(wk * m for wk, m, k in zip(w, means, keep) if k)
-        var = sum(uk * v for uk, v, k in zip(u, variances, keep) if k)
-        scale = (var + self.eps).rsqrt()
-        if self.affine:
-            scale = scale * self.weight.double()
-        shift = (pivot.flatten(1).double() - mean) * scale
-        if self.affine:
-            shift = shift + self.bias.double()
-        tail = (...,) + (None,) * len(positions)
-        return (c * scale.to(wide.dtype)[tail] + shift.to(wide.dtype)[tail]).to(x.dtype)
+        self._check(x)
+        positions = x if x.dim() > 2 else x.unsqueeze(-1)
+        fixed = self.running_mean is not None and not self.training
+        join = self.training and self.use_batch and self.synchronize and several_ranks()
+        defined = self._defined(positions, fixed=fixed, join=join)
+        weights = mixing_weights(self.mean_logits, defined), mixing_weights(self.var_logits, defined)
+        function = fused if ordinary_eager() else plain
+        batch = self._running(accumulator(x), fixed=fixed)
+        out, mean, var, count = function(positions, weights, self._affine(x), batch, Settings(self.eps, join))
+        if self.training and self.running_mean is not None:
+            self._track({"running_mean": mean, "running_var": var}, count if defined[2] else 0)
+        return out if x.dim() > 2 else out.squeeze(-1)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() not in self.ranks or x.shape[1] != self.num_features:
+            shapes = " or ".join(f"{rank} dimensions" for rank in self.ranks)
+            asked = f"{type(self).__name__} takes inputs of {shapes} with {self.num_features} channels"
+            raise InvalidArgumentError(asked, f"shape {tuple(x.shape)}", "Check the layer before it.")
+
+    def _defined(self, x: Tensor, *, fixed: bool, join: bool) -> tuple[bool, bool, bool]:
+        """Which statistics are over more than one value; the others would erase the input."""
+        area = x[:1, :1].numel() if x.shape[0] else x.new_empty(1, 1, *x.shape[2:]).numel()
+        batch = self.use_batch and (fixed or area > 1 or self._samples(x, join) != 1)
+        defined = (area > 1, area * self.num_features > 1, batch)
+        if not any(defined):
+            asked = f"{type(self).__name__} was asked to normalise a single value"
+            do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
+            raise InvalidArgumentError(asked, f"shape {tuple(x.shape)} in training", do)
+        return defined
+
+    @staticmethod
+    def _samples(x: Tensor, join: bool) -> int:
+        return int(total(x.new_tensor(float(x.shape[0])))) if join else x.shape[0]
+
+    def _affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kind = accumulator(x)
+        if self.weight is None or self.bias is None:
+            ones = torch.ones((), device=x.device, dtype=kind)
+            return ones, ones - 1
+        return self.weight.to(kind), self.bias.to(kind)
+
+    def _running(self, kind: torch.dtype, *, fixed: bool) -> tuple[Tensor, Tensor] | None:
+        """Batch statistics that are given: the running ones, or anything if they have no weight."""
+        if fixed and self.running_mean is not None and self.running_var is not None:
+            return self.running_mean.to(kind), self.running_var.to(kind)
+        zeros = torch.zeros(self.num_features, device=self.mean_logits.device, dtype=kind)
+        return None if self.use_batch else (zeros, zeros)
+
+
+class SwitchableNorm1d(SwitchableNorm):
+    ranks = (2, 3)
+    torchs = nn.BatchNorm1d
+
+    @classmethod
+    def from_batch_norm(
+        cls, norm: nn.BatchNorm1d, *, use_batch: bool = True, synchronize: bool = True
+    ) -> SwitchableNorm1d:
+        """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
+        return cls._around(norm, use_batch, synchronize)
+
+
+class SwitchableNorm2d(SwitchableNorm):
+    ranks = (4,)
+    torchs = nn.BatchNorm2d
+
+    @classmethod
+    def from_batch_norm(
+        cls, norm: nn.BatchNorm2d, *, use_batch: bool = True, synchronize: bool = True
+    ) -> SwitchableNorm2d:
+        """A switchable norm on the same scale and shift, with a copy of the running statistics.
+
+        The mixture starts equal, so the output is another one than the batch norm's.
+        """
+        return cls._around(norm, use_batch, synchronize)
+
+
+class SwitchableNorm3d(SwitchableNorm):
+    ranks = (5,)
+    torchs = nn.BatchNorm3d
+
+    @classmethod
+    def from_batch_norm(
+        cls, norm: nn.BatchNorm3d, *, use_batch: bool = True, synchronize: bool = True
+    ) -> SwitchableNorm3d:
+        """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
+        return cls._around(norm, use_batch, synchronize)

@@ -11,8 +11,8 @@ norm means the same in every layer.
 
 from __future__ import annotations
 
-from gonio.nn.magnitude.base import Coefficients, Magnitude
+from gonio.nn.magnitude.base import Magnitude
 from gonio.nn.magnitude.bounded import Ball, Sphere, Tanh
 from gonio.nn.magnitude.unbounded import Linear, Logarithm, Mixed, Segmented
 
-__all__ = ["Ball", "Coefficients", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sphere", "Tanh"]
+__all__ = ["Ball", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sphere", "Tanh"]

@@ -1,0 +1,179 @@
+"""Decoupled layers from their definition, in float64: explicit patches, norms, angles.
+
+Liu et al., "Decoupled Networks" (CVPR 2018): y = h(‖w‖, ‖x‖) g(θ) + b for every filter and patch. No
+convolution is used: patches are cut out tap by tap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["angular", "decoupled", "magnitude"]
+
+
+def magnitude(kind: object, norm: Tensor, alpha: Tensor, beta: Tensor, rho: Tensor) -> Tensor:
+    """h of the norm, by the name of the magnitude."""
+    name = type(kind).__name__
+    if name == "Sphere":
+        return torch.where(norm > 0, alpha * torch.ones_like(norm), torch.zeros_like(norm))
+    if name == "Ball":
+        return alpha * torch.minimum(norm, rho * torch.ones_like(norm)) / rho
+    if name == "Tanh":
+        return alpha * torch.tanh(norm / rho)
+    if name == "Linear":
+        return alpha * norm
+    if name == "Segmented":
+        return torch.where(norm <= rho, alpha * norm, beta * norm + (alpha - beta) * rho)
+    if name == "Logarithm":
+        return alpha * torch.log(1 + norm)
+    assert name == "Mixed"
+    return alpha * norm + beta * torch.log(1 + norm)
+
+
+def angular(kind: object, theta: Tensor) -> Tensor:
+    """g of the angle, by the name of the activation."""
+    name = type(kind).__name__
+    if name == "Cosine":
+        return torch.cos(theta)
+    if name == "Linear":
+        return 1 - 2 * theta / math.pi
+    if name == "SquaredCosine":
+        return torch.sign(torch.cos(theta)) * torch.cos(theta) ** 2
+    assert name == "Sigmoid"
+    k = kind.k  # type: ignore[attr-defined]
+    edge = math.exp(-math.pi / (2 * k))
+    inner = torch.exp(theta / k - math.pi / (2 * k))
+    return (1 + edge) / (1 - edge) * (1 - inner) / (1 + inner)
+
+
+def decoupled(layer: nn.Module, x: Tensor) -> Tensor:
+    """The output of a decoupled layer of `gonio.nn`, from its parameters, buffers and options."""
+    patches, weight, mask = _patches(layer, x)  # (N, G, d, *S), (G, F, d), (1, 1, d, *S)
+    dims = patches.dim() - 3
+    rows = weight[(None, ..., *(None for _ in range(dims)))]  # (1, G, F, d, *S)
+    norm = _root((patches**2).sum(2, keepdim=True))  # (N, G, 1, *S)
+    length = _root((rows**2 * mask.unsqueeze(1)).sum(3))  # (1, G, F, *S)
+    dot = (patches.unsqueeze(2) * rows).sum(3)
+    bottom = norm * length
+    cosine = torch.where(bottom > 0, dot / bottom.where(bottom > 0, torch.ones_like(bottom)), torch.zeros_like(dot))
+    g = _of_cosine(layer.angular, cosine)
+    g = torch.where(bottom > 0, g, torch.zeros_like(g))
+    out = (_magnitude_of(layer, norm, length, dims) * g).flatten(1, 2)
+    if layer.bias is not None:
+        out = out + layer.bias[(slice(None), *(None for _ in range(dims)))]
+    return out.flatten(1).reshape(*x.shape[:-1], -1) if isinstance(layer, nn.Linear) else out
+
+
+def _of_cosine(kind: object, cosine: Tensor) -> Tensor:
+    if type(kind).__name__ == "Cosine":
+        return cosine
+    return angular(kind, torch.acos(cosine.clamp(-1 + 1e-14, 1 - 1e-14)))
+
+
+def _root(square: Tensor) -> Tensor:
+    return torch.where(square > 0, square.where(square > 0, torch.ones_like(square)).sqrt(), torch.zeros_like(square))
+
+
+def _magnitude_of(layer: nn.Module, norm: Tensor, length: Tensor, dims: int) -> Tensor:
+    groups = norm.shape[1]
+
+    def per_filter(learned: Tensor | None, given: float) -> Tensor:
+        values = torch.full((1,), given, dtype=norm.dtype) if learned is None else learned
+        return values.expand(layer._sizes[0]).reshape(groups, -1, *(1 for _ in range(dims)))
+
+    kind = layer.magnitude
+    alpha = per_filter(layer.alpha, kind.alpha)
+    beta = per_filter(layer.beta, getattr(kind, "beta", 0.0))
+    base = per_filter(layer.log_radius, math.log(getattr(kind, "radius", 1.0))).exp()
+    rho = base
+    if layer.mean_norm is not None:
+        over = (0, *range(2, norm.dim()))
+        mean = norm.mean(over) if layer.training else layer.mean_norm
+        rho = base * mean.reshape(groups, 1, *(1 for _ in range(dims)))
+    if layer.weighted == "tanh_product":
+        return alpha * torch.tanh(norm * length / rho)
+    h = magnitude(kind, norm, alpha, beta, rho)
+    if layer.weighted == "linear":
+        return h * length
+    return h * torch.tanh(length / base) if layer.weighted == "tanh_each" else h
+
+
+def _patches(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Patches, filters and which entries of a patch exist."""
+    if isinstance(layer, nn.Linear):
+        rows = x.reshape(-1, x.shape[-1])[:, None, :]
+        return rows, layer.weight[None], torch.ones_like(rows[:1])
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return _transposed(layer, x)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(x, list(_padding(layer)), mode)
+    cut = _cut(padded, layer.kernel_size, layer.dilation, layer.stride)
+    patches = _by_group(cut, layer.groups)
+    weight = layer.weight.reshape(layer.groups, -1, layer.weight[0].numel())
+    return patches, weight, torch.ones_like(patches[:1, :1])
+
+
+def _padding(layer: nn.Module) -> list[int]:
+    """(before, after) of the last dimension first, as F.pad wants it."""
+    found: list[int] = []
+    for axis in reversed(range(len(layer.kernel_size))):
+        if layer.padding == "valid":
+            before = after = 0
+        elif layer.padding == "same":
+            missing = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            before, after = missing // 2, missing - missing // 2
+        else:
+            before = after = layer.padding[axis]
+        found += [before, after]
+    return found
+
+
+def _cut(padded: Tensor, kernel: Sequence[int], dilation: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """(N, C, taps, *positions): one strided slice per tap."""
+    sizes = padded.shape[2:]
+    counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, d, s in zip(sizes, kernel, dilation, stride, strict=True)]
+    taps = []
+    for offsets in itertools.product(*(range(k) for k in kernel)):
+        window = tuple(
+            slice(o * d, o * d + s * (c - 1) + 1, s) for o, d, s, c in zip(offsets, dilation, stride, counts, strict=True)
+        )
+        taps.append(padded[(slice(None), slice(None), *window)])
+    return torch.stack(taps, 2)
+
+
+def _by_group(cut: Tensor, groups: int) -> Tensor:
+    """(N, G, inputs of a filter, *positions)."""
+    return cut.reshape(cut.shape[0], groups, -1, *cut.shape[3:])
+
+
+def _transposed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A transposed convolution is a convolution, flipped, of the input with zeros between its entries."""
+    ends = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    spots = [torch.arange(n) * s for n, s in zip(x.shape[2:], layer.stride, strict=True)]
+    size = [
+        (n - 1) * s + 1 + 2 * e for n, s, e in zip(x.shape[2:], layer.stride, ends, strict=True)
+    ]
+    wide = [n + p for n, p in zip(size, layer.output_padding, strict=True)]
+    index = torch.meshgrid(*(spot + e for spot, e in zip(spots, ends, strict=True)), indexing="ij")
+
+    def spread(values: Tensor) -> Tensor:
+        canvas = values.new_zeros(*values.shape[:2], *wide)
+        canvas[(slice(None), slice(None), *index)] = values
+        return canvas
+
+    inside = tuple(slice(p, n - p) for p, n in zip(layer.padding, wide, strict=True))
+    steps = [1] * len(size)
+    cut = _cut(spread(x)[(..., *inside)], layer.kernel_size, layer.dilation, steps)
+    mask = _cut(spread(torch.ones_like(x[:1, :1]))[(..., *inside)], layer.kernel_size, layer.dilation, steps)
+    flipped = layer.weight.flip(tuple(range(2, layer.weight.dim())))
+    grouped = flipped.reshape(layer.groups, -1, *flipped.shape[1:])  # (G, inputs, F, *k)
+    weight = grouped.transpose(1, 2).reshape(layer.groups, flipped.shape[1], -1)
+    inputs = x.shape[1] // layer.groups
+    return _by_group(cut, layer.groups), weight, mask.repeat(1, inputs, 1, *(1 for _ in size)).flatten(1, 2).unsqueeze(1)
+
