@@ -138,13 +138,13 @@ def _rounds(operations: dict[str, Operation], settings: Settings) -> list[dict[s
     return found
 
 
-def deviation(result: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Largest difference as a part of the reference's largest entry, over all results."""
+def deviation(result: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
+    """Largest difference as a part of the reference's largest entry, over all results; None without results."""
     parts = []
     for a, b in zip(result, reference, strict=True):
-        a, b = a.detach().double(), b.detach().double()
+        a, b = a.double(), b.double()
         parts.append(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)))
-    return max(parts)
+    return max(parts, default=None)
 
 
 def _summary(
@@ -163,8 +163,9 @@ def measure(row: Row, settings: Settings) -> RowResult:
     operations = {name: candidate.make() for name, candidate in chosen.items()}
     results = {}
     for name, operation in operations.items():
-        operation()  # compiles, and fills caches
-        results[name] = operation()
+        # The first call compiles and fills caches; it alone is compared, so that calls may accumulate.
+        results[name] = [result.detach().clone() for result in operation()]
+        operation()
     reference = results[row.candidates[0].name]
     differs = {name: None if name == row.floor.name else deviation(r, reference) for name, r in results.items()}
     del results, reference

@@ -26,7 +26,9 @@ def report(request: pytest.FixtureRequest) -> Report:
 def test_candidates_compute_the_same(report: Report) -> None:
     for row in report.rows:
         for measured in row.candidates:
-            assert measured.deviation is not None
+            if measured.deviation is None:  # random results
+                assert report.topic == "orthogonal_init"
+                continue
             assert measured.deviation < AGREEMENT, f"{row.case} {row.mode}: {measured.name} {measured.deviation}"
 
 
@@ -63,9 +65,9 @@ def test_tables(report: Report, tmp_path: Path) -> None:
     path = path_of(report.topic, folder=tmp_path)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(write(report, folder=tmp_path / "quick").read_bytes())
-    page = f"Before.\n<!-- benchmark {report.topic} -->\nold\n<!-- /benchmark -->\nAfter.\n"
+    page = f"Before.\n<!-- benchmark {report.topic} -->\nstale figures\n<!-- /benchmark -->\nAfter.\n"
     first = filled(page, tmp_path)
-    assert "old" not in first
+    assert "stale figures" not in first
     assert "gonio" in first
     assert report.rows[0].case in first
     assert first.startswith("Before.\n<!-- benchmark")

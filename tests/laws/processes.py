@@ -26,7 +26,7 @@ WORLD = 2
 
 
 class _BatchMean(nn.Linear):
-    """Couples the samples of one process: data-parallel training cannot equal the joined batch."""
+    """Statistics of one process alone: data-parallel training cannot equal the joined batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(dim=0)).square()
@@ -63,8 +63,7 @@ def objective(output: Tensor, *, rows: int) -> Tensor:
 def prepared(case: ModuleCase) -> nn.Module:
     """The same module in every process."""
     torch.manual_seed(0)
-    module = case.make()
-    return module.eval() if case.couples_batch else module.train()
+    return case.make().train()
 
 
 def ddp_gradients(case: ModuleCase, rank: int) -> list[Tensor]:

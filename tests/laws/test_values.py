@@ -63,7 +63,7 @@ def check_regularizer(case: RegularizerCase, dtype: torch.dtype) -> None:
 def check_strength(case: RegularizerCase) -> None:
     x = seeded(*case.shape, dtype=torch.float64)
     regularizer = dataclasses.replace(case.make(), strength=2.5)
-    assert_near(regularizer(x), 2.5 * case.make().value(x), torch.float64, what="strength x value")
+    assert_near(regularizer(x), 2.5 * regularizer.value(x), torch.float64, what="strength x value")
 
 
 def check_parametrization(case: ParametrizationCase, dtype: torch.dtype) -> None:

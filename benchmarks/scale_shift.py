@@ -1,0 +1,81 @@
+"""The scale-shift penalty of all weights of a network: its gradient against autograd through the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import gonio
+from benchmarks.harness import Candidate, Operation, Row
+from benchmarks.shapes import MODELS, TINY, weights
+from gonio.regularizers import ScaleShift
+
+TITLE = "Scale-shift penalty of a whole network"
+FLOOR = "one read of every weight and one update of its gradient"
+PENALTY = ScaleShift.paper(1.0, 1.0)
+Shapes = Sequence[tuple[int, ...]]
+
+
+def naive(parameters: Sequence[Tensor]) -> Tensor:
+    """log‖W‖ + ‖W‖₁/‖W‖, summed over the layers."""
+    terms = [w.norm().log() + w.abs().sum() / w.norm() for w in parameters]
+    return torch.stack(terms).sum()
+
+
+def ours(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.stack([PENALTY.value(w) for w in parameters]).sum()
+
+
+def _candidate(name: str, function: Callable[[Sequence[Tensor]], Tensor], shapes: Shapes) -> Candidate:
+    def make() -> Operation:
+        parameters = weights(shapes)
+        call = torch.compile(function, dynamic=False) if "compiled" in name else function
+        return lambda: torch.autograd.grad(call(parameters), parameters)
+
+    return Candidate(name, make, compiled="compiled" in name)
+
+
+def _in_place(shapes: Shapes) -> Candidate:
+    def make() -> Operation:
+        layers = nn.ModuleList(nn.Linear(w[0].numel(), len(w), bias=False) for w in weights(shapes))
+        for layer, weight in zip(layers, weights(shapes), strict=True):
+            layer.weight = nn.Parameter(weight.detach().flatten(1))
+            layer.weight.grad = torch.zeros_like(layer.weight)
+        penalty = gonio.Penalty(layers, [(None, PENALTY)])
+
+        def operation() -> Sequence[Tensor]:
+            penalty.add_grads_()
+            return [layer.weight.grad.view(shape) for layer, shape in zip(layers, shapes, strict=True)]
+
+        return operation
+
+    return Candidate("gonio, in place", make)
+
+
+def _floor(shapes: Shapes) -> Candidate:
+    def make() -> Operation:
+        parameters = [w.detach() for w in weights(shapes)]
+        gradients = [torch.zeros_like(w) for w in parameters]
+
+        def operation() -> Sequence[Tensor]:
+            for weight, gradient in zip(parameters, gradients, strict=True):
+                weight.sum()
+                gradient.add_(weight, alpha=1e-6)
+            return gradients
+
+        return operation
+
+    return Candidate("read and axpy", make)
+
+
+def rows(*, quick: bool) -> Iterator[Row]:
+    for name, shapes in {"tiny": TINY}.items() if quick else ((n, f()) for n, f in MODELS.items()):
+        candidates = (
+            _candidate("naive", naive, shapes),
+            _candidate("naive, compiled", naive, shapes),
+            _candidate("gonio", ours, shapes),
+            _in_place(shapes),
+        )
+        yield Row(name, "FB", _floor(shapes), candidates)
