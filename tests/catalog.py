@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gonio import parametrizations as P
+from gonio import regularizers as R
 from references import parametrizations as ref_P
+from references import regularizers as ref_R
 
 # A changed copy of a layer and of its input; must not change the ones that it is given.
 LayerChange = Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]
@@ -103,6 +105,189 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 # --- layers ---------------------------------------------------------------------------------------
 
 # --- regularizers ---------------------------------------------------------------------------------
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """The input space rotated: every filter multiplied by one orthogonal matrix."""
+    flat = x.flatten(1)
+    return (flat @ torch.linalg.qr(seeded(flat.shape[1], flat.shape[1], seed=3, dtype=x.dtype))[0]).view_as(x)
+
+
+def _rescaled(x: Tensor) -> Tensor:
+    """Each filter times a positive number of its own."""
+    return x * (0.5 + torch.arange(len(x), dtype=x.dtype)).view(-1, *[1] * (x.ndim - 1))
+
+
+_PERMUTED: Mapping[str, TensorChange] = {
+    "filters in another order": lambda x: x.roll(1, 0),
+    "a filter flipped": lambda x: torch.cat([-x[:1], x[1:]]),
+}
+_TURNED: Mapping[str, TensorChange] = {**_PERMUTED, "input space rotated": _rotated}
+_SCALES: Mapping[str, TensorChange] = {"filters rescaled": _rescaled, "all of it doubled": lambda x: 2 * x}
+_SHEARED: Mapping[str, TensorChange] = {"a filter leant on the next": lambda x: torch.cat([x[:1] + x[1:2], x[1:]])}
+_ORTHONORMAL = torch.eye(4, 6, dtype=torch.float64)
+_SHIFTS = torch.zeros(2, 2, 3, 3, dtype=torch.float64).index_put_(
+    (torch.arange(2), torch.arange(2), torch.tensor([0, 2]), torch.tensor([1, 1])), torch.ones(2, dtype=torch.float64)
+)
+
+REGULARIZERS += [
+    RegularizerCase(
+        name="L2",
+        make=lambda: R.L2(1.0),
+        shape=(4, 6),
+        reference=ref_R.half_squared_norm,
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+        zero_at=lambda: torch.zeros(4, 6, dtype=torch.float64),
+    ),
+    *(
+        RegularizerCase(
+            name=f"Orthogonality {rows}x{cols}",
+            make=lambda: R.Orthogonality(1.0),
+            shape=(rows, cols),
+            reference=ref_R.orthogonality,
+            invariances=_TURNED if rows <= cols else {"input space rotated": _rotated},
+            sensitivities=_SCALES,
+            zero_at=lambda: _ORTHONORMAL,
+        )
+        for rows, cols in ((4, 6), (6, 4))
+    ),
+    *(
+        RegularizerCase(
+            name=f"Orthogonality off the diagonal {rows}x{cols}",
+            make=lambda: R.Orthogonality(1.0, diagonal=False),
+            shape=(rows, cols),
+            reference=ref_R.off_diagonal,
+            invariances=_TURNED,
+            sensitivities=_SCALES,
+            zero_at=lambda: 3 * _ORTHONORMAL,
+        )
+        for rows, cols in ((4, 6), (6, 4))
+    ),
+    RegularizerCase(
+        name="Orthogonality of unit filters",
+        make=lambda: R.Orthogonality(1.0, filters="unit"),
+        shape=(4, 6),
+        reference=ref_R.squared_cosines,
+        invariances={**_TURNED, "filters rescaled": _rescaled},
+        sensitivities=_SHEARED,
+        zero_at=lambda: 3 * _ORTHONORMAL,
+    ),
+    RegularizerCase(
+        name="Orthogonality of a convolution",
+        make=lambda: R.Orthogonality(1.0),
+        shape=(4, 3, 3, 3),
+        reference=ref_R.orthogonality,
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+    ),
+    RegularizerCase(
+        name="DoubleOrthogonality",
+        make=lambda: R.DoubleOrthogonality(1.0),
+        shape=(4, 6),
+        reference=ref_R.double_orthogonality,
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+        zero_at=lambda: torch.eye(4, dtype=torch.float64),
+    ),
+    RegularizerCase(
+        name="MutualCoherence",
+        make=lambda: R.MutualCoherence(1.0),
+        shape=(4, 6),
+        reference=ref_R.worst_entry,
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+        zero_at=lambda: _ORTHONORMAL,
+    ),
+    RegularizerCase(
+        name="MutualCoherence of unit filters",
+        make=lambda: R.MutualCoherence(1.0, filters="unit"),
+        shape=(6, 4),
+        reference=ref_R.worst_cosine,
+        invariances={**_TURNED, "filters rescaled": _rescaled},
+        sensitivities={"two filters alike": lambda x: torch.cat([x[1:2], x[1:]])},
+        zero_at=lambda: 3 * _ORTHONORMAL,
+    ),
+    RegularizerCase(
+        name="SRIP",
+        make=lambda: R.SRIP(1.0, iterations=100),
+        shape=(3, 5),
+        reference=ref_R.spectral_defect,
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+        zero_at=lambda: _ORTHONORMAL,
+    ),
+    *(
+        RegularizerCase(
+            name=f"HypersphericalEnergy s={power} {distance}{' half-space' * half}",
+            make=lambda p=power, d=distance, h=half: R.HypersphericalEnergy(1.0, power=p, distance=d, half_space=h),
+            shape=(4, 6),
+            reference=lambda w, p=power, d=distance, h=half: ref_R.energy(w, p, angle=d == "angle", half_space=h),
+            invariances={
+                "filters in another order": lambda x: x.roll(1, 0),
+                "input space rotated": _rotated,
+                "filters rescaled": _rescaled,
+                **({"a filter flipped": _PERMUTED["a filter flipped"]} if half else {}),
+            },
+            sensitivities={**_SHEARED, **({} if half else {"a filter flipped": _PERMUTED["a filter flipped"]})},
+        )
+        for power, distance, half in (
+            (0, "chord", False),
+            (1, "chord", True),
+            (2, "chord", False),
+            (0, "angle", True),
+            (1, "angle", False),
+            (2, "angle", False),
+        )
+    ),
+    RegularizerCase(
+        name="ConvOrthogonality",
+        make=lambda: R.ConvOrthogonality(1.0),
+        shape=(2, 2, 3, 3),
+        reference=ref_R.conv_orthogonality,
+        invariances=_PERMUTED,
+        sensitivities={**_SCALES, "input space rotated": _rotated},
+        zero_at=lambda: _SHIFTS,
+    ),
+    RegularizerCase(
+        name="ScaleShift",
+        make=lambda: R.ScaleShift(1.0, floor=0.1),
+        shape=(4, 6),
+        reference=lambda w: ref_R.log_norm(w, 0.1),
+        invariances=_TURNED,
+        sensitivities=_SCALES,
+        zero_at=lambda: _ORTHONORMAL / 2,
+    ),
+    *(
+        RegularizerCase(
+            name=f"SelfOrthogonality {name}",
+            reads="outputs",
+            make=make,
+            shape=shape,
+            reference=reference,
+            invariances={
+                "samples in another order": lambda y: y.flip(0),
+                "filters in another order": lambda y: y.roll(1, 1),
+                **({} if "paper" in name else {"a constant added to a filter's outputs": lambda y: y + 3}),
+            },
+            sensitivities={
+                "an output leant on the next": lambda y: torch.cat([y[:, :1] + y[:, 1:2], y[:, 1:]], 1),
+                **({"a constant added to outputs": lambda y: y + 3} if "paper" in name else {}),
+            },
+        )
+        for name, make, shape, reference in (
+            ("", lambda: R.SelfOrthogonality(1.0), (12, 5), ref_R.self_orthogonality),
+            ("of a convolution", lambda: R.SelfOrthogonality(1.0), (3, 4, 3, 2), ref_R.self_orthogonality),
+            ("wide", lambda: R.SelfOrthogonality(1.0), (5, 8), ref_R.self_orthogonality),
+            (
+                "paper",
+                R.SelfOrthogonality.paper,
+                (12, 5),
+                lambda y: ref_R.self_orthogonality(y, center=False, total=True),
+            ),
+        )
+    ),
+]
 
 # --- parametrizations -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -102,7 +102,8 @@ class WeightRegularizer(Regularizer):
     def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.
 
-        Computed in float32 at least, also under autocast.
+        Computed in float32 at least, also under autocast. A gradient that a float16 weight cannot hold is cut
+        at the largest float16 number.
 
         Args:
             weight: as the layer stores it.
@@ -117,7 +118,7 @@ class WeightRegularizer(Regularizer):
     def evaluate(self, weight: Tensor, layout: Layout = PLAIN) -> Evaluation:
         """The value together with its summands."""
         with full_precision(weight):
-            return self._evaluate(widen(weight), layout)
+            return self._evaluate(_widened(weight), layout)
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """A value below which no weight of this shape (and, where it matters, these filter norms) can come.
@@ -141,6 +142,30 @@ class WeightRegularizer(Regularizer):
         """A lower bound for a weight in float32 or float64."""
 
 
+class _Float(torch.autograd.Function):
+    """float16 to float32, with a gradient that stays finite on the way back."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.float()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        most = torch.finfo(torch.float16).max
+        return grads[0].clamp(-most, most).half()
+
+
+def _widened(weight: Tensor) -> Tensor:
+    if weight.dtype is torch.float16:
+        wide: Tensor = _Float.apply(weight)
+        return wide
+    return widen(weight)
+
+
 @dataclass(frozen=True)
 class IterativeRegularizer(WeightRegularizer):
     """A regularizer of a weight that follows it with a state of its own, such as a singular vector.
@@ -158,7 +183,7 @@ class IterativeRegularizer(WeightRegularizer):
             layout: how the weight is stored.
         """
         with full_precision(weight):
-            return self._advance(widen(weight), state, layout)
+            return self._advance(_widened(weight), state, layout)
 
     @abstractmethod
     def _advance(self, weight: Tensor, state: Tensor | None, layout: Layout) -> Evaluation:
@@ -224,7 +249,7 @@ class OutputRegularizer(Regularizer):
             "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
         )
         with full_precision(outputs):
-            return self._evaluate(widen(outputs), groups, generator, process_group)
+            return self._evaluate(outputs, groups, generator, process_group)
 
     @abstractmethod
     def _evaluate(
@@ -234,4 +259,4 @@ class OutputRegularizer(Regularizer):
         generator: torch.Generator | None,
         process_group: ProcessGroup | None,
     ) -> Evaluation:
-        """The value for outputs in float32 or float64."""
+        """The value for outputs, still in their own dtype."""

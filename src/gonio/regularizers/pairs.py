@@ -48,6 +48,12 @@ class Pairs:
         mean, spread = (on_mean * first.square()).sum(), (on_spread * second).sum()
         return mean + spread, mean, spread
 
+    def scale(self, square: Tensor, channels: Channels) -> Tensor:
+        """1/|t| for each channel, given |t|², and 0 for a channel that does not vary."""
+        noise = channels.noise(self.signs.least).view_as(square).square() * channels.samples.to(square.dtype)
+        zero = square <= noise.clamp_min(torch.finfo(square.dtype).tiny)
+        return square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+
     def plain(self, x: Tensor) -> tuple[Tensor, ...]:
         """:meth:`results` for outputs (N, k, P) in differentiable operations."""
         require(
@@ -57,9 +63,10 @@ class Pairs:
             "Differentiate it once, in eager mode, or leave process_group out.",
         )
         t = self.signs.grouped(x).flatten(2)
-        noise = torch.zeros_like(t[..., :1])
+        noise = torch.full_like(t[..., :1], self.signs.least)
         if self.signs.center:
-            noise = 64 * torch.finfo(x.dtype).eps ** 2 * t.detach().abs().amax(-1, keepdim=True)
+            rounding = 64 * torch.finfo(x.dtype).eps ** 2 * t.detach().abs().amax(-1, keepdim=True)
+            noise = torch.maximum(noise, rounding)
             t = t - t.mean(-1, keepdim=True)
             t = t - t.mean(-1, keepdim=True)  # what rounding left of the mean
         if self.signs.standardize:
@@ -84,7 +91,7 @@ class TallPairs(Formula):
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         channels = self.pairs.signs.channels(x)
         gram = self.pairs.signs.gram(x, channels)
-        scale = _scale(gram.diagonal(dim1=-2, dim2=-1), channels)
+        scale = self.pairs.scale(gram.diagonal(dim1=-2, dim2=-1), channels)
         gram.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
         gram.diagonal(dim1=-2, dim2=-1).zero_()
         alive = (scale > 0).sum(-1).to(x.dtype)
@@ -118,7 +125,7 @@ class WidePairs(Formula):
         channels = self.pairs.signs.channels(x)
         (piece,) = self.pairs.signs.pieces(x)
         unit = self.pairs.signs.shifted(piece, channels).tanh_()
-        scale = _scale(unit.square().sum(-1), channels)
+        scale = self.pairs.scale(unit.square().sum(-1), channels)
         unit.mul_(scale.unsqueeze(-1))
         alive = (scale > 0).sum(-1).to(x.dtype)
         across, total = unit.mT @ unit, unit.sum(-2)
@@ -147,13 +154,6 @@ def _unit(t: Tensor, noise: Tensor) -> Tensor:
     square = (t * t).sum(-1, keepdim=True)
     zero = square <= (noise.square() * t.shape[-1]).clamp_min(torch.finfo(t.dtype).tiny)
     return t * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
-
-
-def _scale(square: Tensor, channels: Channels) -> Tensor:
-    """1/|t| for each channel, and 0 for a channel that does not vary."""
-    noise = channels.noise.view_as(square).square() * channels.samples.to(square.dtype)
-    zero = square <= noise.clamp_min(torch.finfo(square.dtype).tiny)
-    return square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
 
 
 def _processes(pairs: Pairs) -> int:

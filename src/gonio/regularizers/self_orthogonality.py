@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.precision import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, require
 from gonio.regularizers.closed_form import apply
 from gonio.regularizers.pairs import Pairs, TallPairs, WidePairs
@@ -146,11 +147,14 @@ class SelfOrthogonality(OutputRegularizer):
         generator: torch.Generator | None,
         process_group: ProcessGroup | None,
     ) -> Evaluation:
-        x = self._subset(outputs.flatten(2) if outputs.ndim > 2 else outputs.unsqueeze(2), generator)
+        x = outputs.flatten(2) if outputs.ndim > 2 else outputs.unsqueeze(2)
+        x = widen(self._subset(x, generator))
         samples, wide = x.shape[0] * x.shape[2], False
         if process_group is None:
             wide = samples < x.shape[1] // groups
-        signs = SoftSigns(self.gamma, self.center, self.standardize, groups, process_group, samples if wide else CHUNK)
+        least = torch.finfo(outputs.dtype).tiny
+        chunk = samples if wide else CHUNK
+        signs = SoftSigns(self.gamma, self.center, self.standardize, groups, process_group, least, chunk)
         pairs = Pairs(signs, self.mean_ratio, self.reduction)
         value, mean, spread = apply(WidePairs(pairs) if wide else TallPairs(pairs), x)
         return Evaluation(value, {"mean": mean, "spread": spread})

@@ -42,10 +42,10 @@ class Channels:
     gain: Tensor
     samples: Tensor
 
-    @property
-    def noise(self) -> Tensor:
-        """The size of a soft sign that rounding alone gives to a channel that does not vary."""
-        return 64 * torch.finfo(widest(self.gain)).eps * self.gain * self.high.abs()
+    def noise(self, least: float) -> Tensor:
+        """The size of a soft sign that means nothing: of rounding, or of a spread below `least`."""
+        rounding = 64 * torch.finfo(widest(self.gain)).eps * self.high.abs()
+        return self.gain * rounding.clamp_min(least)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The attributes in order, for saving."""
@@ -61,6 +61,7 @@ class SoftSigns:
     standardize: bool
     groups: int
     process_group: ProcessGroup | None
+    least: float  # a channel that varies less does not vary: the smallest normal number of its dtype
     chunk: int = CHUNK
 
     def channels(self, x: Tensor) -> Channels:
@@ -81,7 +82,7 @@ class SoftSigns:
         for piece in self.pieces(x):
             square += self.shifted(piece, unit).square_().sum(-1).flatten()
         deviation = (self.total(square) / plain.samples).sqrt().to(x.dtype)
-        flat = deviation <= unit.noise.clamp_min(torch.finfo(x.dtype).tiny)
+        flat = deviation <= unit.noise(self.least)
         gain = (self.gamma / deviation.masked_fill(flat, 1)).masked_fill(flat, 0)
         return Channels(plain.high, plain.low, gain, plain.samples)
 
