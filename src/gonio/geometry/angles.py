@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import filter_norms, normalize, safe_norm
+from gonio.geometry.norms import filter_norms, safe_norm, unit_vectors
 from gonio.geometry.precision import check_matrix, full_precision, widen, widest
 
 __all__ = ["alignment", "alignment_zscore", "angle_between", "angles", "coherence", "cosines"]
@@ -54,7 +54,7 @@ def cosines(matrix: Tensor) -> Tensor:
     """
     check_matrix(matrix, "cosines")
     with full_precision(matrix):
-        unit = normalize(widen(matrix))
+        unit = unit_vectors(matrix)
         return clamp_through(unit @ unit.mT, -1.0, 1.0)
 
 
@@ -90,7 +90,7 @@ def angles(matrix: Tensor) -> Tensor:
     """
     check_matrix(matrix, "angles")
     with full_precision(matrix):
-        unit = normalize(matrix.to(widest(matrix)))
+        unit = unit_vectors(matrix, dtype=widest(matrix))
         cosine = unit @ unit.mT
         near, far = _chord(2 - 2 * cosine), _chord(2 + 2 * cosine)
         return (2 * torch.atan2(near, far)).to(widen(matrix).dtype)
@@ -119,7 +119,7 @@ def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
         [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
         2006, §12.
     """
-    a, b = normalize(widen(a), dim), normalize(widen(b), dim)
+    a, b = unit_vectors(a, dim), unit_vectors(b, dim)
     near, far = safe_norm(a - b, dim), safe_norm(a + b, dim)
     return torch.where((near == 0) & (far == 0), torch.pi / 2, 2 * torch.atan2(near, far))
 
@@ -155,7 +155,7 @@ def coherence(matrix: Tensor) -> Tensor:
     _check_pairs(matrix, "coherence")
     n = matrix.shape[-2]
     with full_precision(matrix):
-        unit = normalize(widen(matrix))
+        unit = unit_vectors(matrix)
         rows = max(1, BLOCK_ENTRIES // (n * max(1, matrix.shape[:-2].numel())))
         highest = [_row_maxima(unit, start, rows) for start in range(0, n, rows)]
         return clamp_through(torch.cat(highest, -1).amax(-1), 0.0, 1.0)
@@ -196,7 +196,7 @@ def alignment(matrix: Tensor) -> Tensor:
     check_matrix(matrix, "alignment")
     n, d = matrix.shape[-2:]
     with full_precision(matrix):
-        unit = normalize(widen(matrix))
+        unit = unit_vectors(matrix)
         # |U Uᵀ|² = |Uᵀ U|²: the smaller side needs no n² memory.
         gram = unit @ unit.mT if n <= d else unit.mT @ unit
         self_terms = (unit * unit).sum(-1).square().sum(-1)

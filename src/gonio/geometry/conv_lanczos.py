@@ -61,13 +61,15 @@ def conv_spectral_norm_estimate(
     grid = torch.tensor(grid_of(size, layout, weight))
     check_finite(weight)
     with torch.no_grad(), full_precision(weight):
-        taps = taps_of(widen(weight.detach()), layout).smaller_side()
+        scale = float(weight.abs().amax()) or 1.0  # products near 1, whatever unit the weights are in
+        taps = taps_of(widen(weight.detach()) / scale, layout).smaller_side()
         gaps = (grid // COARSE).clamp_min(1)
         points = _half_plane(grid, gaps)
         if bool((gaps > 1).any()):
             points = _with_neighbours(_race(taps, points, grid, COARSE_ROUNDS, seed), gaps, grid)
         points = _race(taps, points, grid, ROUNDS, seed)
-        return _norms(taps, points, grid, steps, seed).amax().to(widen(weight).dtype)
+        top = _norms(taps, points, grid, steps, seed).amax() * scale
+        return top.to(widen(weight).dtype)
 
 
 def _half_plane(grid: Tensor, gaps: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def _race(taps: Taps, points: Tensor, grid: Tensor, rounds: Sequence[tuple[int, 
 
 def _norms(taps: Taps, points: Tensor, grid: Tensor, steps: int, seed: int) -> Tensor:
     """Largest Ritz value over the groups, at each frequency."""
-    omega = (points * (2 * torch.pi / grid)).to(taps.matrices)
+    omega = (points.double() * (2 * torch.pi / grid.double())).to(taps.matrices)
     groups, count, out, _ = taps.matrices.shape
     parts = omega.split(max(1, CHUNK_ENTRIES // (groups * count * out)))
     return torch.cat([_ritz(taps, part, min(steps, out), seed).amax(0) for part in parts])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import normalize
-from gonio.geometry.precision import full_precision, widen
+from gonio.geometry.norms import unit_vectors
+from gonio.geometry.precision import full_precision
 from gonio.geometry.signs import hyperplanes
 
 __all__ = ["NearDuplicates", "near_duplicates"]
@@ -97,7 +97,7 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     """
     _check(vectors, cosine, recall)
     with torch.no_grad(), full_precision(vectors):
-        unit = normalize(widen(vectors.detach()))
+        unit = unit_vectors(vectors.detach())
         search = _plan(unit, cosine, recall)
         if search is None:
             pairs, cosines = _exact(unit, cosine)

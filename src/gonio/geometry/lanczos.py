@@ -13,10 +13,10 @@ from gonio.seeding import generator
 __all__ = ["spectral_norm"]
 
 # Note [Golub–Kahan]
-# k steps from a start vector v give orthonormal bases U, V with W V = U B, B upper bidiagonal of size k.
-# The top singular value of B is the best lower bound in the two Krylov spaces; power iteration uses
-# one vector of the same space, and needs the square of the number of steps for the same error. The
-# bases are re-orthogonalised once (cost k² vectors), without which copies of the top value appear.
+# k steps from a start vector u on the smaller side give orthonormal bases U (k + 1 vectors) and V (k) with
+# W V = U B, B lower bidiagonal. The top singular value of B is the best lower bound in the two Krylov
+# spaces; power iteration keeps one vector of the same spaces, and needs the square of the number of steps
+# for the same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
 
 
 def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
@@ -57,35 +57,39 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
     if matrix.ndim == 3 and matrix.shape[0] == 1:  # a batched product with one vector is slow on CPU
         return spectral_norm(matrix[0], steps=steps, seed=seed).unsqueeze(0)
     with full_precision(matrix):
-        wide = widen(matrix)
-        u, v = _top_pair(wide.detach(), min(steps, *matrix.shape[-2:]), seed)
+        wide = widen(matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT)
+        u, v = _top_pair(wide.detach(), min(steps, wide.shape[-2]), seed)
         return (u.mT @ (wide @ v)).squeeze((-2, -1))
 
 
 @torch.no_grad()
 def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix."""
-    start = torch.randn(matrix.shape[-1], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
-    v = normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)
-    left: list[Tensor] = []
-    right = [v]
+    """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix; W has n ≤ d."""
+    scale = matrix.abs().amax((-2, -1), keepdim=True)
+    scale = scale.masked_fill(scale == 0, 1)  # products near 1, whatever unit the weights are in
+    start = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
+    left = [normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)]
+    right: list[Tensor] = []
     alphas: list[Tensor] = []
     betas: list[Tensor] = []
-    for step in range(steps):
-        alpha, u = _next_direction(matrix @ right[-1], left, alphas)
+    for _ in range(steps):
+        alpha, v = _next_direction(matrix.mT @ left[-1] / scale, right, alphas)
         alphas.append(alpha)
+        right.append(v)
+        beta, u = _next_direction(matrix @ v / scale, left, alphas)
+        betas.append(beta)
         left.append(u)
-        if step + 1 < steps:
-            beta, v = _next_direction(matrix.mT @ u, right, alphas)
-            betas.append(beta)
-            right.append(v)
-    bidiagonal = torch.diag_embed(torch.cat(alphas, -1))
-    if betas:
-        bidiagonal = bidiagonal + torch.diag_embed(torch.cat(betas, -1), 1)
-    p, _, qh = torch.linalg.svd(bidiagonal.to(torch.float64).cpu())
-    u = torch.cat(left, -1) @ p[..., :1].to(matrix)
-    v = torch.cat(right, -1) @ qh[..., :1, :].mT.to(matrix)
+    p, q = _top_of_bidiagonal(torch.cat(alphas, -1), torch.cat(betas, -1))
+    u, v = torch.cat(left, -1) @ p.to(matrix), torch.cat(right, -1) @ q.to(matrix)
     return normalize(u, -2), normalize(v, -2)
+
+
+def _top_of_bidiagonal(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Top singular vectors, as columns, of the lower bidiagonal (k + 1) × k matrix."""
+    square = torch.nn.functional.pad(torch.diag_embed(alpha), (0, 0, 0, 1))
+    below = torch.nn.functional.pad(torch.diag_embed(beta), (0, 0, 1, 0))
+    p, _, qh = torch.linalg.svd((square + below).to(torch.float64).cpu())
+    return p[..., :1], qh[..., :1, :].mT
 
 
 def _next_direction(x: Tensor, basis: list[Tensor], alphas: list[Tensor]) -> tuple[Tensor, Tensor]:

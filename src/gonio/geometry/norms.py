@@ -7,12 +7,19 @@ from torch import Tensor
 
 from gonio.geometry.precision import check_matrix, widen
 
-__all__ = ["filter_norms", "normalize", "safe_norm"]
+__all__ = ["filter_norms", "least_norm", "normalize", "safe_norm", "unit_vectors"]
 
 # Note [Zero vectors]
-# A vector whose squares sum to less than the smallest normal number of its dtype (a norm below 1.1e-19
-# in float32) counts as zero: norm 0, direction 0, both with gradient 0. Above it, first and second
-# derivatives are representable. No eps is added, so that norms of small filters are not biased.
+# A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13
+# in float32 and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16 (its smallest normal number). Above it, first
+# and second derivatives of norm and direction, which grow as 1/|x| and 1/|x|², are representable with all
+# that is computed on the way (1/|x|³). No eps is added, so that norms of small filters are not biased.
+
+
+def least_norm(dtype: torch.dtype) -> float:
+    """Norm below which a vector of `dtype` counts as zero; see Note [Zero vectors]."""
+    computed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    return max(2 * computed.tiny ** (1 / 3), torch.finfo(dtype).tiny)
 
 
 def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
@@ -22,7 +29,8 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
     ``torch.linalg.vector_norm`` it is fast over a channel dimension on CPU (plain multiply and sum).
 
     Args:
-        x: any floating-point tensor. Entries above 1.8e19 in float32 overflow to infinity.
+        x: any floating-point tensor. Norms above 1.8e19 in float32 overflow to infinity, and those
+            below :func:`least_norm` (4.5e-13 in float32) count as 0.
         dim: the dimension(s) summed over.
         keepdim: keep them with size 1.
 
@@ -34,10 +42,15 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
         >>> gonio.geometry.safe_norm(x, 0).backward(); x.grad
         tensor([0., 0., 0.])
     """
-    x = widen(x)
+    root, zero = _root(widen(x), dim, keepdim, least_norm(x.dtype))
+    return root.masked_fill(zero, 0)
+
+
+def _root(x: Tensor, dim: int | tuple[int, ...], keepdim: bool, least: float) -> tuple[Tensor, Tensor]:
+    """The norm, 1 where it counts as zero; and where that is."""
     square = (x * x).sum(dim, keepdim)
-    zero = square < torch.finfo(square.dtype).tiny
-    return square.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+    zero = square < least * least
+    return square.masked_fill(zero, 1).sqrt(), zero
 
 
 def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
@@ -61,11 +74,17 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
-    wide = widen(x)
-    square = (wide * wide).sum(dim, keepdim=True)
-    zero = square < torch.finfo(square.dtype).tiny
-    scale = square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
-    return (wide * scale).to(x.dtype)
+    return unit_vectors(x, dim).to(x.dtype)
+
+
+def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dtype | None = None) -> Tensor:
+    """:func:`normalize` with a result in `dtype`, or else in float32 at least.
+
+    What counts as zero is decided by the dtype of `x`, which has to hold the gradient.
+    """
+    wide = widen(x) if dtype is None else x.to(dtype)
+    root, zero = _root(wide, dim, True, least_norm(x.dtype))
+    return (wide / root).masked_fill(zero, 0)  # not rsqrt, whose derivative cubes 1/|x| in this dtype
 
 
 def filter_norms(matrix: Tensor) -> Tensor:

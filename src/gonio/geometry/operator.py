@@ -60,9 +60,9 @@ def _apply(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     if layout.transposed:
         extra = layout.output_padding or 0
         return CONV_TRANSPOSE[dims](x, weight, None, stride, padding, extra, layout.groups, dilation)
-    if layout.padding_mode != "zeros":
-        x = F.pad(x, _pad_sides(weight, layout), mode=layout.padding_mode)
-        padding = 0
+    if layout.padding_mode != "zeros" or isinstance(padding, str):
+        mode = "constant" if layout.padding_mode == "zeros" else layout.padding_mode
+        x, padding = F.pad(x, _pad_sides(weight, layout), mode=mode), 0
     return CONV[dims](x, weight, None, stride, padding, dilation, layout.groups)
 
 

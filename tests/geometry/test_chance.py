@@ -1,0 +1,143 @@
+"""The random-direction laws against simulation with fixed seeds, and against other formulas."""
+
+from __future__ import annotations
+
+from math import pi, sqrt
+
+import pytest
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import (
+    alignment,
+    alignment_deviation,
+    alignment_zscore,
+    angles,
+    coherence,
+    cosines,
+    expected_coherence,
+    marchenko_pastur,
+    random_angle_density,
+    singular_values,
+    welch_bound,
+)
+from references import geometry as reference
+from tolerances import close
+
+SIGMAS = 4.5  # a right simulation fails this far out once in 1e5 tests
+
+
+def directions(count: int, n: int, d: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, n, d, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("d", [2, 3, 5, 64, 4608])
+def test_angle_density_integrates_to_one_with_variance_of_one_over_d(d: int) -> None:
+    theta = torch.linspace(0, pi, 200_001, dtype=torch.float64)
+    density = random_angle_density(theta, d)
+    assert float(torch.trapezoid(density, theta)) == pytest.approx(1, abs=1e-8)
+    assert float(torch.trapezoid(density * theta.cos() ** 2, theta)) == pytest.approx(1 / d, rel=1e-8)
+
+
+@pytest.mark.parametrize("d", [2, 3, 7])
+def test_angle_density_equals_the_formula(d: int) -> None:
+    theta = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
+    expected = torch.tensor([reference.angle_density(float(t), d) for t in theta], dtype=torch.float64)
+    torch.testing.assert_close(random_angle_density(theta, d), expected, **close(torch.float64))
+    assert torch.equal(random_angle_density(torch.tensor([-0.1, 3.2]), d), torch.zeros(2))
+
+
+@pytest.mark.parametrize("d", [2, 3, 16])
+def test_simulated_angles_follow_the_density(d: int) -> None:
+    pairs = directions(40_000, 2, d)
+    theta = angles(pairs)[:, 0, 1].double()
+    edges = torch.linspace(0, pi, 13, dtype=torch.float64)
+    grid = torch.linspace(0, pi, 12 * 1000 + 1, dtype=torch.float64)
+    share = torch.stack(
+        [
+            torch.trapezoid(random_angle_density(grid[k * 1000 : k * 1000 + 1001], d), grid[k * 1000 : k * 1000 + 1001])
+            for k in range(12)
+        ]
+    )
+    counts = torch.histogram(theta, edges).hist
+    deviation = (counts - 40_000 * share) / (40_000 * share * (1 - share)).sqrt().clamp_min(1)
+    assert float(deviation.abs().max()) < SIGMAS
+
+
+@pytest.mark.parametrize("d", [2, 10, 200])
+def test_squared_cosine_has_mean_one_over_d_and_its_variance(d: int) -> None:
+    squares = cosines(directions(20_000, 2, d))[:, 0, 1].double().square()
+    variance = 2 * (d - 1) / (d * d * (d + 2))
+    assert abs(float(squares.mean()) - 1 / d) < SIGMAS * sqrt(variance / 20_000)
+    assert float(squares.var()) == pytest.approx(variance, rel=0.1)
+
+
+@pytest.mark.parametrize(("n", "d"), [(4, 3), (16, 27), (64, 16), (40, 300)])
+def test_alignment_of_random_directions_is_one_with_the_stated_deviation(n: int, d: int) -> None:
+    values = alignment(directions(2000, n, d)).double()
+    sigma = alignment_deviation(n, d)
+    assert abs(float(values.mean()) - 1) < SIGMAS * sigma / sqrt(2000)
+    assert float(values.std()) == pytest.approx(sigma, rel=0.12)
+    scores = alignment_zscore(directions(2000, n, d)).double()
+    torch.testing.assert_close(scores, (values - 1) / sigma, **close(torch.float32))
+
+
+def test_alignment_sees_a_common_direction() -> None:
+    """Negative control: a mean of a fifth of the spread is far outside chance."""
+    shifted = directions(1, 64, 576)[0] + 0.2 * torch.randn(576, generator=torch.Generator().manual_seed(1))
+    assert float(alignment_zscore(shifted)) > 20
+    assert abs(float(alignment_zscore(directions(1, 64, 576)[0]))) < 3
+
+
+@pytest.mark.parametrize(("n", "d"), [(5, 3), (10, 10), (64, 27), (64, 576), (200, 20)])
+def test_expected_coherence_is_the_mean_of_simulations(n: int, d: int) -> None:
+    values = coherence(directions(150, n, d)).double()
+    error = float(values.std()) / sqrt(150)
+    assert abs(float(values.mean()) - expected_coherence(n, d)) < SIGMAS * error + 0.01 * expected_coherence(n, d)
+    assert expected_coherence(n, d) > welch_bound(n, d)
+
+
+def test_expected_coherence_grows_with_filters_and_falls_with_dimension() -> None:
+    assert expected_coherence(10, 100) < expected_coherence(1000, 100) < expected_coherence(1000, 10) < 1
+    assert expected_coherence(4096, 10**6) == pytest.approx(sqrt(4 * torch.tensor(4096.0).log() / 10**6), rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(400, 100), (100, 400), (200, 200)])
+def test_marchenko_pastur_law(rows: int, cols: int) -> None:
+    std = 0.3
+    law = marchenko_pastur(rows, cols, std=std)
+    grid = torch.linspace(law.lower, law.upper, 400_001, dtype=torch.float64)
+    density = law.density(grid)
+    assert float(torch.trapezoid(density, grid)) == pytest.approx(1, abs=1e-6)
+    # E s² = |W|_F² / min(rows, cols) = σ² max(rows, cols)
+    assert float(torch.trapezoid(density * grid**2, grid)) == pytest.approx(std**2 * max(rows, cols), rel=1e-6)
+    assert float(law.density(torch.tensor(law.upper * 1.01))) == 0
+    values = singular_values(std * directions(20, rows, cols)).double().flatten()
+    assert float(values.max()) < law.upper * 1.05
+    assert float(values.min()) > law.lower * 0.95 - 0.02
+    below = (values < (law.lower + law.upper) / 2).double().mean()
+    half = grid < (law.lower + law.upper) / 2
+    assert float(below) == pytest.approx(float(torch.trapezoid(density * half, grid)), abs=0.02)
+
+
+def test_marchenko_pastur_holds_for_other_distributions_and_not_for_a_mean() -> None:
+    law = marchenko_pastur(400, 100)
+    signs = torch.where(directions(1, 400, 100)[0] > 0, 1.0, -1.0)
+    assert float(singular_values(signs)[0]) < law.upper * 1.05
+    assert float(singular_values(signs + 0.5)[0]) > law.upper * 2
+
+
+def test_refusals() -> None:
+    with pytest.raises(InvalidArgumentError, match="dim >= 2; found dim=1"):
+        random_angle_density(0.5, 1)
+    with pytest.raises(InvalidArgumentError, match=r"alignment_deviation\(\) needs n >= 2 .*found n=1, d=5"):
+        alignment_deviation(1, 5)
+    with pytest.raises(
+        InvalidArgumentError, match=r"expected_coherence\(\) needs .* d >= 2 dimensions; found n=5, d=1"
+    ):
+        expected_coherence(5, 1)
+    with pytest.raises(InvalidArgumentError, match=r"welch_bound\(\) needs n >= 1"):
+        welch_bound(0, 3)
+    with pytest.raises(InvalidArgumentError, match="std > 0; found std=0"):
+        marchenko_pastur(3, 3, std=0)

@@ -1,0 +1,273 @@
+"""Norms of convolutions against dense matrices: exact, from below, and certified from above."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import (
+    Layout,
+    conv_spectral_norm,
+    conv_spectral_norm_bound,
+    conv_spectral_norm_certificate,
+    conv_spectral_norm_estimate,
+    layout_of,
+    matrix_view,
+    operator_matrix,
+    spectral_norm,
+    unview_operator,
+)
+from references import geometry as reference
+from tolerances import close, exact
+
+# name: (weight shape, layout, grid of the fine side)
+CONVS: dict[str, tuple[tuple[int, ...], Layout, tuple[int, ...]]] = {
+    "3x3": ((5, 3, 3, 3), Layout(), (6, 6)),
+    "more in than out": ((2, 4, 3, 3), Layout(), (5, 7)),
+    "1d": ((3, 2, 5), Layout(), (9,)),
+    "3d": ((2, 2, 2, 3, 1), Layout(), (3, 4, 2)),
+    "1x1": ((4, 3, 1, 1), Layout(), (3, 3)),
+    "strided": ((5, 3, 3, 3), Layout(stride=(2, 2)), (6, 8)),
+    "stride beyond the kernel": ((3, 2, 1, 2), Layout(stride=(2, 3)), (4, 6)),
+    "dilated": ((3, 2, 3, 3), Layout(dilation=(2, 1)), (7, 5)),
+    "dilation that divides the grid": ((3, 2, 3), Layout(dilation=(3,)), (6,)),
+    "strided and dilated": ((3, 2, 3, 2), Layout(stride=(2, 1), dilation=(3, 2)), (8, 5)),
+    "wider than the grid": ((2, 2, 5, 5), Layout(), (3, 3)),
+}
+EACH_CONV = pytest.mark.parametrize("name", CONVS)
+
+
+def case(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Layout, tuple[int, ...], float]:
+    """Weight, layout, grid, and the norm of the dense periodic operator."""
+    shape, layout, size = CONVS[name]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64).to(dtype)
+    ones = (1,) * len(size)
+    dense = reference.circular_conv_matrix(
+        weight.double().numpy(), size, layout.stride or ones, layout.dilation or ones
+    )
+    return weight, layout, size, reference.top_singular_value(dense)
+
+
+@EACH_CONV
+def test_exact_norm_is_that_of_the_dense_periodic_operator(name: str) -> None:
+    weight, layout, size, top = case(name)
+    value = conv_spectral_norm(weight, size, layout=layout)
+    torch.testing.assert_close(float(value), top, **close(torch.float64))
+
+
+@EACH_CONV
+def test_estimate_is_below_and_near(name: str) -> None:
+    weight, layout, size, top = case(name)
+    ratio = float(conv_spectral_norm_estimate(weight, size, layout=layout)) / top
+    assert 1 - 1e-5 < ratio < 1 + 1e-10
+
+
+@EACH_CONV
+def test_bounds_are_above_in_the_right_order(name: str) -> None:
+    weight, layout, size, top = case(name)
+    on_grid = float(conv_spectral_norm_bound(weight, size=size, layout=layout))
+    anywhere = float(conv_spectral_norm_bound(weight, layout=layout))
+    certificate = float(conv_spectral_norm_certificate(weight, layout=layout))
+    assert top <= on_grid <= top * 1.02
+    assert on_grid <= anywhere * (1 + 1e-9)
+    assert top <= certificate
+
+
+@EACH_CONV
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_zero_padding_is_below_every_certificate(name: str, padding: int) -> None:
+    weight, layout, size, _ = case(name)
+    padded = Layout(stride=layout.stride, dilation=layout.dilation, padding=(padding,) * len(size))
+    try:
+        dense = operator_matrix(weight, [2 * n for n in size], padded)
+    except RuntimeError:  # torch: the kernel does not fit the padded grid
+        return
+    top = reference.top_singular_value(dense.numpy())
+    assert top <= float(conv_spectral_norm_bound(weight, layout=layout))
+    assert top <= float(conv_spectral_norm_certificate(weight, layout=layout))
+
+
+def test_gram_bound_falls_with_every_iteration_and_stays_above() -> None:
+    weight, layout, size, top = case("3x3")
+    bounds = [float(conv_spectral_norm_bound(weight, size=size, iterations=i, layout=layout)) for i in range(7)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert all(b >= top for b in bounds)
+    out = min(weight.shape[:2])
+    assert bounds[0] <= top * out**0.25 * (1 + 1e-9)  # rank^(2^-(i+2))
+
+
+def test_a_finer_grid_raises_the_norm_towards_the_supremum() -> None:
+    weight = torch.randn(8, 3, 3, 3, dtype=torch.float64)
+    norms = [float(conv_spectral_norm(weight, (n, n))) for n in (4, 8, 16, 32, 64)]
+    assert norms == sorted(norms)
+    assert norms[-1] <= float(conv_spectral_norm_bound(weight)) <= norms[-1] * 1.05
+
+
+def test_reshaped_norm_is_no_bound() -> None:
+    """What torch's spectral_norm divides by: too small by up to √(kh·kw), which constant kernels attain."""
+    ones = torch.ones(1, 1, 3, 3)
+    assert float(spectral_norm(matrix_view(ones)[0])) == pytest.approx(3)
+    assert float(conv_spectral_norm(ones, (8, 8))) == pytest.approx(9)
+    assert float(conv_spectral_norm_certificate(ones)) == pytest.approx(9, rel=1e-5)
+    weight = torch.randn(16, 16, 3, 3)
+    reshaped = float(spectral_norm(matrix_view(weight)[0]))
+    assert reshaped * 1.2 < float(conv_spectral_norm(weight, (16, 16))) <= 3 * reshaped
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_groups_take_the_maximum(kind: type[nn.Module]) -> None:
+    conv = kind(4, 6, 3, groups=2).double()
+    layout, parts = layout_of(conv), conv.weight.detach().chunk(2)
+    singles = [float(conv_spectral_norm(p, (6, 6), layout=Layout(transposed=layout.transposed))) for p in parts]
+    for value in (
+        conv_spectral_norm(conv.weight.detach(), (6, 6), layout=layout),
+        conv_spectral_norm_estimate(conv.weight, (6, 6), layout=layout),
+    ):
+        assert float(value) == pytest.approx(max(singles), rel=1e-9)
+
+
+def test_transposed_convolution_is_the_adjoint() -> None:
+    conv = nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, padding=1, output_padding=1, bias=False).double()
+    weight, layout = conv.weight.detach(), layout_of(conv)
+    adjoint = Layout(groups=2, stride=(2, 2))
+    value = conv_spectral_norm(weight, (8, 8), layout=layout)
+    torch.testing.assert_close(value, conv_spectral_norm(weight, (8, 8), layout=adjoint), **exact(torch.float64))
+    dense = operator_matrix(weight, (4, 4), layout)
+    top = reference.top_singular_value(dense.numpy())
+    assert top <= float(conv_spectral_norm_bound(weight, layout=layout))
+    assert top <= float(conv_spectral_norm_certificate(weight, layout=layout))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 3, 3), (2, 3, 3)])
+def test_gradients_are_those_of_the_formula(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    size = (5,) * (len(shape) - 2)
+    assert torch.autograd.gradcheck(lambda w: conv_spectral_norm(w, size), weight)
+    assert torch.autograd.gradcheck(lambda w: conv_spectral_norm_bound(w, size=size), weight)
+    assert torch.autograd.gradcheck(conv_spectral_norm_certificate, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    weight, layout, size, top = case("3x3", dtype)
+    assert float(conv_spectral_norm(weight, size, layout=layout)) == pytest.approx(top, rel=1e-6)
+    assert float(conv_spectral_norm_estimate(weight, size, layout=layout)) == pytest.approx(top, rel=1e-5)
+    assert top <= float(conv_spectral_norm_bound(weight, size=size, layout=layout))
+
+
+def test_zero_and_tiny_kernels() -> None:
+    zero = torch.zeros(2, 3, 3, 3, requires_grad=True)
+    for value in (
+        conv_spectral_norm(zero, (4, 4)),
+        conv_spectral_norm_bound(zero),
+        conv_spectral_norm_certificate(zero),
+        conv_spectral_norm_estimate(zero, (4, 4)),
+    ):
+        assert float(value.detach()) == 0
+    tiny = 1e-20 * torch.randn(2, 3, 3, 3)
+    assert float(conv_spectral_norm_estimate(tiny, (4, 4)) / conv_spectral_norm(tiny, (4, 4))) == pytest.approx(1)
+
+
+@given(
+    out=st.integers(1, 4),
+    in_=st.integers(1, 4),
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 3),
+    grid=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+)
+def test_any_one_dimensional_convolution(
+    out: int, in_: int, kernel: int, stride: int, dilation: int, grid: int, seed: int
+) -> None:
+    weight = torch.randn(out, in_, kernel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    layout, size = Layout(stride=(stride,), dilation=(dilation,)), (grid * stride,)
+    dense = reference.circular_conv_matrix(weight.numpy(), size, (stride,), (dilation,))
+    top = reference.top_singular_value(dense)
+    assert float(conv_spectral_norm(weight, size, layout=layout)) == pytest.approx(top, rel=1e-9)
+    assert float(conv_spectral_norm_estimate(weight, size, layout=layout)) == pytest.approx(top, rel=1e-6)
+    assert top <= float(conv_spectral_norm_bound(weight, layout=layout))
+    assert top <= float(conv_spectral_norm_certificate(weight, layout=layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_estimate_on_many_seeds_and_shapes(seed: int) -> None:
+    """Where a coarse walk could choose the wrong frequency."""
+    g = torch.Generator().manual_seed(seed)
+    for shape, size, layout in [
+        ((32, 32, 3, 3), (14, 14), Layout()),
+        ((24, 12, 5, 5), (12, 12), Layout(groups=2)),
+        ((16, 16, 3, 3), (64, 64), Layout(stride=(2, 2))),
+        ((16, 3, 7, 7), (112, 112), Layout(stride=(2, 2))),
+        ((64, 1, 3, 3), (28, 28), Layout(groups=64)),
+        ((16, 16, 3, 3), (100, 100), Layout()),
+    ]:
+        weight = torch.randn(shape, generator=g)
+        exact_norm = float(conv_spectral_norm(weight, size, layout=layout))
+        ratio = float(conv_spectral_norm_estimate(weight, size, layout=layout)) / exact_norm
+        assert 1 - 1e-5 < ratio < 1 + 1e-6
+
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "Conv1d": (nn.Conv1d(3, 2, 3, padding=1), (6,)),
+    "Conv2d": (nn.Conv2d(2, 4, (3, 2), stride=2, padding=1, dilation=(1, 2), groups=2), (6, 5)),
+    "Conv2d same": (nn.Conv2d(2, 3, (4, 3), padding="same"), (5, 5)),
+    "Conv2d circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (4, 5)),
+    "Conv2d circular same": (nn.Conv2d(2, 3, (2, 3), padding="same", padding_mode="circular"), (4, 5)),
+    "Conv3d": (nn.Conv3d(2, 3, 2, padding=(1, 0, 1)), (3, 2, 3)),
+    "ConvTranspose1d": (nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, output_padding=1, groups=2), (4,)),
+    "ConvTranspose2d": (nn.ConvTranspose2d(2, 3, 3, dilation=2, padding=1), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_operator_matrix_is_the_layer_and_its_inverse_gives_the_weight(name: str) -> None:
+    layer, size = LAYERS[name]
+    layer = layer.double()
+    weight, layout = layer.weight.detach(), layout_of(layer)
+    matrix = operator_matrix(weight, size, layout)
+    x = torch.randn(2, layer.in_channels, *size, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using padding='same' with even kernel")  # torch's own
+        output = layer(x)
+    expected = output - layer.bias.reshape(1, -1, *[1] * len(size))
+    torch.testing.assert_close(x.flatten(1) @ matrix.T, expected.flatten(1).detach(), **exact(torch.float64))
+    torch.testing.assert_close(unview_operator(matrix, weight.shape, size, layout), weight, **exact(torch.float64))
+
+
+def test_operator_of_reflected_padding_has_no_inverse_but_a_norm() -> None:
+    layer = nn.Conv1d(1, 1, 3, padding=1, padding_mode="replicate", bias=False).double()
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    matrix = operator_matrix(layer.weight.detach(), (4,), layout_of(layer))
+    assert torch.equal(matrix[0], torch.tensor([2.0, 1, 0, 0], dtype=torch.float64))
+    with pytest.raises(InvalidArgumentError, match="every entry of the operator to come from one tap"):
+        unview_operator(matrix, (1, 1, 3), (4,), layout_of(layer))
+    with pytest.raises(InvalidArgumentError, match="padding_mode='replicate', which repeats pixels"):
+        conv_spectral_norm(layer.weight, (4,), layout=layout_of(layer))
+
+
+def test_refusals() -> None:
+    weight = torch.randn(4, 3, 3, 3)
+    with pytest.raises(InvalidArgumentError, match=r"multiple of the stride \(2, 2\); found \(5, 6\)"):
+        conv_spectral_norm(weight, (5, 6), layout=Layout(stride=(2, 2)))
+    with pytest.raises(InvalidArgumentError, match=r"for a Linear use spectral_norm"):
+        conv_spectral_norm_certificate(torch.randn(4, 3))
+    with pytest.raises(InvalidArgumentError, match="iterations >= 0; found -1"):
+        conv_spectral_norm_bound(weight, iterations=-1)
+    with pytest.raises(InvalidArgumentError, match="steps >= 1; found steps=0"):
+        conv_spectral_norm_estimate(weight, (4, 4), steps=0)
+    for function in (conv_spectral_norm, conv_spectral_norm_estimate):
+        with pytest.raises(InvalidArgumentError, match="finite entries; found NaN or infinity"):
+            function(weight * float("nan"), (4, 4))
+    with pytest.raises(InvalidArgumentError, match=r"one grid size per kernel dimension; found shape"):
+        operator_matrix(weight, (4,))
+    with pytest.raises(InvalidArgumentError, match=r"needs a matrix of \(4, 48\); found \(3, 3\)"):
+        unview_operator(torch.zeros(3, 3), weight.shape, (4, 4), Layout(padding=(0, 0), stride=(2, 2), dilation=(1, 1)))

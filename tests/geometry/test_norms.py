@@ -1,0 +1,106 @@
+"""Norms and unit vectors: right values, finite values and gradients everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import filter_norms, normalize, safe_norm
+from tolerances import close, exact
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EACH_DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+
+def corner_rows(dtype: torch.dtype) -> Tensor:
+    """Zero, denormal, tiny, plain and large rows."""
+    tiny = torch.finfo(dtype).smallest_normal
+    rows = [
+        [0.0] * 4,
+        [tiny / 4] * 4,
+        [tiny * 4] * 4,
+        [1e-17] * 4,
+        [2e-17] * 4,
+        [1e-12] * 4,
+        [1.0, -2.0, 0.0, 3.0],
+        [6e4, -6e4, 6e4, 6e4],
+        [1e5 % 6e4] * 4,
+    ]
+    return torch.tensor(rows, dtype=torch.float64).to(dtype)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("function", [lambda x: safe_norm(x, -1), lambda x: normalize(x, -1), filter_norms])
+def test_finite_value_and_two_finite_derivatives(function, dtype: torch.dtype) -> None:
+    x = corner_rows(dtype).requires_grad_()
+    value = function(x)
+    (first,) = torch.autograd.grad(value.float().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), x)
+    assert value.isfinite().all()
+    assert first.isfinite().all()
+    if dtype in (torch.float32, torch.float64):  # half precision cannot hold 1/|x|² of a tiny row
+        assert second.isfinite().all()
+
+
+@EACH_DTYPE
+def test_norms_equal_numpys(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 300, dtype=torch.float64).to(dtype)
+    expected = torch.from_numpy(np.linalg.norm(x.double().numpy(), axis=-1))
+    assert filter_norms(x).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(filter_norms(x).double(), expected, **close(filter_norms(x).dtype))
+
+
+def test_half_precision_does_not_overflow() -> None:
+    x = torch.full((1, 1_000_000), 300.0, dtype=torch.float16)  # the norm, 3e5, exceeds float16
+    torch.testing.assert_close(filter_norms(x), torch.tensor([3e5]), **exact(torch.float32))
+
+
+def test_zero_has_zero_gradient() -> None:
+    for function in (lambda x: safe_norm(x, -1), lambda x: normalize(x)):
+        x = torch.zeros(3, requires_grad=True)
+        function(x).sum().backward()
+        assert torch.equal(x.grad, torch.zeros(3))
+
+
+def test_normalize_keeps_dtype_and_zero() -> None:
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    unit = normalize(x)
+    assert unit.dtype == torch.bfloat16
+    assert torch.equal(unit[1], x[1])
+    torch.testing.assert_close(unit[0].float(), torch.tensor([0.6, 0.8]), **exact(torch.bfloat16))
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: safe_norm(v, (0, 1)), x)
+    assert torch.autograd.gradgradcheck(lambda v: safe_norm(v, -1), x)
+    assert torch.autograd.gradcheck(lambda v: normalize(v, 0), x)
+    assert torch.autograd.gradgradcheck(lambda v: normalize(v), x)
+
+
+def test_keepdim() -> None:
+    assert safe_norm(torch.ones(2, 3, 4), (1, 2), keepdim=True).shape == (2, 1, 1)
+
+
+@given(
+    rows=st.lists(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=3, max_size=3), min_size=1, max_size=4)
+)
+def test_unit_vectors_are_unit_or_zero(rows: list[list[float]]) -> None:
+    x = torch.tensor(rows, dtype=torch.float32, requires_grad=True)
+    unit = normalize(x)
+    (gradient,) = torch.autograd.grad(unit.sum(), x)
+    norms = unit.detach().double().square().sum(-1).sqrt()
+    assert gradient.isfinite().all()
+    assert (((norms - 1).abs() < 1e-6) | (norms == 0)).all()
+
+
+def test_refusals() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"filter_norms\(\) takes a matrix.*matrix_view"):
+        filter_norms(torch.zeros(2, 3, 4, 5))
+    with pytest.raises(InvalidArgumentError, match=r"floating-point tensors; found dtype torch\.int64"):
+        safe_norm(torch.ones(3, dtype=torch.int64), 0)

@@ -1,0 +1,62 @@
+"""Wasted L2: against direct minimisation over all ways to move scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import least_scale, scale_imbalance
+from references import geometry as reference
+from tolerances import close
+
+
+def weights(seed: int, layers: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(3 + k, 4, generator=g, dtype=torch.float64) * 3.0 ** (k - 1) for k in range(layers)]
+
+
+@given(seed=st.integers(0, 10**6), layers=st.integers(1, 5))
+def test_least_scale_is_the_minimum_over_all_shifts(seed: int, layers: int) -> None:
+    chain = weights(seed, layers)
+    squares = [float((w**2).sum()) for w in chain]
+    least = reference.least_scale(squares)
+    torch.testing.assert_close(float(least_scale(chain)), least, **close(torch.float64))
+    torch.testing.assert_close(float(scale_imbalance(chain)), sum(squares) - least, rtol=1e-9, atol=1e-9 * sum(squares))
+
+
+def test_balanced_layers_waste_nothing_and_shifts_show_up() -> None:
+    chain = [w / w.norm() * 2 for w in weights(0, 4)]
+    assert float(scale_imbalance(chain)) == pytest.approx(0, abs=1e-12)
+    shifted = [chain[0] * 3, chain[1] / 3, *chain[2:]]
+    assert float(least_scale(shifted)) == pytest.approx(float(least_scale(chain)))
+    assert float(scale_imbalance(shifted)) == pytest.approx(4 * (9 + 1 / 9 - 2))
+
+
+def test_gradients() -> None:
+    a, b = torch.randn(2, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64) * 5
+    assert torch.autograd.gradcheck(lambda x, y: scale_imbalance([x, y]), (a.requires_grad_(), b.requires_grad_()))
+
+
+def test_a_zero_layer_makes_everything_waste_and_stays_finite() -> None:
+    zero, one = torch.zeros(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    waste = scale_imbalance([zero, one])
+    waste.backward()
+    assert float(waste.detach()) == 3
+    assert zero.grad.isfinite().all()
+    assert one.grad.isfinite().all()
+
+
+def test_half_precision_does_not_overflow() -> None:
+    chain = [torch.full((1000, 100), 300.0, dtype=torch.float16), torch.ones(1, dtype=torch.float16)]
+    assert scale_imbalance(chain).dtype == torch.float32
+    assert scale_imbalance(chain).isfinite()
+
+
+def test_no_weight_is_refused() -> None:
+    for function in (least_scale, scale_imbalance):
+        with pytest.raises(InvalidArgumentError, match=rf"{function.__name__}\(\) needs .* one weight; found none"):
+            function([])

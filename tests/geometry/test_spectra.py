@@ -1,0 +1,209 @@
+"""Singular values to the stated error, ranks, defects, and the Golub–Kahan estimate from below."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import (
+    condition_number,
+    effective_rank,
+    orthogonality_defect,
+    singular_values,
+    spectral_norm,
+    spectrum,
+    stable_rank,
+)
+from references import geometry as reference
+from tolerances import close, exact
+
+FUNCTIONS = {
+    "singular_values": singular_values,
+    "stable_rank": stable_rank,
+    "effective_rank": effective_rank,
+    "condition_number": condition_number,
+    "spectral_norm": spectral_norm,
+    "entrywise": lambda m: orthogonality_defect(m).entrywise,
+    "frobenius": lambda m: orthogonality_defect(m).frobenius,
+    "spectral": lambda m: orthogonality_defect(m).spectral,
+}
+EACH_FUNCTION = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def with_spectrum(values: Tensor, n: int, d: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    u, _ = torch.linalg.qr(torch.randn(n, len(values), generator=g, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(d, len(values), generator=g, dtype=torch.float64))
+    return u * values.double() @ v.T
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20), (25, 25), (1, 7), (7, 1), (3, 10, 6)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_singular_values_equal_numpys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64).to(dtype)
+    expected = torch.from_numpy(np.linalg.svd(matrix.double().numpy(), compute_uv=False))
+    value = singular_values(matrix)
+    torch.testing.assert_close(value.double(), expected, **close(value.dtype))
+
+
+@pytest.mark.parametrize("decades", [2, 4, 5, 8, 12])
+def test_stated_error_on_ill_conditioned_matrices(decades: int) -> None:
+    truth = torch.logspace(0, -decades, 30, dtype=torch.float64)
+    value = singular_values(with_spectrum(truth, 40, 30))
+    large = truth > 1e-4
+    assert float((value / truth - 1)[large].abs().max()) < 1e-6
+    assert float((value - truth).abs().max()) < 1e-9
+
+
+def test_small_singular_values_would_be_lost_in_the_gram_matrix() -> None:
+    """Negative control for the change to an SVD."""
+    truth = torch.logspace(0, -12, 30, dtype=torch.float64)
+    matrix = with_spectrum(truth, 40, 30)
+    gram = torch.linalg.eigvalsh(matrix.T @ matrix).flip(0).clamp_min(0).sqrt()
+    assert float((gram - truth).abs().max()) > 1e-9
+
+
+@EACH_FUNCTION
+def test_gradients_are_those_of_the_formula(name: str) -> None:
+    matrix = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(FUNCTIONS[name], matrix)
+
+
+@EACH_FUNCTION
+@pytest.mark.parametrize(
+    "matrix",
+    [torch.zeros(3, 4), torch.eye(4), torch.ones(4, 6), torch.ones(1, 1), torch.zeros(2, 3, 3), torch.eye(3, 5) * 2],
+    ids=["zero", "identity", "rank 1", "1x1", "zero groups", "rows"],
+)
+def test_gradients_are_finite_at_corners(name: str, matrix: Tensor) -> None:
+    """Repeated and zero singular values, where derivatives of singular vectors do not exist."""
+    matrix = matrix.clone().requires_grad_()
+    value = FUNCTIONS[name](matrix)
+    assert not value.isnan().any()
+    if value.isfinite().all():
+        (gradient,) = torch.autograd.grad(value.sum(), matrix)
+        assert gradient.isfinite().all()
+
+
+def test_ranks_at_their_extremes() -> None:
+    for function in (stable_rank, effective_rank):
+        assert float(function(torch.eye(6, 9))) == pytest.approx(6)
+        assert float(function(torch.ones(6, 9))) == pytest.approx(1)
+        assert float(function(torch.zeros(6, 9))) == 0
+    matrix = torch.randn(8, 5, dtype=torch.float64)
+    assert float(effective_rank(matrix)) == pytest.approx(reference.effective_rank(matrix.numpy()))
+    top = reference.top_singular_value(matrix.numpy())
+    assert float(stable_rank(matrix)) == pytest.approx(float((matrix**2).sum()) / top**2)
+
+
+def test_condition_number() -> None:
+    assert float(condition_number(with_spectrum(torch.tensor([4.0, 2.0, 0.5]), 5, 3))) == pytest.approx(8)
+    assert condition_number(torch.zeros(2, 2)) == float("inf")
+    n = 200
+    square = torch.randn(n, n, generator=torch.Generator().manual_seed(3))
+    assert float(condition_number(square)) > n / 20  # near orthogonal entry by entry, yet ill-conditioned
+
+
+def test_one_decomposition_gives_all_figures() -> None:
+    matrix = torch.randn(2, 5, 4)
+    figures = spectrum(matrix)
+    assert torch.equal(figures.values, singular_values(matrix))
+    assert torch.equal(figures.stable_rank, stable_rank(matrix))
+    assert torch.equal(figures.effective_rank, effective_rank(matrix))
+    assert torch.equal(figures.condition_number, condition_number(matrix))
+    assert torch.equal(figures.orthogonality_defect.spectral, orthogonality_defect(matrix).spectral)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
+def test_orthogonality_defect_is_that_of_the_smaller_gram(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64)
+    gram = matrix @ matrix.T if shape[0] <= shape[1] else matrix.T @ matrix
+    error = (gram - torch.eye(len(gram), dtype=torch.float64)).numpy()
+    defect = orthogonality_defect(matrix)
+    torch.testing.assert_close(float(defect.entrywise), float((error**2).mean()), **close(torch.float64))
+    torch.testing.assert_close(float(defect.frobenius), float(np.linalg.norm(error)), **close(torch.float64))
+    torch.testing.assert_close(float(defect.spectral), float(np.linalg.norm(error, 2)), **close(torch.float64))
+
+
+@pytest.mark.parametrize("n", [200, 800])
+def test_gaussian_matrices_are_orthogonal_entrywise_only(n: int) -> None:
+    matrix = torch.randn(n, n, generator=torch.Generator().manual_seed(n)) / sqrt(n)
+    defect = orthogonality_defect(matrix)
+    assert float(defect.entrywise) == pytest.approx(1 / n, rel=0.1)
+    assert float(defect.frobenius) == pytest.approx(sqrt(n), rel=0.05)
+    assert float(defect.spectral) == pytest.approx(3, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30), (40, 40), (2, 30, 20), (1, 9, 9)])
+def test_spectral_norm_is_exact_when_the_steps_suffice(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64)
+    expected = torch.linalg.svdvals(matrix)[..., 0]
+    torch.testing.assert_close(spectral_norm(matrix), expected, **close(torch.float64))
+
+
+@pytest.mark.parametrize(("steps", "error"), [(24, 2e-3), (48, 1e-4)])
+def test_spectral_norm_is_below_and_near_on_a_hard_matrix(steps: int, error: float) -> None:
+    matrix = torch.randn(700, 700, generator=torch.Generator().manual_seed(0))
+    ratio = float(spectral_norm(matrix, steps=steps) / singular_values(matrix)[0])
+    assert 1 - error < ratio < 1 + 1e-6
+
+
+def test_more_steps_never_lower_the_estimate() -> None:
+    matrix = torch.randn(200, 200, dtype=torch.float64)
+    estimates = [float(spectral_norm(matrix, steps=s)) for s in (1, 2, 4, 8, 16, 32)]
+    assert estimates == sorted(estimates)
+
+
+@given(
+    n=st.integers(1, 8),
+    d=st.integers(1, 8),
+    rank=st.integers(0, 8),
+    seed=st.integers(0, 10**6),
+    log=st.integers(-20, 15),
+)
+def test_spectral_norm_of_any_small_matrix(n: int, d: int, rank: int, seed: int, log: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(n, rank, generator=g) @ torch.randn(rank, d, generator=g) * 10.0**log
+    top = float(torch.linalg.matrix_norm(matrix.double(), 2))
+    assert float(spectral_norm(matrix)) == pytest.approx(top, rel=2e-5)
+
+
+def test_breakdown_of_the_krylov_space() -> None:
+    """Few distinct singular values: the space is complete after one or two steps, and the rest is rounding."""
+    for matrix in (torch.eye(40), torch.ones(30, 50), with_spectrum(torch.tensor([3.0, 3.0, 1.0]), 30, 20).float()):
+        top = float(torch.linalg.matrix_norm(matrix.double(), 2))
+        torch.testing.assert_close(float(spectral_norm(matrix)), top, **exact(torch.float32))
+
+
+def test_the_start_vector_is_seeded() -> None:
+    matrix = torch.randn(300, 300)
+    assert torch.equal(spectral_norm(matrix, steps=3), spectral_norm(matrix, steps=3))
+    assert not torch.equal(spectral_norm(matrix, steps=3), spectral_norm(matrix, steps=3, seed=1))
+
+
+def test_spectrum_is_invariant_under_rotations_and_flips_only() -> None:
+    matrix = torch.randn(6, 4, dtype=torch.float64)
+    rotation, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))
+    for changed in (matrix @ rotation, -matrix, matrix.flip(0)):
+        torch.testing.assert_close(singular_values(changed), singular_values(matrix), **close(torch.float64))
+    assert not torch.allclose(singular_values(matrix + 1), singular_values(matrix))
+
+
+def test_refusals() -> None:
+    broken = torch.eye(3)
+    broken[0, 1] = float("nan")
+    with pytest.raises(InvalidArgumentError, match=r"finite entries; found 1 of 9 NaN or infinite"):
+        singular_values(broken)
+    with pytest.raises(InvalidArgumentError, match=r"spectrum\(\) needs a matrix with entries; found shape \(0, 3\)"):
+        stable_rank(torch.zeros(0, 3))
+    with pytest.raises(InvalidArgumentError, match=r"spectral_norm\(\) needs steps >= 1; found steps=0"):
+        spectral_norm(broken, steps=0)
+    assert singular_values(torch.zeros(0, 3)).shape == (0,)
+    assert spectral_norm(torch.zeros(0, 3)) == 0
