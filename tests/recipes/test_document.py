@@ -89,7 +89,7 @@ def test_what_is_not_plain_is_refused_with_its_line(text: str, message: str) -> 
 
 
 def test_every_problem_is_reported_at_once_in_the_order_of_lines() -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=r"f\.yaml has 3 problems") as caught:
         parse("a: .nan\nb: 1\nc: .inf\n2: x\n", origin="f.yaml")
     assert [problem.split(": ")[0] for problem in caught.value.problems] == ["f.yaml:1", "f.yaml:3", "f.yaml:4"]
     assert str(caught.value).startswith("f.yaml has 3 problems:\n")

@@ -121,7 +121,7 @@ PAYLOADS = [
     ("misspelt option", "name: x\npenalty: [{use: L2, strenght: 1}]", "no option 'strenght'. Did you mean strength"),
     ("misspelt name", "name: x\npenalty: [{use: Orthogonalty, strength: 1}]", "Did you mean .*Orthogonality"),
     ("wrong verb", "name: x\nswap: [{use: Orthogonality}]", "it belongs under penalty"),
-    ("tensor is a number", "name: x\nparametrize: [{use: SpectralNorm, tensor: 3}]", "tensor: must be a name"),
+    ("tensor is a number", "name: x\nparametrize: [{use: WeightNorm, tensor: 3}]", "tensor: must be a name"),
     ("duplicate key", "name: x\nname: y", "written twice"),
     ("two documents", "name: x\n---\nname: y", "second one"),
 ]

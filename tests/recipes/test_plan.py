@@ -22,7 +22,7 @@ def taken(plan, verb: str) -> list[tuple[int, str]]:
 def test_the_first_rule_that_matches_takes_the_layer() -> None:
     plan = recipe(
         penalty=[
-            {"where": "conv1", "use": "L2", "strength": 1},
+            {"where": "conv1", "use": "Orthogonality", "strength": 2},
             {"where": "conv*", "use": "Orthogonality", "strength": 1},
             {"where": None, "use": "L2", "strength": 2},
         ]
@@ -33,7 +33,7 @@ def test_the_first_rule_that_matches_takes_the_layer() -> None:
 def test_each_verb_has_its_own_first_match() -> None:
     plan = recipe(
         init=[{"where": "conv1", "use": "he_"}],
-        penalty=[{"where": "conv1", "use": "L2", "strength": 1}],
+        penalty=[{"where": "conv1", "use": "Orthogonality", "strength": 1}],
     ).plan(convnet())
     assert [(step.verb, step.path) for step in plan.steps] == [("init", "conv1"), ("penalty", "conv1")]
 
@@ -105,7 +105,7 @@ penalty:
 
 
 def test_every_unmatched_rule_is_named_with_its_line_and_the_reason() -> None:
-    with pytest.raises(UnmatchedRuleError) as caught:
+    with pytest.raises(UnmatchedRuleError, match=r"mine\.yaml has 4 problems") as caught:
         Recipe.from_yaml(UNMATCHED, origin="mine.yaml").plan(convnet())
     first, second, third, fourth = caught.value.problems
     assert first.startswith("mine.yaml:3: rule 1 of swap (type:Conv2D: DecoupledConv2d.from_conv) selects nothing")
@@ -136,6 +136,40 @@ def test_keeping_what_nothing_would_take_is_an_error() -> None:
     rules = recipe(penalty=[{"where": "act*", "use": "keep"}, {"where": None, "use": "L2", "strength": 1}])
     with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty \(act\*: keep\) takes nothing: it cannot act"):
         rules.plan(convnet())
+
+
+def test_a_plan_says_what_a_penalty_would_skip() -> None:
+    plan = recipe(penalty=[{"where": None, "use": "ScaleShift", "strength": 1}]).plan(convnet())
+    skipped = {step.path: step.skipped for step in plan.steps}
+    assert skipped == {
+        "conv1": "its scale does not matter: norm1 normalises what it puts out",
+        "conv2": "its scale does not matter: norm2 normalises what it puts out",
+        "fc1": "",
+        "fc2": "",
+    }
+    assert "conv1  Conv2d  ScaleShift(strength=1); skipped: its scale" in str(plan)
+    assert ("conv1", "Conv2d") in plan.untouched
+    assert ("fc1", "Linear") not in plan.untouched
+
+
+def test_a_penalty_that_would_skip_everything_is_an_error() -> None:
+    rules = recipe(penalty=[{"where": "conv*", "use": "ScaleShift", "strength": 1}])
+    with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty .* does nothing: .*norm1 normalises"):
+        rules.plan(convnet())
+
+
+def test_null_does_not_mean_embeddings() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+    rules = recipe(penalty=[{"where": None, "use": "L2", "strength": 1}])
+    assert taken(rules.plan(model), "penalty") == [(1, "1")]
+    named = recipe(penalty=[{"where": "0", "use": "L2", "strength": 1}])
+    assert taken(named.plan(model), "penalty") == [(1, "0")]
+
+
+def test_layers_with_several_weights_are_one_row() -> None:
+    model = nn.Sequential(nn.LSTM(4, 3), nn.MultiheadAttention(4, 2))
+    plan = recipe(penalty=[{"where": None, "use": "L2", "strength": 1}]).plan(model)
+    assert taken(plan, "penalty") == [(1, "0"), (1, "1"), (1, "1.out_proj")]
 
 
 def test_a_tied_layer_is_planned_once() -> None:

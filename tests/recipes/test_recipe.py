@@ -24,7 +24,7 @@ init:
 swap:
   - {where: "type:Conv2d", use: DecoupledConv2d.from_conv, magnitude: {Tanh: {learn_radius: true}}, angular: Cosine}
 parametrize:
-  - {where: "re:fc[12]", use: SpectralNorm}
+  - {where: "re:fc[12]", use: WeightNorm}
 penalty:
   - where: "conv*"
     use: Orthogonality
@@ -39,7 +39,7 @@ penalty:
   - every: 2
     strength: 1.0
     use: L2
-parametrize: [{use: SpectralNorm, where: 're:fc[12]'}]
+parametrize: [{use: WeightNorm, where: 're:fc[12]'}]
 swap:
   - angular: {Cosine: {}}
     magnitude:
@@ -103,7 +103,7 @@ def test_the_hash_depends_on_the_content_alone() -> None:
         ("learn_radius: true", "learn_radius: false"),
         ("Cosine", "SquaredCosine"),
         ("every: 2", "every: 3"),
-        ("SpectralNorm", "WeightNorm"),
+        ("WeightNorm", "Sphere"),
     ],
 )
 def test_the_hash_changes_with_the_content(old: str, new: str) -> None:
@@ -152,7 +152,7 @@ def test_every_mistake_of_a_file_is_in_one_error() -> None:
         "init:\n"
         "  - {where: null, use: orthogonal_, gain: [1]}\n"
     )
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=r"bad\.yaml has 7 problems") as caught:
         Recipe.from_yaml(text, origin="bad.yaml")
     places = [problem.split(": ", 2)[:2] for problem in caught.value.problems]
     assert places == [

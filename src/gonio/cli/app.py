@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gonio
-from gonio.cli import compare, plan, report, status
+from gonio.cli import compare, measure, plan, report, status
 from gonio.cli.group import Commands
 from gonio.cli.screen import put
 
@@ -23,7 +23,13 @@ app = typer.Typer(
     # Plain help: rich's panels would double the time that --help takes.
     rich_markup_mode=None,
 )
-for _name, _module in (("plan", plan), ("compare", compare), ("status", status), ("report", report)):
+for _name, _module in (
+    ("measure", measure),
+    ("plan", plan),
+    ("compare", compare),
+    ("report", report),
+    ("status", status),
+):
     app.command(_name)(_module.command)
 
 

@@ -27,6 +27,7 @@ def command(
         list[str] | None,
         typer.Argument(help="Built-in recipes or recipe files; none: one per method family.", metavar="RECIPE"),
     ] = None,
+    *,
     task: Annotated[str, typer.Option("--task", help="A built-in task, or file.py:factory.", metavar="TASK")] = _TASK,
     model: Annotated[
         str | None,
@@ -49,15 +50,15 @@ def command(
     was; more seeds or recipes are added to what is there.
     """
     from gonio.cli.inputs import users_code
-    from gonio.compare import make_plan, run, watcher_for
+    from gonio.compare import BUILT_IN_RECIPES, default_jobs, make_plan, run, watcher_for
+    from gonio.compare import dry_run as describe
 
     words = _command_line(recipes or [], task=task, model=model, seeds=seeds, study=study)
-    # An empty list would mean the baseline alone; no words mean the built-in study.
-    chosen = {"recipes": recipes} if recipes else {}
     with users_code(task, model):
-        plan = make_plan(**chosen, task=task, model=model, seeds=seeds, command=words)
+        plan = make_plan(recipes or BUILT_IN_RECIPES, task=task, model=model, seeds=seeds, command=words)
+    jobs = default_jobs() if jobs is None else jobs
     if dry_run:
-        put(_described(plan, study))
+        put(f"study {study}\n{describe(plan, jobs=jobs)}\n{_plans(plan)}")
         return
     _require_page()
     results = run(plan, study, jobs=jobs, watcher=watcher_for(sys.stderr)).results()
@@ -76,21 +77,14 @@ def _command_line(recipes: list[str], *, task: str, model: str | None, seeds: in
     return shlex.join(words)
 
 
-def _described(plan: Plan, study: Path) -> str:
-    """What would be run, and what each recipe would do to the model."""
+def _plans(plan: Plan) -> str:
+    """What each recipe would do to the model."""
     from gonio.cli.inputs import build_model
     from gonio.compare.tasks import resolve
     from gonio.recipes import Recipe
 
     model = build_model(plan.model, **resolve(plan.task).sizes)
-    head = (
-        f"{len(plan.grid)} runs in {study}: {len(plan.recipes)} recipes × {len(plan.seeds)} seeds "
-        f"on {plan.task} with {plan.model}"
-    )
-    splits = ", ".join(f"{count} {name}" for name, count in plan.splits.items())
-    training = ", ".join(f"{key} {value}" for key, value in vars(plan.training).items())
-    tables = [str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]]
-    return "\n\n".join([f"{head}\n{splits} examples\n{training}", *tables])
+    return "".join(f"\n{Recipe.from_dict(entry.content).plan(model)}\n" for entry in plan.recipes[1:])
 
 
 def _require_page() -> None:

@@ -36,7 +36,7 @@ def users_code(*specs: str | None) -> Iterator[None]:
         yield
     except (GonioError, OSError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not named:
             raise
         why = f"it raised {type(error).__name__}: {error}"

@@ -27,6 +27,15 @@ class Applied:
         recipe: its name.
         edits: one per rule, in the order in which they happened.
         penalty: to be added to the loss, or None if the recipe has no such rule.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> applied = gonio.Recipe.load("switchable-norm").apply_(model)
+        >>> print(applied)
+        switchable-norm:
+        swap_: 1 module
+          1  BatchNorm2d → SwitchableNorm2d
+        >>> applied.undo_()
     """
 
     recipe: str

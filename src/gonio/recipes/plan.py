@@ -52,6 +52,11 @@ class Step:
         kind: the module's class name.
         what: the thing named with its options, or `keep`.
         skipped: why the thing does nothing here; empty if it does.
+
+    Example:
+        >>> plan = gonio.Recipe.load("orthogonal-init").plan(nn.Sequential(nn.Linear(4, 3)))
+        >>> plan.steps[0].verb, plan.steps[0].path, plan.steps[0].kind
+        ('init', '0', 'Linear')
     """
 
     verb: str
@@ -71,6 +76,15 @@ class Plan:
         steps: one per rule and module, in the order in which they would happen.
         untouched: path and class name of every module with parameters that no rule changes or reads.
         notes: what was assumed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> print(gonio.Recipe.load("switchable-norm").plan(model))
+        switchable-norm:
+          verb  rule  layer  is           gets
+          swap  1     1      BatchNorm2d  SwitchableNorm2d.from_batch_norm
+        untouched:
+          0  Conv2d
     """
 
     recipe: str

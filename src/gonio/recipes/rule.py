@@ -29,6 +29,11 @@ class Named:
         name: of the class.
         options: its arguments, sorted by name.
         kind: the class that it must be a subclass of; two namespaces may use the same name.
+
+    Example:
+        >>> tanh = gonio.recipes.Named("Tanh", (("radius", 2.0),), gonio.nn.magnitude.Magnitude)
+        >>> tanh.to_data(), tanh.build().radius
+        ({'Tanh': {'radius': 2.0}}, 2.0)
     """
 
     name: str
@@ -56,6 +61,11 @@ class Rule:
         use: a name of the catalogue, or `keep`.
         options: arguments of the thing named, sorted by name.
         line: where the rule was written, if it was read from a file.
+
+    Example:
+        >>> rule = gonio.Recipe.load("self-orthogonality").penalty[0]
+        >>> print(rule.where, rule)
+        type:Conv2d SelfOrthogonality(strength=0.01)
     """
 
     where: str | None

@@ -1,0 +1,88 @@
+"""Run the command line as a shell would, and in this process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+__all__ = ["COMMAND", "TASK", "invoke", "shell", "write_task"]
+
+COMMAND = [sys.executable, "-c", "import sys; sys.argv[0] = 'gonio'; from gonio.cli import main; main()"]
+
+# Three classes of noisy 8 × 8 prototypes; a run takes a fraction of a second.
+TASK = """
+import time
+import torch
+from torch import nn
+from gonio.compare.plan import Training
+from gonio.compare.task import Split, Task
+
+
+def tiny():
+    random = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(3, 1, 8, 8, generator=random)
+
+    def split(count):
+        targets = torch.arange(count) % 3
+        return Split(prototypes[targets] + torch.randn(count, 1, 8, 8, generator=random), targets)
+
+    return Task(
+        name="tiny", train=split(24), validation=split(12), test=split(30), model="digits-cnn",
+        sizes={"num_classes": 3, "in_channels": 1}, training=Training(epochs=1, batch_size=12, lr=0.05), sesoi=1.0,
+    )
+
+
+def linear(num_classes=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+class Broken(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("the network is broken")
+
+
+def broken():
+    return nn.Sequential(nn.Flatten(), Broken(64, 3))
+
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.2)
+        return super().forward(x)
+
+
+def slow():
+    return nn.Sequential(nn.Flatten(), Slow(64, 3))
+
+
+def no_task():
+    raise ValueError("no data today")
+
+
+def no_model():
+    return 3
+"""
+
+
+def write_task(folder: Path) -> str:
+    """A file with a task and models, and its name."""
+    (folder / "tiny.py").write_text(TASK, encoding="utf-8")
+    return "tiny.py"
+
+
+def invoke(*words: str) -> Result:
+    """The command in this process; an exception that the command line let through is raised here."""
+    from gonio.cli import app
+
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+def shell(*words: str, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options
+    )

@@ -1,0 +1,240 @@
+"""`gonio compare`, `gonio status` and `gonio report`: a small study from the first run to the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.shell import COMMAND, invoke, shell, write_task
+
+pytest.importorskip("scipy")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a finished study, and how the command ended."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_task(folder)
+    words = ["compare", "scale-shift", "orthogonal-init", "--task", "tiny.py:tiny", "--seeds", "2", "--jobs", "1"]
+    return folder, shell(*words, "-o", "study", cwd=folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_task(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_the_verdicts_and_the_page(finished) -> None:
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip().endswith("study/report.html")
+    for name in ("scale-shift", "orthogonal-init"):
+        assert name in result.stdout
+    assert (folder / "study" / "report.html").read_text().startswith("<!")
+
+
+def test_talk_goes_to_stderr_in_few_lines(finished) -> None:
+    _, result = finished
+    assert "6 runs" in result.stderr
+    assert len(result.stderr.splitlines()) < 12
+    assert "\x1b" not in result.stderr + result.stdout
+
+
+def test_the_same_command_again_trains_nothing(finished) -> None:
+    folder, first = finished
+    before = _rows(folder / "study")
+    words = ["compare", "scale-shift", "orthogonal-init", "--task", "tiny.py:tiny", "--seeds", "2", "-o", "study"]
+    again = shell(*words, cwd=folder)
+    assert (again.returncode, again.stdout) == (0, first.stdout)
+    assert _rows(folder / "study") == before
+
+
+def test_another_plan_in_the_same_folder_is_refused(finished) -> None:
+    folder, _ = finished
+    words = ["compare", "scale-shift", "--task", "tiny.py:tiny", "--model", "tiny.py:linear", "--seeds", "2"]
+    result = shell(*words, "-o", "study", cwd=folder)
+    assert result.returncode == 3
+    assert "digits-cnn in the study and tiny.py:linear in the command" in result.stderr
+
+
+def test_status_shows_a_grid(finished) -> None:
+    folder, _ = finished
+    result = invoke("status", folder / "study")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[:3] == ["baseline         ++", "scale-shift      ++", "orthogonal-init  ++"]
+    assert lines[4] == "6 runs: 6 finished (+), 0 diverged (!), 0 failed (x), 0 to do (.)"
+
+
+def test_report_shows_the_same_table(finished) -> None:
+    folder, result = finished
+    shown = invoke("report", folder / "study")
+    assert shown.exit_code == 0
+    assert result.stdout.startswith(shown.stdout)
+
+
+def test_report_writes_every_format(finished, tmp_path: Path) -> None:
+    folder, _ = finished
+    targets = {flag: tmp_path / f"out.{flag}" for flag in ("html", "json", "csv", "md")}
+    result = invoke("report", folder / "study", *(f"--{flag}={path}" for flag, path in targets.items()))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.count("written to") == 4
+    assert targets["html"].read_text() == (folder / "study" / "report.html").read_text()
+    assert len(json.loads(targets["json"].read_text())["effects"]) == 2
+    assert len(targets["csv"].read_text().splitlines()) == 3
+    assert "| scale-shift |" in targets["md"].read_text()
+
+
+def test_a_dash_is_stdout(finished) -> None:
+    folder, _ = finished
+    result = invoke("report", folder / "study", "--json", "-")
+    assert len(json.loads(result.stdout)["runs"]) == 6
+    assert result.stderr == ""
+
+
+def test_a_folder_that_cannot_be_written_is_refused(finished, tmp_path: Path) -> None:
+    folder, _ = finished
+    result = invoke("report", folder / "study", "--json", tmp_path / "no" / "such" / "folder.json")
+    assert result.exit_code == 3
+    assert result.stderr.endswith("folder.json: No such file or directory\n")
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_what_is_no_study_is_refused(command: str, tmp_path: Path) -> None:
+    result = invoke(command, tmp_path / "nothing")
+    assert result.exit_code == 3
+    assert "there is no plan.json in it" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda study: (study / "plan.json").write_text("{"), "plan.json cannot be read"),
+        (lambda study: (study / "plan.json").write_text("[]"), "plan.json cannot be read"),
+        (lambda study: (study / "study.db").write_bytes(b"no database" * 100), "study.db cannot be"),
+        (lambda study: _edit_plan(study), "does not have the hash that it states"),
+    ],
+    ids=["cut off", "a list", "no database", "edited"],
+)
+def test_a_damaged_study_is_refused_and_says_why(finished, tmp_path: Path, command: str, damage, message: str) -> None:
+    folder, _ = finished
+    study = tmp_path / "study"
+    study.mkdir()
+    for name in ("plan.json", "study.db"):
+        (study / name).write_bytes((folder / "study" / name).read_bytes())
+    damage(study)
+    result = invoke(command, study)
+    assert result.exit_code == 3
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_dry_run_trains_nothing(folder: Path) -> None:
+    result = invoke("compare", "scale-shift", "--task", "tiny.py:tiny", "--seeds", "3", "--dry-run")
+    assert result.exit_code == 0
+    assert "2 recipes × 3 seeds = 6 runs" in result.stdout
+    assert "penalty  1     fc1" in result.stdout
+    assert not Path("gonio-study").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["scaleshift"], 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
+        (["--task", "digit"], 2, "no task named 'digit'. Did you mean digits"),
+        (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
+        (["missing.yaml"], 3, "missing.yaml: cannot be read: there is no such file"),
+        (["switchable-norm", "--model", "tiny.py:linear"], 3, "rule 1 of swap"),
+        (["scale-shift", "--task", "tiny.py:no_task"], 3, "it raised ValueError: no data today"),
+        (["scale-shift", "scale-shift"], 2, "scale-shift more than once"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_trained(folder: Path, words: list[str], code: int, message: str) -> None:
+    result = invoke("compare", *words)
+    assert message in result.stderr
+    assert result.exit_code == code
+    assert not Path("gonio-study").exists()
+
+
+def test_failed_runs_make_the_result_partial(folder: Path) -> None:
+    words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:broken", "--seeds", "1"]
+    result = shell(*words, cwd=folder)
+    assert result.returncode == 4
+    assert "the network is broken" in result.stderr
+    assert "2 of 2 runs failed" in result.stderr
+    assert (folder / "gonio-study" / "report.html").exists()
+    status = invoke("status", "gonio-study")
+    assert "RuntimeError: the network is broken" in status.stdout
+    assert status.stdout.startswith("baseline         x\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "interrupted")],
+)
+def test_an_interruption_has_its_code_and_can_be_resumed(
+    folder: Path, number: signal.Signals, code: int, message: str
+) -> None:
+    words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:slow", "--seeds", "2"]
+    process = subprocess.Popen(
+        [*COMMAND, *words, "--jobs", "1"], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    _wait_for_a_row(folder / "gonio-study")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert message in said
+    assert "Traceback" not in said
+    assert 1 <= len(_rows(folder / "gonio-study")) < 4
+    assert invoke("status", "gonio-study").stdout.count("+") >= 2
+
+
+def test_a_study_that_runs_is_not_run_twice(folder: Path) -> None:
+    words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:slow", "--seeds", "2"]
+    process = subprocess.Popen([*COMMAND, *words, "--jobs", "1"], cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_a_row(folder / "gonio-study")
+        second = shell(*words, cwd=folder)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    assert second.returncode == 3
+    assert f"process {process.pid} is running it" in second.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(folder: Path) -> None:
+    locked = folder / "locked"
+    locked.mkdir(mode=0o500)
+    result = invoke("compare", "orthogonal-init", "--task", "tiny.py:tiny", "-o", locked / "study")
+    assert result.exit_code == 3
+    assert "Permission denied" in result.stderr
+
+
+def _rows(study: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(study / "study.db") as database:
+        return database.execute("SELECT hash, seed, record FROM runs ORDER BY hash, seed").fetchall()
+
+
+def _wait_for_a_row(study: Path) -> None:
+    for _ in range(600):
+        time.sleep(0.1)
+        if (study / "study.db").exists() and (study / "plan.json").exists() and _rows(study):
+            return
+    raise TimeoutError("no run ended within a minute")
+
+
+def _edit_plan(study: Path) -> None:
+    content = json.loads((study / "plan.json").read_text())
+    content["sesoi"] = 0.001
+    (study / "plan.json").write_text(json.dumps(content))

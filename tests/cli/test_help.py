@@ -1,0 +1,87 @@
+"""Help and version answer at once, without torch; wrong words are usage errors."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import gonio
+from cli.shell import COMMAND, invoke, shell
+from gonio.cli import app
+
+COMMANDS = sorted(command.name for command in app.registered_commands)
+HEAVY = ("torch", "numpy", "scipy", "yaml", "rich", "matplotlib", "jinja2", "sklearn", "sqlite3")
+# Runs a command line and then prints which heavy packages it has loaded.
+SPY = f"""
+import sys
+from gonio.cli import main
+sys.argv = ["gonio", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-c", SPY, *words], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+
+
+@pytest.mark.parametrize("words", [["compare", "--sedes", "3"], ["plan"], ["compare", "--seeds", "many"], ["meazure"]])
+def test_usage_errors_load_nothing_heavy(words: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-c", SPY, *words], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.endswith("[]\n")
+
+
+def test_the_spy_sees_torch() -> None:
+    spy = SPY.replace("main()\n", "main()\nexcept SystemExit:\n    import torch\n", 1)
+    result = subprocess.run([sys.executable, "-c", spy, "--version"], capture_output=True, text=True, check=False)
+    assert "torch" in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["compare", "--help"]])
+def test_help_answers_at_once(words: list[str]) -> None:
+    """In processor time, of which other work on the machine takes none."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*COMMAND, *words], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_the_version_is_the_packages() -> None:
+    assert invoke("--version").stdout == f"gonio {gonio.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Usage: gonio"),
+        (["meazure"], "No such command 'meazure'"),
+        (["plan"], "Missing argument 'RECIPE'"),
+        (["plan", "scale-shift"], "Missing option '--model'"),
+        (["compare", "--sedes", "3"], "No such option: --sedes"),
+        (["compare", "--seeds", "0"], "Invalid value for '--seeds'"),
+        (["compare", "--seeds", "many"], "Invalid value for '--seeds'"),
+    ],
+)
+def test_wrong_words_are_usage_errors(words: list[str], message: str) -> None:
+    result = shell(*words)
+    assert result.returncode == 2
+    assert message in result.stderr + result.stdout
+
+
+def test_every_command_says_what_it_does() -> None:
+    text = invoke("--help").stdout
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+        assert len(invoke(name, "--help").stdout.splitlines()) > 6
