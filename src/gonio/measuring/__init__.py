@@ -1,0 +1,11 @@
+"""Measure the norms, angles and spectra of a model's weights, and hold each against chance."""
+
+from __future__ import annotations
+
+from gonio.measuring.findings import Finding
+from gonio.measuring.measure import measure
+from gonio.measuring.measurements import Measurements
+from gonio.measuring.rules import explain
+from gonio.measuring.tensor import TensorMeasurement
+
+__all__ = ["Finding", "Measurements", "TensorMeasurement", "explain", "measure"]

@@ -1,0 +1,127 @@
+"""The tensors of a model: its parameters and buffers as its layers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gonio.errors import NotApplicableError
+from gonio.geometry import Layout, layout_of
+from gonio.measuring.entry import PADDING, Entry
+from gonio.measuring.names import infer
+from gonio.parametrizations.base import parametrization_of
+from gonio.surgery import Site, sites
+
+__all__ = ["entries_of_model"]
+
+
+def entries_of_model(model: nn.Module) -> list[Entry]:
+    """One entry per parameter and buffer, tied ones once, and one per weight that a layer computes."""
+    seen: dict[int, str] = {}
+    made: list[Entry] = []
+    for site in sites(model):
+        for name, tensor in _own(site.module):
+            path = f"{site.path}.{name}" if site.path else name
+            first = path if tensor is None else seen.setdefault(id(tensor), path)
+            made.append(_entry(site, name, path, tensor) if first == path else _tied(site, path, first))
+        made.extend(_adapters(site))
+    return made
+
+
+def _tied(site: Site, path: str, first: str) -> Entry:
+    return Entry(path, type(site.module).__name__, None, None, f"tied to {first}, where it is measured")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, identity) of a module's own tensors; the identity is None for one that is computed."""
+    yield from ((name, value) for name, value in module._parameters.items() if value is not None)
+    yield from ((name, value) for name, value in module._buffers.items() if value is not None)
+    lists = module._modules.get("parametrizations")
+    if isinstance(lists, nn.ModuleDict):
+        yield from ((name, None) for name in lists)
+    weight = module.__dict__.get("weight")  # the old weight_norm and spectral_norm leave it there
+    if isinstance(weight, Tensor) or (
+        "weight" not in module._parameters and callable(getattr(type(module), "weight", None))
+    ):
+        yield "weight", None
+
+
+def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
+    module = site.module
+    kind = type(module).__name__
+    notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
+    if name == "weight" and getattr(module, "padding_idx", None) is not None:
+        notes = (*notes, PADDING)
+    if tensor is not None and is_lazy(tensor):
+        return Entry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return Entry(path, kind, None, partial(_read, module, name), "a part of a parametrization", notes)
+    parametrization = parametrization_of(module, name)
+    if parametrization is not None:
+        notes = (*notes, f"the weight that {type(parametrization).__name__} computes")
+    elif tensor is None:
+        notes = (*notes, "the weight that the layer computes")
+    layout, reason = _layout(module, name, tensor)
+    return Entry(path, kind, layout, partial(_read, module, name), reason, notes)
+
+
+def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:
+    try:
+        return layout_of(module, name), ""
+    except NotApplicableError:
+        pass
+    if tensor is None:
+        return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
+    if name == "weight" and tensor.ndim >= 2:
+        layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
+        return layout, reason
+    what = {0: "a single number", 1: "a vector"}.get(tensor.ndim, "not known to be a stack of filters")
+    return None, what
+
+
+def _read(module: nn.Module, name: str) -> Tensor:
+    with _still(module):
+        value: Any = getattr(module, name)
+        if callable(value) and not isinstance(value, Tensor):  # torch's quantised layers: weight()
+            value = value()
+    return value
+
+
+@contextmanager
+def _still(module: nn.Module) -> Iterator[None]:
+    """Reading a weight moves no state: torch's spectral_norm takes a step at each read in train mode."""
+    lists = module._modules.get("parametrizations")
+    parts = [m for m in lists.modules() if m.training] if isinstance(lists, nn.ModuleDict) else []
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part in parts:
+            part.training = True
+
+
+def _adapters(site: Site) -> Iterator[Entry]:
+    """What each low-rank adapter (PEFT's LoRA layers, recognised by their methods) adds, and the sum."""
+    module = site.module
+    deltas, base = getattr(module, "get_delta_weight", None), getattr(module, "base_layer", None)
+    adapters = getattr(module, "lora_A", None)
+    if not callable(deltas) or not isinstance(base, nn.Module) or not isinstance(adapters, nn.ModuleDict):
+        return
+    layout, _ = _layout(base, "weight", None)
+    for adapter in adapters:
+        path = f"{site.path}.lora_BA.{adapter}"
+        yield Entry(path, "low-rank product", layout, partial(deltas, adapter), notes=("with its scale",))
+        total = partial(_sum, module, adapter)
+        yield Entry(f"{site.path}.base_and_lora.{adapter}", type(base).__name__, layout, total)
+
+
+def _sum(module: Any, adapter: str) -> Tensor:
+    weight = module.base_layer.weight
+    return torch.add(weight.detach(), module.get_delta_weight(adapter).detach().to(weight))

@@ -1,0 +1,94 @@
+"""Measure a model, a state dict or a file."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from gonio.errors import InvalidArgumentError
+from gonio.foreign_text import redact
+from gonio.measuring.entry import Entry
+from gonio.measuring.from_file import entries_of_file
+from gonio.measuring.from_model import entries_of_model
+from gonio.measuring.from_state import entries_of_state, state_in
+from gonio.measuring.measurements import Measurements
+from gonio.measuring.rules import findings_of
+from gonio.measuring.tensor import measure_tensor
+
+__all__ = ["Source", "measure"]
+
+Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def measure(source: Source, *, progress: Callable[[int, int], None] | None = None) -> Measurements:
+    r"""Norms, angles and spectra of all weights, each beside what random weights would show.
+
+    For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
+    whose law for random directions is :math:`p(\theta) \propto \sin^{d-2}\theta`; the alignment
+    :math:`d \cdot \overline{\cos^2}`, 1 for random directions, with its z-score; the coherence beside the
+    Welch bound; the spectral norm and the ranks beside those of random matrices. Every tensor gets figures or
+    the reason why it has none. Nothing is changed, and no random number of yours is used.
+
+    Args:
+        source: a model (measured as its layers use their weights, parametrized or not); a state dict or a
+            checkpoint that holds one; the path of a `.safetensors` file, of the index of a sharded one, of a
+            torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
+            of these. Without the model, layouts are read off the shapes; each tensor's `notes` say so.
+        progress: called after each tensor with how many are done and how many there are.
+
+    Returns:
+        :class:`Measurements`: printable, a mapping from paths, exportable.
+
+    Raises:
+        InvalidArgumentError: if the source is none of these or holds no tensors.
+        UnreadableFileError: if a file is missing, damaged, or holds more than data.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3))
+        >>> m = gonio.measure(gonio.init_(model, gonio.init.orthogonal_) and model)
+        >>> round(m["2"].alignment, 4), m["2"].dim, m.findings
+        (0.0, 288, ())
+
+    References:
+        [1] T. T. Cai, J. Fan, T. Jiang, "Distributions of angles in random packing on spheres", JMLR 14
+        (2013), Eq. (1).
+        [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
+        20(3), 1974.
+    """
+    name, entries, notes = _entries(source)
+    tensors = []
+    for done, entry in enumerate(entries, start=1):
+        tensors.append(measure_tensor(entry))
+        if progress is not None:
+            progress(done, len(entries))
+    return Measurements(name, tuple(tensors), findings_of(tensors), notes, _versions())
+
+
+def _entries(source: Source) -> tuple[str, list[Entry], tuple[str, ...]]:
+    if isinstance(source, nn.Module):
+        return type(source).__name__, entries_of_model(source), ()
+    if isinstance(source, (str, os.PathLike)):
+        entries, notes = entries_of_file(source)
+        return redact(os.fspath(source)), entries, notes
+    if not isinstance(source, Mapping):
+        raise InvalidArgumentError(
+            "measure() takes a model, a state dict or a path",
+            type(source).__name__,
+            "For one tensor use the functions of gonio.geometry.",
+        )
+    state, key = state_in(source, what="the mapping")
+    return "state dict", entries_of_state(state), (f"read from {key!r} of the checkpoint",) if key else ()
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("gonio")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        own = "not installed"
+    return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}

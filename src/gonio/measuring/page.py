@@ -1,0 +1,151 @@
+"""Measurements as HTML: a page of its own, or the part that a notebook shows."""
+
+from __future__ import annotations
+
+import html
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import torch
+
+from gonio.foreign_text import plain
+from gonio.geometry import random_angle_density
+from gonio.measuring.columns import COLUMNS
+from gonio.measuring.tensor import TensorMeasurement
+
+if TYPE_CHECKING:
+    from gonio.measuring.measurements import Measurements
+
+__all__ = ["page_of"]
+
+HEAD = (
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+    'img-src data:">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+)
+BODY = (
+    ":root {{ color-scheme: light dark; }} body {{ margin: 0; background: #fbfaf7; }}\n"
+    "@media (prefers-color-scheme: dark) {{ body {{ background: #15171b; }} }}\n"
+    "main {{ max-width: 1400px; margin: 0 auto; padding: clamp(16px, 4vw, 48px); }}"
+)
+
+
+def page_of(measured: Measurements, *, whole: bool) -> str:
+    """The measurements as one self-contained page, or (`whole=False`) as a fragment with its own style."""
+    style = (resources.files("gonio.measuring") / "page.css").read_text(encoding="utf-8")
+    inner = _inner(measured)
+    if not whole:
+        return f'<div class="gonio-m"><style>{style}</style>\n{inner}</div>\n'
+    title = _text(f"Measurements of {measured.source}")
+    body = BODY.format()
+    return (
+        f"{HEAD}<title>{title}</title>\n<style>\n{body}\n{style}</style>\n</head>\n"
+        f'<body>\n<main class="gonio-m">\n{inner}</main>\n</body>\n</html>\n'
+    )
+
+
+def _text(value: object) -> str:
+    """The one place of this page where foreign text becomes HTML."""
+    return html.escape(plain(value), quote=True)
+
+
+def _inner(measured: Measurements) -> str:
+    entries = sum(tensor.entries for tensor in measured.tensors)
+    parts = [
+        f"<h1>{_text(measured.source)}</h1>\n",
+        f'<p class="muted">{len(measured.layers)} layers, {entries:,} numbers. {_text(measured.coverage)}</p>\n',
+        *(f'<p class="muted">{_text(note)}</p>\n' for note in measured.notes),
+        _findings(measured),
+    ]
+    if measured.layers:
+        parts += ["<h2>Layers</h2>\n", _table(measured.layers), _explanations()]
+    others = [tensor for tensor in measured.tensors if tensor.status == "skipped" or tensor.notes]
+    if others:
+        parts.append(_notes(others))
+    return "".join(parts)
+
+
+def _findings(measured: Measurements) -> str:
+    if not measured.findings:
+        return "<p><strong>No findings.</strong></p>\n"
+    head = "".join(f'<th scope="col">{t}</th>' for t in ("Level", "Code", "Tensor", "Found", "By chance", "What to do"))
+    rows = []
+    for f in measured.findings:
+        cells = "".join(f"<td>{_text(cell)}</td>" for cell in (f.code, f.path, f.found, f.chance, f.do))
+        level = f.level if f.level in ("error", "warn", "info") else "info"
+        rows.append(f'<tr><th scope="row" class="level {level}">{level}</th>{cells}</tr>')
+    return _wrap("<h2>Findings</h2>\n", "left", head, rows)
+
+
+def _wrap(before: str, css: str, head: str, rows: list[str]) -> str:
+    body = "\n".join(rows)
+    table = f'<table class="{css}"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
+    return f'{before}<div class="scroll">{table}</div>\n'
+
+
+def _table(layers: tuple[TensorMeasurement, ...]) -> str:
+    titles = ["layer", *(column.title for column in COLUMNS), "angles"]
+    head = "".join(f'<th scope="col">{_text(title)}</th>' for title in titles)
+    rows = []
+    for tensor in layers:
+        cells = "".join(f"<td>{_text(column.cell(tensor))}</td>" for column in COLUMNS)
+        rows.append(f'<tr><th scope="row">{_text(tensor.path)}</th>{cells}<td>{_sparkline(tensor)}</td></tr>')
+    return _wrap("", "", head, rows)
+
+
+def _explanations() -> str:
+    items = "".join(f"<dt>{_text(c.title)}</dt><dd>{_text(c.explanation)}</dd>" for c in COLUMNS)
+    curve = "the filters' angles from 0° to 180°; the line is the law of random directions"
+    return (
+        f"<details><summary>What the columns are</summary><dl>{items}<dt>angles</dt><dd>{curve}</dd></dl></details>\n"
+    )
+
+
+def _notes(tensors: list[TensorMeasurement]) -> str:
+    head = "".join(f'<th scope="col">{title}</th>' for title in ("Tensor", "Shape", "Type", "Note"))
+    rows = []
+    for t in tensors:
+        note = "; ".join(part for part in (f"{t.status}: {t.reason}" if t.reason else "", *t.notes) if part)
+        cells = "".join(f"<td>{_text(c)}</td>" for c in ("×".join(map(str, t.shape)), t.dtype, note))
+        rows.append(f'<tr><th scope="row">{_text(t.path)}</th>{cells}</tr>')
+    table = _wrap("", "left", head, rows)
+    return f"<details><summary>Notes on {len(tensors)} tensors</summary>{table}</details>\n"
+
+
+def _sparkline(tensor: TensorMeasurement) -> str:
+    """The histogram of angles as a small filled curve, the random law as a line, on the same scale."""
+    counts = tensor.angle_histogram
+    if not counts or not tensor.pairs or not tensor.dim or tensor.dim < 2:
+        return ""
+    density = [count / tensor.pairs for count in counts]
+    law = _law(tensor.dim)
+    top = max(max(density), max(law)) * 1.05
+    label = (
+        f"angles {tensor.angle_mean:.1f} ± {tensor.angle_std:.1f} degrees, by chance 90 ± {tensor.angle_std_random:.1f}"
+    )
+    area, line = _path(density, top), _path(law, top)
+    return (
+        f'<svg viewBox="0 0 180 40" preserveAspectRatio="none" role="img" aria-label="{_text(label)}">'
+        f'<path d="M0 40{area}L180 40Z" fill="var(--fill)" fill-opacity=".45"/>'
+        f'<path d="M0 40{line}" fill="none" stroke="var(--ink)" vector-effect="non-scaling-stroke"/></svg>'
+    )
+
+
+def _path(values: list[float] | tuple[float, ...], top: float) -> str:
+    """SVG line commands through the middle of each bin, leaving out points on a straight line."""
+    heights = [round(40 - 38 * value / top, 1) for value in values]
+    points = []
+    for i, y in enumerate(heights):
+        flat = 0 < i < len(heights) - 1 and heights[i - 1] == y == heights[i + 1]
+        if not flat:
+            points.append(f"L{i + 0.5:g} {y:g}")
+    return "".join(points)
+
+
+@cache
+def _law(dim: int) -> tuple[float, ...]:
+    """Share of the random law in each degree."""
+    fine = torch.deg2rad((torch.arange(1800, dtype=torch.float64) + 0.5) / 10)
+    share = random_angle_density(fine, dim).view(180, 10).mean(1) * torch.pi / 180
+    return tuple(share.tolist())

@@ -1,0 +1,249 @@
+"""The rules that turn figures into findings, each with its reason, its source and its false-alarm rate.
+
+A rule does not say that a network is ill. It says that a figure would hardly come from random weights and
+why that can matter. Its rate of false alarms was measured on randomly initialised models by
+`benchmarks/false_alarms.py`; a rule without a measured rate does not exist (the tests see to it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from gonio.errors import UnknownNameError
+from gonio.measuring.entry import PADDING
+from gonio.measuring.findings import LEVELS, Finding
+from gonio.measuring.pairs import NEAR, expected_above
+from gonio.measuring.tensor import TensorMeasurement
+
+__all__ = ["RULES", "Rule", "explain", "findings_of"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        check: what it found in a tensor, in words; None where all is well.
+        means: what the figure means and when it is harmless.
+        chance: what random weights show.
+        do: what to do about it.
+        source: where the reason comes from.
+    """
+
+    code: str
+    level: str
+    title: str
+    check: Callable[[TensorMeasurement], str | None]
+    means: str
+    chance: str
+    do: str
+    source: str
+
+
+def findings_of(tensors: Sequence[TensorMeasurement]) -> tuple[Finding, ...]:
+    """What the rules find, errors first, then warnings, in the order of the tensors."""
+    made = []
+    for tensor in tensors:
+        for rule in RULES.values():
+            found = rule.check(tensor)
+            if found is not None:
+                made.append(Finding(rule.code, rule.level, tensor.path, found, rule.chance, rule.do))
+    return tuple(sorted(made, key=lambda finding: -LEVELS.index(finding.level)))
+
+
+def explain(code: str) -> str:
+    """A rule in words: what it looks for, what it means, what chance shows, what to do, how often it errs.
+
+    Raises:
+        UnknownNameError: if there is no such rule.
+
+    Example:
+        >>> print(gonio.measuring.explain("G001").splitlines()[0])
+        G001 (error): values that are NaN or infinite
+    """
+    rule = RULES.get(code.strip().upper())
+    if rule is None:
+        raise UnknownNameError("rule", code, RULES)
+    return "\n".join(
+        [
+            f"{rule.code} ({rule.level}): {rule.title}",
+            "",
+            rule.means,
+            f"Random weights: {rule.chance}",
+            f"What to do: {rule.do}",
+            f"False alarms: {_rate(rule.code)}",
+            f"Source: {rule.source}",
+        ]
+    )
+
+
+@cache
+def measured_rates() -> dict[str, Any]:
+    """The result of `benchmarks/false_alarms.py`."""
+    text = (resources.files("gonio.measuring") / "false_alarms.json").read_text(encoding="utf-8")
+    rates: dict[str, Any] = json.loads(text)
+    return rates
+
+
+def _rate(code: str) -> str:
+    rates = measured_rates()
+    seen = rates["rules"][code]
+    return (
+        f"{seen['tensors']} of {rates['tensors']} tensors in {seen['models']} of {rates['models']} randomly "
+        f"initialised models; the true rate per model is below {100 * seen['models_upper']:.2g} % (95 %)."
+    )
+
+
+def _nonfinite(t: TensorMeasurement) -> str | None:
+    if not t.nonfinite:
+        return None
+    place = ", ".join(map(str, t.first_nonfinite or ()))
+    return f"{t.nonfinite} of {t.entries} values are NaN or infinite, the first at [{place}]"
+
+
+def _zero(t: TensorMeasurement) -> str | None:
+    total = (t.groups or 0) * (t.filters or 0)
+    return "every value is 0" if total and t.zero_filters == total else None
+
+
+def _dead(t: TensorMeasurement) -> str | None:
+    total = (t.groups or 0) * (t.filters or 0)
+    if not t.zero_filters or t.zero_filters == total or (t.zero_filters == 1 and PADDING in t.notes):
+        return None
+    return f"{t.zero_filters} of {total} filters are 0"
+
+
+def _weak(t: TensorMeasurement) -> str | None:
+    if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4:
+        return None
+    least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
+    return f"the weakest filter's norm is {least:.2g}, the median {middle:.2g}" if least < 1e-3 * middle else None
+
+
+def _dominant(t: TensorMeasurement) -> str | None:
+    if t.norm_quantiles is None or (t.groups or 0) * (t.filters or 0) < 8:
+        return None
+    middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
+    return f"the strongest filter's norm is {most:.3g}, the median {middle:.3g}" if 0 < 10 * middle < most else None
+
+
+def _shared(t: TensorMeasurement) -> str | None:
+    if t.alignment is None or t.alignment_z is None or not t.dim or (t.pairs or 0) < 28:
+        return None
+    share = t.alignment / t.dim
+    if share < 0.25 or t.alignment_z < 6:
+        return None
+    return f"the mean squared cosine of its filters is {share:.2f}, {t.alignment:.3g} times that of chance"
+
+
+def _alike(t: TensorMeasurement) -> str | None:
+    if not t.near_duplicates or not t.pairs or not t.dim or expected_above(NEAR, t.pairs, t.dim) > 1e-4:
+        return None
+    return f"{t.near_duplicates} of {t.pairs} pairs of filters have an absolute cosine of {NEAR} or more"
+
+
+def _one_direction(t: TensorMeasurement) -> str | None:
+    if t.stable_rank is None or t.stable_rank_random is None or t.stable_rank_random < 6:
+        return None
+    return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
+
+
+RULES: dict[str, Rule] = {
+    rule.code: rule
+    for rule in (
+        Rule(
+            "G001",
+            "error",
+            "values that are NaN or infinite",
+            _nonfinite,
+            "One such value reaches every output of the layer, and training cannot leave it again. In a "
+            "running statistic it spoils evaluation only, for ever.",
+            "none.",
+            "Go back to the last checkpoint without them; look for an overflow in half precision or a "
+            "learning rate that is too high. A running statistic can be recalibrated.",
+            "IEEE 754; pytorch issue 115500 (running statistics under mixed precision).",
+        ),
+        Rule(
+            "G101",
+            "info",
+            "a weight that is 0 altogether",
+            _zero,
+            "The layer gives its bias, whatever comes in. Normal where training starts from the identity: the "
+            "last layer of a residual branch, the B matrix of a low-rank adapter.",
+            "none, unless initialised to 0 on purpose.",
+            "Nothing at the start of training; afterwards see whether the layer ever received a gradient.",
+            "H. Zhang, Y. Dauphin, T. Ma, 'Fixup initialization', 2019, arXiv 1901.09321, for the use on purpose.",
+        ),
+        Rule(
+            "G102",
+            "warn",
+            "filters that are exactly 0 beside others that are not",
+            _dead,
+            "A dead filter gives a constant, costs as much as a live one, and often never revives. Normal "
+            "after structured pruning and for the padding row of an embedding.",
+            "none.",
+            "Remove them (pruning), or lower the weight decay or learning rate under which they died.",
+            "D. Mehta, K. Kim, C. Theobalt, 'On implicit filter level sparsity in convolutional neural "
+            "networks', 2019, arXiv 1811.12495.",
+        ),
+        Rule(
+            "G103",
+            "warn",
+            "a filter that is a thousand times weaker than the median",
+            _weak,
+            "On its way to being dead: weight decay shrinks it and no gradient holds against it. Scale-"
+            "invariant layers (followed by a normalisation) hide it, and take erratic steps there.",
+            "a norm concentrates about its mean as 1/√(2d); for d ≥ 4 this does not happen.",
+            "As for dead filters; under a normalisation layer consider weight decay 0 for it.",
+            "T. van Laarhoven, 'L2 regularization versus batch and weight normalization', 2017, arXiv 1706.05350.",
+        ),
+        Rule(
+            "G104",
+            "warn",
+            "a filter that is ten times stronger than the median",
+            _dominant,
+            "One output dominates what the next layer sees. It also costs quantisation per tensor most of its range.",
+            "a norm concentrates about its mean as 1/√(2d); this does not happen.",
+            "Balance neighbouring layers (gonio.balance_), or regularise the norm.",
+            "M. Nagel et al., 'Data-free quantization through weight equalization and bias correction', 2019, "
+            "arXiv 1906.04721.",
+        ),
+        Rule(
+            "G201",
+            "warn",
+            "filters that share one direction",
+            _shared,
+            "A quarter of the energy of the filters and more is common to all of them: they say much the same.",
+            "mean squared cosine 1/d, with the standard deviation that the z-score counts in.",
+            "Centre the weights (weight standardisation), or penalise alignment (SelfOrthogonality, Orthogonality).",
+            "T. T. Cai, J. Fan, T. Jiang, 'Distributions of angles in random packing on spheres', 2013, "
+            "arXiv 1306.0256, for the law of chance; the threshold of a quarter is a choice.",
+        ),
+        Rule(
+            "G202",
+            "info",
+            "filters that are nearly the same, or nearly opposite",
+            _alike,
+            "Two such filters compute one feature twice (opposite ones too, under an odd activation).",
+            "the number expected above that cosine is below 1e-4, or the rule is silent.",
+            "Prune one of each pair, or penalise coherence (MutualCoherence, SelfOrthogonality).",
+            "M. Charikar, 'Similarity estimation techniques from rounding algorithms', 2002, for angles and "
+            "similarity; the threshold 0.95 is a choice.",
+        ),
+        Rule(
+            "G301",
+            "warn",
+            "a weight that is nearly one direction",
+            _one_direction,
+            "More than half of the squared norm lies in one singular direction: the layer nearly is of rank 1.",
+            "stable rank near nd/(√n + √d)²; the rule is silent where that is below 6.",
+            "Look for a constant offset in its input (normalise it), or start anew from an orthogonal initialisation.",
+            "M. Rudelson, R. Vershynin, 'Sampling from large matrices', 2007, arXiv math/0503442, §1.",
+        ),
+    )
+}

@@ -1,0 +1,123 @@
+"""How measurements are shown and exported."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from gonio.measuring import measure
+from report.html_reader import Page
+from report.test_page import PAYLOADS, TAGS
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
+def test_the_table_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = str(measure(model()))
+    assert max(map(len, text.splitlines())) <= width
+    assert "No findings." in text
+    if width >= 60:
+        assert "align" in text
+        assert ("Welch" in text) == (width >= 200)
+    if width >= 200:
+        for title in ("shape", "coher.", "Welch", "s.rank", "min–max"):
+            assert title in text
+
+
+def test_findings_come_first_and_name_their_tensor() -> None:
+    made = model()
+    with torch.no_grad():
+        made[3].weight[1] = float("nan")
+    text = str(measure(made))
+    first = text.splitlines()[2]
+    assert first.startswith("error G001  3: 8 of 32 values are NaN or infinite")
+    assert text.index("G001") < text.index("align")
+
+
+def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    found = measure({"[bold]x[/bold].weight": torch.eye(3), "\x1b[31mred.weight": torch.eye(3)})
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
+    console.print(found)
+    for text in (str(found), console.file.getvalue(), found.coverage, repr(found)):  # type: ignore[attr-defined]
+        assert "\x1b[31m" not in text
+    assert "[bold]x[/bold]" in str(found)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_foreign_text_is_never_markup_on_the_page(payload: str) -> None:
+    found = measure(
+        {f"{payload}.weight": torch.zeros(2, 2), payload: "x", f"{payload}.other": torch.eye(3).to_sparse()}
+    )
+    for html in (found.to_html(), found._repr_html_()):
+        read = Page(html)
+        assert read.names() <= TAGS
+        assert not {a for a in read.attributes() if a.startswith("on") or a in ("src", "href")}
+
+
+def test_the_page_is_one_file_with_every_figure() -> None:
+    found = measure(model())
+    read = Page(found.to_html())
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in read.values("content")
+    assert {"0", "2", "3"} <= {text for tag, text in read.texts if tag == "th"}
+    assert found.coverage in read.text
+    assert all(a.get("aria-label") for tag, a in read.tags if tag == "svg")
+    assert all(a.get("scope") for tag, a in read.tags if tag == "th")
+    assert found.to_html() == measure(model()).to_html()
+    assert "<html" not in found._repr_html_()
+
+
+def test_the_data_is_versioned_strict_and_complete() -> None:
+    made = model()
+    with torch.no_grad():
+        made[0].weight[0, 0, 0, 0] = float("inf")
+    found = measure(made)
+    read = json.loads(found.to_json())
+    assert read == json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert read["schema"] == "gonio.measurements/1"
+    assert [t["path"] for t in read["tensors"]] == [t.path for t in found]
+    conv = read["tensors"][0]
+    assert conv["nonfinite"] == 1
+    assert conv["alignment"] == found["0"].alignment
+    assert read["findings"][0]["code"] == "G001"
+    assert set(read) == {"schema", "source", "coverage", "notes", "findings", "tensors", "versions"}
+
+
+def test_the_csv_reads_back_and_no_cell_is_a_formula() -> None:
+    found = measure({"=cmd.weight": torch.eye(3), "b.weight": torch.ones(2, 5)})
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["path"] for row in rows] == ["'=cmd", "b"]
+    assert float(rows[1]["alignment"]) == found["b"].alignment
+    assert rows[1]["shape"] == "2; 5"
+    assert math.isclose(float(rows[0]["sigma_max"]), 1.0)
+
+
+def test_the_markdown_table_is_a_table() -> None:
+    text = measure({"a|b.weight": torch.eye(3), "<i>.weight": torch.zeros(2, 2)}).to_markdown()
+    lines = [line.replace(r"\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert "&lt;i&gt;" in text
+    assert "**info G101**" in text
+
+
+def test_measurements_compare_and_travel() -> None:
+    found = measure(model())
+    assert found == measure(model())
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
+    assert list(found) == list(found.tensors)
+    assert len(found) == len(found.tensors)

@@ -1,0 +1,86 @@
+"""The figures of `gonio.measure`, from their formulas, in float64 NumPy and by loops over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import integrate, special
+
+__all__ = ["angle_std_by_chance", "coherence_by_chance", "figures", "groups_of"]
+
+Matrix = NDArray[np.float64]
+
+
+def groups_of(weight: NDArray, kind: str, groups: int = 1) -> list[Matrix]:
+    """One (filters, length) matrix per group, written from how torch documents each layer's weight."""
+    w = np.asarray(weight, dtype=np.float64)
+    if kind == "transposed":  # (in, out/groups, …): inputs of a group are rows, its outputs dim 1
+        share = w.shape[0] // groups
+        parts = [w[g * share : (g + 1) * share] for g in range(groups)]
+        return [np.stack([part[:, o].reshape(-1) for o in range(w.shape[1])]) for part in parts]
+    share = w.shape[0] // groups
+    return [np.stack([row.reshape(-1) for row in w[g * share : (g + 1) * share]]) for g in range(groups)]
+
+
+def pairs(matrices: list[Matrix]) -> Iterator[float]:
+    for matrix in matrices:
+        kept = [row / sqrt(row @ row) for row in matrix if row @ row > 0]
+        for a, b in combinations(kept, 2):
+            yield float(np.clip(a @ b, -1, 1))
+
+
+def figures(matrices: list[Matrix]) -> dict[str, float | int | None]:
+    """The attributes of a TensorMeasurement that follow from the matrices."""
+    rows = [row for matrix in matrices for row in matrix]
+    n, d = matrices[0].shape
+    norms = np.array([sqrt(row @ row) for row in rows])
+    singular = np.concatenate([np.linalg.svd(matrix, compute_uv=False) for matrix in matrices])
+    rms = sqrt(sum(float(row @ row) for row in rows) / (len(rows) * d))
+    edge = rms * (sqrt(n) + sqrt(d))
+    share = singular / singular.sum()
+    share = share[share > 0]
+    found: dict[str, float | int | None] = {
+        "rms": rms,
+        "frobenius": sqrt(float((norms**2).sum())),
+        "norm_mean": float(norms.mean()),
+        "norm_std": float(norms.std()),
+        "zero_filters": int((norms == 0).sum()),
+        "sigma_max": float(singular.max()),
+        "sigma_random": edge,
+        "stable_rank": float((singular**2).sum() / singular.max() ** 2),
+        "effective_rank": float(np.exp(-(share * np.log(share)).sum())),
+    }
+    cosines = np.array(list(pairs(matrices)))
+    if not len(cosines):
+        return found | {"pairs": 0, "alignment": None}
+    degrees = np.degrees(np.arccos(cosines))
+    alignment = d * float((cosines**2).mean())
+    deviation = d * sqrt(2 * (d - 1) / (d**2 * (d + 2)) / len(cosines)) if d > 1 else 0.0
+    return found | {
+        "pairs": len(cosines),
+        "angle_mean": float(degrees.mean()),
+        "angle_std": float(degrees.std()),
+        "alignment": alignment,
+        "alignment_z": (alignment - 1) / deviation if deviation else 0.0,
+        "coherence": float(np.abs(cosines).max()),
+        "welch_bound": sqrt((n - d) / (d * (n - 1))) if n > d else 0.0,
+        "near_duplicates": int((np.abs(cosines) >= 0.95).sum()),
+    }
+
+
+def angle_std_by_chance(dim: int) -> float:
+    def moment(power: int) -> float:
+        value, _ = integrate.quad(lambda t: (t - np.pi / 2) ** power * np.sin(t) ** (dim - 2), 0, np.pi)
+        return value
+
+    return float(np.degrees(sqrt(moment(2) / moment(0))))
+
+
+def coherence_by_chance(count: int, dim: int) -> float:
+    """Median of the largest of `count` independent |cos|, by the incomplete beta function."""
+    one = 0.5 ** (1 / count)  # P(a single one stays below)
+    return sqrt(1 - special.betaincinv((dim - 1) / 2, 0.5, 1 - one))
