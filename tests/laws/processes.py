@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from laws.support import MODULES, ModuleCase
 
-__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "WORLD", "batch", "objective", "prepared", "run_rank"]
+__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "WORLD", "alone", "run_rank"]
 
 WORLD = 2
 
@@ -66,21 +66,35 @@ def prepared(case: ModuleCase) -> nn.Module:
     return case.make().train()
 
 
-def ddp_gradients(case: ModuleCase, rank: int) -> list[Tensor]:
-    module = DistributedDataParallel(prepared(case))
-    rows = batch(case)[rank * case.shape[0] : (rank + 1) * case.shape[0]]
+def stepped(module: nn.Module, rows: Tensor, whole: Tensor) -> list[Tensor]:
+    """Gradients of a training step on `rows`, then the output for the `whole` batch after the step.
+
+    The optimizer is made before the first forward, as users do: what it holds must be what is trained.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     objective(module(rows), rows=len(rows)).backward()
-    return _gradients(module)
+    gradients = [_full(torch.zeros_like(p) if p.grad is None else p.grad) for p in module.parameters()]
+    optimizer.step()
+    with torch.no_grad():
+        return [*gradients, module.eval()(whole).clone()]
 
 
-def sharded_gradients(case: ModuleCase) -> list[Tensor]:
-    """FSDP2 with the same batch on each rank: output and gradients equal those of one process."""
+def data_parallel(case: ModuleCase, rank: int) -> list[Tensor]:
+    """Each rank sees its part of the batch."""
+    rows = batch(case)[rank * case.shape[0] : (rank + 1) * case.shape[0]]
+    return stepped(DistributedDataParallel(prepared(case)), rows, batch(case))
+
+
+def sharded(case: ModuleCase) -> list[Tensor]:
+    """FSDP2 with the same batch on each rank."""
     module = prepared(case)
     fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (WORLD,)))
-    x = batch(case)
-    output = module(x)
-    objective(output, rows=len(x)).backward()
-    return [output.detach(), *_gradients(module)]
+    return stepped(module, batch(case), batch(case))
+
+
+def alone(case: ModuleCase) -> list[Tensor]:
+    """One process on the joined batch."""
+    return stepped(prepared(case), batch(case), batch(case))
 
 
 def penalised_gradients(case: RegularizerCase) -> list[Tensor]:
@@ -91,11 +105,7 @@ def penalised_gradients(case: RegularizerCase) -> list[Tensor]:
     fully_shard(linear, mesh=dist.device_mesh.init_device_mesh("cpu", (WORLD,)))
     value = case.make().value(linear.weight)
     value.backward()
-    return [_full(value), *_gradients(linear)]
-
-
-def _gradients(module: nn.Module) -> list[Tensor]:
-    return [_full(torch.zeros_like(p) if p.grad is None else p.grad) for p in module.parameters()]
+    return [_full(value), _full(linear.weight.grad)]
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -109,8 +119,8 @@ def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     found: dict[str, list[Tensor] | str] = {}
     for case in (*MODULES, *CONTROLS):
-        found[f"ddp {case.name}"] = _attempt(lambda case=case: ddp_gradients(case, rank))
-        found[f"fsdp {case.name}"] = _attempt(lambda case=case: sharded_gradients(case))
+        found[f"ddp {case.name}"] = _attempt(lambda case=case: data_parallel(case, rank))
+        found[f"fsdp {case.name}"] = _attempt(lambda case=case: sharded(case))
     for penalty in (*PENALTIES, PENALTY_CONTROL):
         found[f"fsdp {penalty.name}"] = _attempt(lambda penalty=penalty: penalised_gradients(penalty))
     torch.save(found, Path(folder) / f"{rank}.pt")

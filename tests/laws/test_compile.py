@@ -108,7 +108,13 @@ def test_compile(case: ModuleCase) -> None:
     check_compiled(case)
 
 
-@over(REGULARIZERS)
+@over([case for case in REGULARIZERS if case.long_to_compile])
+@pytest.mark.slow
+def test_compile_long_regularizer(case: RegularizerCase) -> None:
+    check_compiled_regularizer(case)
+
+
+@over([case for case in REGULARIZERS if not case.long_to_compile])
 def test_compile_regularizer(case: RegularizerCase) -> None:
     check_compiled_regularizer(case)
 

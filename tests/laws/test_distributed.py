@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing import spawn
 
 from catalog import RegularizerCase, seeded
-from laws.processes import CONTROLS, PENALTIES, PENALTY_CONTROL, WORLD, batch, objective, prepared, run_rank
+from laws.processes import CONTROLS, PENALTIES, PENALTY_CONTROL, WORLD, alone, run_rank
 from laws.support import MODULES, ModuleCase, assert_all_equal, assert_near, over
 
 Found = list[dict[str, list[Tensor] | str]]
@@ -23,16 +23,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("gloo")
     spawn(run_rank, args=(str(folder),), nprocs=WORLD)
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-
-
-def alone(case: ModuleCase) -> list[Tensor]:
-    """Output and gradients of one process on the joined batch."""
-    module = prepared(case)
-    x = batch(case)
-    output = module(x)
-    objective(output, rows=len(x)).backward()
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-    return [output.detach(), *grads]
 
 
 def penalised(case: RegularizerCase) -> list[Tensor]:
@@ -54,7 +44,7 @@ def check(ranks: Found, key: str, expected: list[Tensor]) -> None:
 
 @over(MODULES)
 def test_data_parallel(case: ModuleCase, ranks: Found) -> None:
-    check(ranks, f"ddp {case.name}", alone(case)[1:])
+    check(ranks, f"ddp {case.name}", alone(case))
 
 
 @over(MODULES)
@@ -71,13 +61,13 @@ def test_penalty_of_a_sharded_weight(case: RegularizerCase, ranks: Found) -> Non
 
 
 def test_the_laws_accept_a_plain_linear_layer(ranks: Found) -> None:
-    check(ranks, "ddp Linear", alone(CONTROLS[0])[1:])
+    check(ranks, "ddp Linear", alone(CONTROLS[0]))
     check(ranks, "fsdp Linear", alone(CONTROLS[0]))
 
 
 def test_the_law_refuses_statistics_of_one_process(ranks: Found) -> None:
     with pytest.raises(AssertionError, match=r"ddp _BatchMean, tensor 0 differs"):
-        check(ranks, "ddp _BatchMean", alone(CONTROLS[1])[1:])
+        check(ranks, "ddp _BatchMean", alone(CONTROLS[1]))
 
 
 def test_the_law_refuses_the_norm_of_a_shard(ranks: Found) -> None:
