@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from compare.plans import plan_of
 from gonio.compare.lock import locked
 from gonio.compare.results import RunRecord
-from gonio.compare.study import Study
+from gonio.compare.study import Study, _database
 from gonio.errors import PlanChangedError, StudyError, StudyLockedError
 
 
@@ -22,7 +24,6 @@ def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     study = Study.create(tmp_path / "a" / "b", plan_of(seeds=2))
     record = finished("r0", 1)
     study.add(study.plan.recipes[1], record, {"torch": "2"})
-    study.close()
     again = Study.open(tmp_path / "a" / "b")
     assert again.runs() == (record,)
     assert again.runs()[0].seconds == 1.5
@@ -117,24 +118,41 @@ def test_edited_plan(tmp_path: Path) -> None:
 
 
 def test_unreadable_database(tmp_path: Path) -> None:
-    Study.create(tmp_path, plan_of()).close()
+    Study.create(tmp_path, plan_of())
     (tmp_path / "study.db").write_bytes(b"no database at all" * 100)
-    with pytest.raises(StudyError, match=r"study.db cannot be read: file is not a database"):
+    with pytest.raises(StudyError, match=r"study.db cannot be used: file is not a database"):
         Study.open(tmp_path)
 
 
 def test_database_of_a_newer_version(tmp_path: Path) -> None:
-    Study.create(tmp_path, plan_of()).close()
-    with sqlite3.connect(tmp_path / "study.db") as database:
+    Study.create(tmp_path, plan_of())
+    with closing(sqlite3.connect(tmp_path / "study.db")) as database:
         database.execute("PRAGMA user_version = 99")
     with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 1. Use a newer gonio"):
         Study.open(tmp_path)
 
 
 def test_commits_are_durable(tmp_path: Path) -> None:
+    Study.create(tmp_path, plan_of())
+    with _database(tmp_path) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+def test_what_cannot_be_committed_is_rolled_back(tmp_path: Path) -> None:
     study = Study.create(tmp_path, plan_of())
-    assert study._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert study._database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    with pytest.raises(StudyError, match=r"cannot be used: NOT NULL constraint failed: costs\.ratio"):
+        study.add_costs([("r0", "step_time", 0, 2.0), ("r0", "step_time", 1, None)])  # type: ignore[list-item]
+    assert len(study.without_costs()) == 1
+
+
+def test_a_study_can_be_read_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = Study.create(tmp_path, plan_of(seeds=1))
+    study.add(study.plan.recipes[0], finished("baseline", 0), {})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert len(Study.open(tmp_path).runs()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 def test_mixed_versions_are_noted(tmp_path: Path) -> None:

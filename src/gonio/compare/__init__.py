@@ -9,7 +9,7 @@ from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
 from gonio.compare.portrait import portrait
 from gonio.compare.progress import Bar, Lines, Quiet, Watcher, watcher_for
 from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, RunRecord
-from gonio.compare.running import run
+from gonio.compare.running import default_jobs, run
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
 
@@ -34,6 +34,7 @@ __all__ = [
     "Training",
     "Watcher",
     "accuracy",
+    "default_jobs",
     "dry_run",
     "make_plan",
     "portrait",

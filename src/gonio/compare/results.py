@@ -133,5 +133,5 @@ class Results:
 
     @property
     def failed(self) -> int:
-        """Number of runs that failed or diverged; the command exits with 4 if it is not 0."""
-        return sum(run.status != "finished" for run in self.runs)
+        """Number of runs that have no result: an exception, or a process that died. Diverged runs have one."""
+        return sum(run.status == "failed" for run in self.runs)

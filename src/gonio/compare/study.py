@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,9 @@ class Study:
         plan: what was decided before the first run.
     """
 
-    def __init__(self, path: Path, plan: Plan, database: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, plan: Plan) -> None:
         self.path = path
         self.plan = plan
-        self._database = database
 
     @classmethod
     def create(cls, path: str | Path, plan: Plan) -> Study:
@@ -66,15 +66,15 @@ class Study:
     @classmethod
     def create_locked(cls, folder: Path, plan: Plan) -> Study:
         """:meth:`create` for a caller that holds the folder's lock."""
-        database = _connect(folder / _DATABASE)
-        with database:
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {_VERSION}")
-        if (folder / _PLAN).exists():
+        with _database(folder) as database:
+            if database.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
+                database.executescript(_SCHEMA)
+                database.execute(f"PRAGMA user_version = {_VERSION}")
             finished = database.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
+        if (folder / _PLAN).exists():
             plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
         _write_plan(folder, plan)
-        return cls(folder, plan, database)
+        return cls(folder, plan)
 
     @classmethod
     def open(cls, path: str | Path) -> Study:
@@ -87,11 +87,12 @@ class Study:
         for name in (_PLAN, _DATABASE):
             if not (folder / name).is_file():
                 raise StudyError(str(path), f"there is no {name} in it", "Give the folder of a study.")
-        return cls(folder, _read_plan(folder), _connect(folder / _DATABASE))
+        with _database(folder):
+            return cls(folder, _read_plan(folder))
 
     def missing(self) -> list[tuple[RecipeEntry, int]]:
         """The runs to do: without a row, or failed. What was an accident succeeds the next time."""
-        rows = self._database.execute("SELECT hash, seed FROM runs WHERE status != 'failed'").fetchall()
+        rows = set(self._select("SELECT hash, seed FROM runs WHERE status != 'failed'"))
         return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
 
     def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
@@ -99,23 +100,23 @@ class Study:
         content = record.to_dict()
         seconds = content.pop("seconds")
         row = (entry.hash, record.seed, record.status, json.dumps(content), seconds, json.dumps(dict(versions)))
-        with self._database:
-            self._database.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
+        with _database(self.path) as database:
+            database.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def add_costs(self, rows: Sequence[CostRow]) -> None:
         """Commit measured cost ratios, all or none."""
-        with self._database:
-            self._database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
+        with _database(self.path) as database:
+            database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
 
     def without_costs(self) -> list[RecipeEntry]:
         """The recipes, baseline excluded, whose cost has not been measured."""
-        found = {row[0] for row in self._database.execute("SELECT DISTINCT hash FROM costs")}
+        found = {hash_ for (hash_,) in self._select("SELECT DISTINCT hash FROM costs")}
         return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]
 
     def runs(self) -> tuple[RunRecord, ...]:
         """Every run that has a row, in the plan's order of recipes and seeds."""
-        query = "SELECT hash, seed, record, seconds FROM runs"
-        found = {(h, s): _record(text, seconds) for h, s, text, seconds in self._database.execute(query)}
+        rows = self._select("SELECT hash, seed, record, seconds FROM runs")
+        found = {(hash_, seed): _record(text, seconds) for hash_, seed, text, seconds in rows}
         return tuple(
             found[entry.hash, seed]
             for entry in self.plan.recipes
@@ -129,29 +130,39 @@ class Study:
         Raises:
             MissingExtraError: scipy is not installed.
         """
-        costs = self._database.execute("SELECT hash, kind, block, ratio FROM costs").fetchall()
-        used = self._database.execute("SELECT DISTINCT versions FROM runs").fetchall()
+        costs = self._select("SELECT hash, kind, block, ratio FROM costs")
+        used = self._select("SELECT DISTINCT versions FROM runs")
         return summarise(self.plan, self.runs(), costs, [json.loads(text) for (text,) in used])
 
-    def close(self) -> None:
-        """Close the database; the write-ahead log is merged into it."""
-        self._database.close()
+    def _select(self, query: str) -> list[Any]:
+        with _database(self.path) as database:
+            return database.execute(query).fetchall()
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+@contextmanager
+def _database(folder: Path) -> Iterator[sqlite3.Connection]:
+    """A connection for one transaction: committed at the end of the block, or rolled back by an exception."""
+    path = folder / _DATABASE
+    # a study that was mailed or archived may lie where nothing can be written, not even SQLite's own files
+    fixed = path.exists() and not os.access(folder, os.W_OK)
     try:
-        if path.exists() and not os.access(path.parent, os.W_OK):
-            return sqlite3.connect(f"file:{path.absolute()}?immutable=1", uri=True)
-        database = sqlite3.connect(path)
+        where = f"{path.absolute().as_uri()}?immutable=1" if fixed else path.absolute().as_uri()
+        with closing(sqlite3.connect(where, uri=True)) as database, database:
+            _check(folder, database, fixed=fixed)
+            yield database
+    except sqlite3.DatabaseError as error:
+        raise StudyError(str(folder), f"{_DATABASE} cannot be used: {error}", "Restore it.") from error
+
+
+def _check(folder: Path, database: sqlite3.Connection, *, fixed: bool) -> None:
+    """Set what makes a commit durable, and refuse a format of the future."""
+    if not fixed:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits at a power cut
-        found = database.execute("PRAGMA user_version").fetchone()[0]
-    except sqlite3.DatabaseError as error:
-        raise StudyError(str(path.parent), f"{path.name} cannot be read: {error}", "Restore it.") from error
+    found = database.execute("PRAGMA user_version").fetchone()[0]
     if found > _VERSION:
-        why = f"{path.name} has format {found}, and this gonio reads up to {_VERSION}"
-        raise StudyError(str(path.parent), why, "Use a newer gonio.")
-    return database
+        why = f"{_DATABASE} has format {found}, and this gonio reads up to {_VERSION}"
+        raise StudyError(str(folder), why, "Use a newer gonio.")
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:

@@ -32,7 +32,7 @@ class Worker:
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.receiver, sender = context.Pipe(duplex=False)
-        with _environment("OMP_NUM_THREADS", "1"), sender:
+        with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
             forkserver.ensure_running()
             self._process: ForkServerProcess = context.Process(
                 target=_call, args=(sender, function, arguments), daemon=True
@@ -71,7 +71,7 @@ class Worker:
 def _call(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Runs in the worker."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, under a server that others started
     os.dup2(2, 1)  # what user code prints is talk, and standard output is for data
     sender.send_bytes(json.dumps(function(*arguments), allow_nan=False).encode())
 
@@ -101,3 +101,17 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Block SIGINT, which a process started inside inherits for good.
+
+    Ctrl-C reaches every process of the terminal; the parent alone decides what it means. It is not lost
+    here: it arrives at the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
