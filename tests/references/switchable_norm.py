@@ -1,6 +1,6 @@
 """Switchable normalisation from its definition, in float64.
 
-Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization" (ICLR 2019), eq. 2-3:
+Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization" (ICLR 2019):
 y = γ (x − Σ w_k μ_k) / sqrt(Σ w'_k σ²_k + ε) + β over instance, layer and batch statistics, each computed
 from the values themselves, with the biased variance. A statistic of a single value is left out.
 """

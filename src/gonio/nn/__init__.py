@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gonio.nn import angular, magnitude
+from gonio.nn.blending import Blending, convert_gradually_
 from gonio.nn.decoupled_conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
 from gonio.nn.decoupled_conv_transpose import (
     DecoupledConvTranspose1d,
@@ -10,9 +11,11 @@ from gonio.nn.decoupled_conv_transpose import (
     DecoupledConvTranspose3d,
 )
 from gonio.nn.decoupled_linear import DecoupledLinear
+from gonio.nn.projection import Projection, project_weights_
 from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
 __all__ = [
+    "Blending",
     "DecoupledConv1d",
     "DecoupledConv2d",
     "DecoupledConv3d",
@@ -20,9 +23,12 @@ __all__ = [
     "DecoupledConvTranspose2d",
     "DecoupledConvTranspose3d",
     "DecoupledLinear",
+    "Projection",
     "SwitchableNorm1d",
     "SwitchableNorm2d",
     "SwitchableNorm3d",
     "angular",
+    "convert_gradually_",
     "magnitude",
+    "project_weights_",
 ]

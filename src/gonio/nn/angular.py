@@ -36,7 +36,7 @@ class Angular(ABC):
     def of_cosine(self, cosine: Tensor) -> Tensor:
         """The value where the cosine of the angle is `cosine`; rounding beyond ±1 is allowed."""
 
-    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
         r"""The operator :math:`h\,g` from the plain product.
 
         Args:
@@ -60,14 +60,14 @@ class Cosine(Angular):
         tensor([ 1., -1.])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.3.
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
         https://arxiv.org/abs/1804.08071
     """
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
         return cosine
 
-    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
         return product * slope  # no division by the norm, hence nothing undefined at a zero input
 
 
@@ -84,7 +84,7 @@ class Linear(Angular):
         tensor([0.5000])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.3.
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
         https://arxiv.org/abs/1804.08071
     """
 
@@ -115,7 +115,7 @@ class Sigmoid(Angular):
         tensor([ 1.0000,  0.9983, -1.0000])
 
     References:
-        [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017, section 2.3 (k = 0.3).
+        [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017 (k = 0.3).
         https://arxiv.org/abs/1711.03189
     """
 
@@ -148,5 +148,5 @@ class SquaredCosine(Angular):
     def of_cosine(self, cosine: Tensor) -> Tensor:
         return cosine * cosine.abs()
 
-    def combine(self, product: Tensor, norm: Tensor, slope: Tensor) -> Tensor:
+    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
         return product * product.abs() * (slope / norm)  # the division stays on the small map

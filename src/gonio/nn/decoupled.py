@@ -44,7 +44,6 @@ class Decoupled(RunningStatistics):
     gradient: Gradient
     synchronize: bool
     weight: Tensor
-    bias: Tensor | None
     log_radius: Tensor | None
     alpha: Tensor | None
     beta: Tensor | None
@@ -160,7 +159,7 @@ class Decoupled(RunningStatistics):
             norm = product.group(energy).clamp_min(SHORTEST[x.dtype] ** 2).sqrt()
             out = self._combine(y, norm, x, product)
         if self.blend is not None:
-            out = self._blended(out, product.group(y), x, product)
+            out = self._blended(out, product.group(y), x, product, self.blend)
         return product.ungroup(out).to(x.dtype)
 
     def _times_alpha(self, y: Tensor, product: Product) -> Tensor:
@@ -228,10 +227,10 @@ class Decoupled(RunningStatistics):
         self._track({"mean_norm": mean}, count)
         return mean
 
-    def _blended(self, out: Tensor, y: Tensor, x: Tensor, product: Product) -> Tensor:
+    def _blended(self, out: Tensor, y: Tensor, x: Tensor, product: Product, blend: Tensor) -> Tensor:
         """Between the plain product and the operator, during a gradual conversion."""
         plain = y if self._keeps_length else y * product.lengths(self.weight, x)
-        return plain + self.blend * (out - plain)
+        return plain + blend * (out - plain)
 
     def _folded_weight(self) -> Tensor:
         """The weight of the torch layer that computes the same."""

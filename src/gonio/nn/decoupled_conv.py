@@ -49,13 +49,13 @@ class DecoupledConv(Decoupled, nn.modules.conv._ConvNd):
         synchronize: bool = True,
     ) -> None:
         torch_arguments: tuple[Any, ...] = (kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        super().__init__(in_channels, out_channels, *torch_arguments, device, dtype)
+        super().__init__(in_channels, out_channels, *torch_arguments, device, dtype)  # type: ignore[call-arg]  # the torch layer\'s
         self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
 
     @classmethod
     def _around(cls: type[Self], conv: nn.modules.conv._ConvNd, *operator: Any) -> Self:
         check_plain(conv, cls.plain, asked="from_conv")
-        new = share_(cls(*_arguments(conv), device="meta"), conv)
+        new = share_(cls(**_arguments(conv)), conv)
         new._set_operator(*operator)
         return new
 
@@ -88,9 +88,10 @@ class DecoupledConv(Decoupled, nn.modules.conv._ConvNd):
         return out if batched else out.squeeze(0)
 
 
-def _arguments(conv: nn.modules.conv._ConvNd) -> tuple[Any, ...]:
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
-    return (*(getattr(conv, name) for name in names), conv.bias is not None, conv.padding_mode)
+def _arguments(conv: nn.modules.conv._ConvNd) -> dict[str, Any]:
+    """What builds a layer of the same shape, without memory: its parameters come from elsewhere."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    return {name: getattr(conv, name) for name in names} | {"bias": conv.bias is not None, "device": "meta"}
 
 
 class DecoupledConv1d(DecoupledConv, nn.Conv1d):
@@ -132,7 +133,7 @@ class DecoupledConv1d(DecoupledConv, nn.Conv1d):
 
     def to_conv(self) -> nn.Conv1d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.Conv1d(*_arguments(self), device="meta"), self)
+        return share_(nn.Conv1d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.Conv1d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""
@@ -202,7 +203,7 @@ class DecoupledConv2d(DecoupledConv, nn.Conv2d):
     Folding: exact for the magnitude Linear with the cosine, else impossible.
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, sections 3.1–3.5.
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018.
         https://arxiv.org/abs/1804.08071
 
     Differs: the norms have no additive constant (the official code adds 1e-4 under each root, which
@@ -230,7 +231,7 @@ class DecoupledConv2d(DecoupledConv, nn.Conv2d):
 
     def to_conv(self) -> nn.Conv2d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.Conv2d(*_arguments(self), device="meta"), self)
+        return share_(nn.Conv2d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.Conv2d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""
@@ -276,7 +277,7 @@ class DecoupledConv3d(DecoupledConv, nn.Conv3d):
 
     def to_conv(self) -> nn.Conv3d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.Conv3d(*_arguments(self), device="meta"), self)
+        return share_(nn.Conv3d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.Conv3d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""

@@ -49,20 +49,19 @@ class DecoupledConvTranspose(Decoupled, nn.modules.conv._ConvTransposeNd):
         synchronize: bool = True,
     ) -> None:
         sizes: tuple[Any, ...] = (kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode)
-        super().__init__(in_channels, out_channels, *sizes, device, dtype)
+        super().__init__(in_channels, out_channels, *sizes, device, dtype)  # type: ignore[call-arg]  # the torch layer\'s
         self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
 
     @classmethod
     def _around(cls: type[Self], conv: nn.modules.conv._ConvTransposeNd, *operator: Any) -> Self:
         check_plain(conv, cls.plain, asked="from_conv")
-        new = share_(cls(*_arguments(conv), device="meta"), conv)
+        new = share_(cls(**_arguments(conv)), conv)
         new._set_operator(*operator)
         return new
 
     def _product_with(self, output_padding: tuple[int, ...]) -> TransposedConvolution:
-        return TransposedConvolution(
-            self.kernel_size, self.stride, self.padding, self.dilation, self.groups, output_padding
-        )
+        padding: Any = self.padding  # a transposed convolution takes no "same"
+        return TransposedConvolution(self.kernel_size, self.stride, padding, self.dilation, self.groups, output_padding)
 
     @property
     def _product(self) -> TransposedConvolution:
@@ -80,16 +79,28 @@ class DecoupledConvTranspose(Decoupled, nn.modules.conv._ConvTransposeNd):
         batched = x.dim() == self.weight.dim()
         x = x if batched else x.unsqueeze(0)
         dims = len(self.kernel_size)
-        extra = self._output_padding(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
+        compute: Any = self._output_padding  # its annotations ask for lists
+        extra = compute(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
         out = self._operate(x, self._product_with(tuple(extra)))
         if self.bias is not None:
             out = out + self.bias.to(out.dtype).reshape(-1, *(1 for _ in self.kernel_size))
         return out if batched else out.squeeze(0)
 
 
-def _arguments(conv: nn.modules.conv._ConvNd) -> tuple[Any, ...]:
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups")
-    return (*(getattr(conv, name) for name in names), conv.bias is not None, conv.dilation, conv.padding_mode)
+def _arguments(conv: nn.modules.conv._ConvNd) -> dict[str, Any]:
+    """What builds a layer of the same shape, without memory: its parameters come from elsewhere."""
+    names = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "output_padding",
+        "groups",
+        "dilation",
+        "padding_mode",
+    )
+    return {name: getattr(conv, name) for name in names} | {"bias": conv.bias is not None, "device": "meta"}
 
 
 class DecoupledConvTranspose1d(DecoupledConvTranspose, nn.ConvTranspose1d):
@@ -137,7 +148,7 @@ class DecoupledConvTranspose1d(DecoupledConvTranspose, nn.ConvTranspose1d):
 
     def to_conv(self) -> nn.ConvTranspose1d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.ConvTranspose1d(*_arguments(self), device="meta"), self)
+        return share_(nn.ConvTranspose1d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.ConvTranspose1d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""
@@ -189,7 +200,7 @@ class DecoupledConvTranspose2d(DecoupledConvTranspose, nn.ConvTranspose2d):
 
     def to_conv(self) -> nn.ConvTranspose2d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.ConvTranspose2d(*_arguments(self), device="meta"), self)
+        return share_(nn.ConvTranspose2d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.ConvTranspose2d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""
@@ -241,7 +252,7 @@ class DecoupledConvTranspose3d(DecoupledConvTranspose, nn.ConvTranspose3d):
 
     def to_conv(self) -> nn.ConvTranspose3d:
         """The torch layer on the same Parameter objects; its product is the plain one."""
-        return share_(nn.ConvTranspose3d(*_arguments(self), device="meta"), self)
+        return share_(nn.ConvTranspose3d(**_arguments(self)), self)
 
     def to_plain(self) -> nn.ConvTranspose3d:
         """A torch layer that computes the same, with parameters of its own; refused where none does."""

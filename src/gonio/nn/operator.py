@@ -18,7 +18,7 @@ COSINE = Cosine()
 
 
 def check_operator(
-    owner: str, magnitude: Magnitude, angular: Angular, weighted: Weighted | None, gradient: Gradient
+    owner: str, magnitude: object, angular: object, weighted: Weighted | None, gradient: Gradient
 ) -> None:
     """Raise for options that are not of their kind, or have no meaning together."""
     if not isinstance(magnitude, Magnitude):

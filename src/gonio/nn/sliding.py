@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,11 @@ class Sliding(Product):
     def multiply_backward(
         self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        by_input, by_filters, _ = torch.ops.aten.convolution_backward(
+        by_input, by_filters, _ = self._backward(grad, x, filters, needed)
+        return by_input, by_filters
+
+    def _backward(self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = torch.ops.aten.convolution_backward(
             grad,
             x,
             filters,
@@ -56,7 +61,7 @@ class Sliding(Product):
             self.groups,
             (needed[0], needed[1], False),
         )
-        return by_input, by_filters
+        return found
 
     def energy(self, x: Tensor) -> Tensor:
         squares = wide(x)
@@ -72,7 +77,7 @@ class Sliding(Product):
 
     def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         shape_alone = grad.new_empty(1).expand(x.shape[0], self.groups, *x.shape[2:])
-        spread, _ = self.multiply_backward(grad, shape_alone, self._box(grad), (True, False))
+        spread, *_ = self._backward(grad, shape_alone, self._box(grad), (True, False))
         return self.group(spread)
 
     def group_input(self, x: Tensor) -> Tensor:

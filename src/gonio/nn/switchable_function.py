@@ -6,6 +6,7 @@ written as often as in batch normalisation, and the input alone is kept for back
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +121,8 @@ class _Fused(torch.autograd.Function):
             by_shift.sum(0),
         )
         through_mean, through_var = _through_statistics(ctx, (by_mean, by_var), weights, (mean, var), mixed)
-        slope = 2 * through_var / centred[:1, :1].numel()
-        shift = through_mean / centred[:1, :1].numel() - slope * (mean - pivot)
+        slope = 2 * through_var / math.prod(x.shape[2:])
+        shift = through_mean / math.prod(x.shape[2:]) - slope * (mean - pivot)
         centred.mul_(spread(slope, centred)).add_(spread(shift, centred))
         centred.addcmul_(grad, spread(gamma * mixed.rstd, centred))
         return centred.to(x.dtype), *parameters, None, None, None
@@ -168,7 +169,7 @@ def _means(x: Tensor) -> tuple[Tensor, Tensor]:
     """Means over positions of x and of its square."""
     dims = tuple(range(2, x.dim()))
     if x.is_contiguous() and x.numel():  # vector_norm is the fastest sum of squares over innermost dimensions
-        return x.mean(dims), torch.linalg.vector_norm(x, dim=dims).square() / x[:1, :1].numel()
+        return x.mean(dims), torch.linalg.vector_norm(x, dim=dims).square() / math.prod(x.shape[2:])
     return x.mean(dims), (x * x).mean(dims)
 
 
@@ -178,7 +179,7 @@ def _sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if not (x.device.type == "cpu" and x.numel() and x.is_contiguous() and grad.is_contiguous()):
         return grad.sum(dims).to(kind), (grad * x).sum(dims).to(kind)
     # the backward of group normalisation with one group per row is a reducer without temporaries
-    rows, area = x.shape[0] * x.shape[1], x[:1, :1].numel()
+    rows, area = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
     flat, ones = (1, rows, area), x.new_ones(1, rows)
     _, by_square, by_shift = torch.ops.aten.native_group_norm_backward(
         grad.view(flat), x.view(flat), torch.zeros_like(ones), ones, ones[0], 1, rows, area, rows, [False, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, TypeVar
 
 import torch
@@ -131,7 +132,7 @@ class SwitchableNorm(RunningStatistics):
 
     def _defined(self, x: Tensor, *, fixed: bool, join: bool) -> tuple[bool, bool, bool]:
         """Which statistics are over more than one value; the others would erase the input."""
-        area = x[:1, :1].numel() if x.shape[0] else x.new_empty(1, 1, *x.shape[2:]).numel()
+        area = math.prod(x.shape[2:])
         batch = self.use_batch and (fixed or area > 1 or self._samples(x, join) != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
         if not any(defined):
@@ -160,6 +161,22 @@ class SwitchableNorm(RunningStatistics):
 
 
 class SwitchableNorm1d(SwitchableNorm):
+    r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
+
+    Shape:
+        - input and output: (N, C) or (N, C, L).
+
+    Example:
+        >>> norm = gonio.nn.SwitchableNorm1d(3)
+        >>> x = torch.arange(4 * 3.0).reshape(4, 3)
+        >>> torch.allclose(norm(7 * x + 100), norm(x), atol=1e-4)
+        True
+
+    References:
+        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
+        https://arxiv.org/abs/1806.10779
+    """
+
     ranks = (2, 3)
     torchs = nn.BatchNorm1d
 
@@ -172,6 +189,66 @@ class SwitchableNorm1d(SwitchableNorm):
 
 
 class SwitchableNorm2d(SwitchableNorm):
+    r"""Normalisation of images by a learned mixture of instance, layer and batch statistics.
+
+    .. math::
+        y = \gamma\, \frac{x - \sum_k w_k \mu_k}{\sqrt{\sum_k w'_k \sigma_k^2 + \varepsilon}} + \beta,
+        \qquad k \in \{\text{instance}, \text{layer}, \text{batch}\},
+
+    where :math:`w` and :math:`w'` are the softmax of three numbers each, learned per layer (`mean_logits`,
+    `var_logits`; equal at first). :math:`\mu_k` and the biased :math:`\sigma_k^2` are taken over (H, W),
+    (C, H, W) and (N, H, W). With one weight at 1 it is instance, layer or batch normalisation. In
+    evaluation the batch statistics are the running ones.
+
+    A statistic over a single value would erase the input, so it is left out and the other weights are
+    scaled up: instance statistics of 1×1 maps, batch statistics of a single such sample.
+
+    Args:
+        num_features: channels C.
+        eps: :math:`\varepsilon`, added to the mixed variance.
+        momentum: weight of the new batch in the running statistics, as in torch; None averages all batches.
+        affine: learn :math:`\gamma` and :math:`\beta`.
+        track_running_stats: if False, evaluation uses the statistics of its batch.
+        use_batch: if False, mix instance and layer statistics alone: no state, no coupling of samples.
+        synchronize: take batch statistics over all processes of a data-parallel training, weighted by the
+            samples of each; a process may have none.
+
+    Shape:
+        - input and output: (N, C, H, W).
+
+    Invariances:
+        Rescaling and shifting the whole input (by a factor far above :math:`\sqrt\varepsilon`) in training.
+
+    Raises:
+        InvalidArgumentError: for an input of another shape, or if every statistic is of a single value.
+
+    Example:
+        >>> norm = gonio.nn.SwitchableNorm2d(3)
+        >>> x = torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)
+        >>> torch.allclose(norm(1e5 + 100 * x), norm(x), atol=1e-3)
+        True
+        >>> with torch.no_grad():  # one weight at 1: instance normalisation
+        ...     _ = norm.mean_logits.copy_(torch.tensor([100.0, 0.0, 0.0]))
+        ...     _ = norm.var_logits.copy_(norm.mean_logits)
+        >>> torch.allclose(norm(x), F.instance_norm(x), atol=1e-6)
+        True
+        >>> norm.mixture()["mean"]["instance"]
+        1.0
+
+    Cost: as many passes over the input as batch normalisation, and the input alone is kept for backward.
+
+    Folding: impossible, unless the mixture is batch statistics alone (`is_batch_only`).
+
+    References:
+        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
+        https://arxiv.org/abs/1806.10779
+
+    Differs: from the official code. Instance variances are biased, which the layer and batch variances
+    that are computed from them require. Statistics are centred and in float32 or wider, so a mean of 1e5
+    costs no digits. The running variance starts at 1. `momentum` is the weight of the new batch (official
+    0.9 and 0.997 are 0.1 and 0.003 here). The running variance is biased, unlike that of torch's batch norm.
+    """
+
     ranks = (4,)
     torchs = nn.BatchNorm2d
 
@@ -187,6 +264,22 @@ class SwitchableNorm2d(SwitchableNorm):
 
 
 class SwitchableNorm3d(SwitchableNorm):
+    r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
+
+    Shape:
+        - input and output: (N, C, D, H, W).
+
+    Example:
+        >>> norm = gonio.nn.SwitchableNorm3d(3)
+        >>> x = torch.arange(2 * 3 * 2 * 2 * 2.0).reshape(2, 3, 2, 2, 2)
+        >>> torch.allclose(norm(7 * x + 100), norm(x), atol=1e-4)
+        True
+
+    References:
+        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
+        https://arxiv.org/abs/1806.10779
+    """
+
     ranks = (5,)
     torchs = nn.BatchNorm3d
 

@@ -35,6 +35,7 @@ class Coefficients:
 class Magnitude(ABC):
     """A magnitude function of the input's norm."""
 
+    alpha: float
     bounded: ClassVar[bool]  # |h| ≤ alpha for every input
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
 
@@ -45,8 +46,7 @@ class Magnitude(ABC):
     @property
     def coefficients(self) -> Coefficients:
         """The fields as numbers."""
-        names = [f.name for f in fields(Coefficients) if hasattr(self, f.name)]
-        return Coefficients(**{name: getattr(self, name) for name in names})
+        return Coefficients(self.alpha, getattr(self, "beta", 0.0), getattr(self, "radius", 1.0))
 
     @property
     def has_radius(self) -> bool:

@@ -30,7 +30,7 @@ class Sphere(Magnitude):
 
     References:
         [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017. https://arxiv.org/abs/1711.03189
-        [2] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [2] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
@@ -63,7 +63,7 @@ class Ball(Magnitude):
         tensor([0.5000, 1.0000, 1.0000])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
@@ -98,7 +98,7 @@ class Tanh(Magnitude):
         tensor([0.0000, 0.7616, 1.0000])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0

@@ -28,7 +28,7 @@ class Linear(Magnitude):
         tensor([2.])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
@@ -67,7 +67,7 @@ class Segmented(Magnitude):
         tensor([1., 2., 3.])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2; the slopes 1 and 0.5 are those of
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators"; the slopes 1 and 0.5 are those of
         the official code. https://arxiv.org/abs/1804.08071
     """
 
@@ -102,7 +102,7 @@ class Logarithm(Magnitude):
         tensor([0.0000, 0.6931])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
@@ -133,7 +133,7 @@ class Mixed(Magnitude):
         tensor([1.6931])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, section 3.2. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
