@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio import init
+from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import regularizers as R
+from references import decoupled as ref_decoupled
 from references import parametrizations as ref_P
 from references import regularizers as ref_R
+from references import switchable_norm as ref_switchable
 
 # A changed copy of a layer and of its input; must not change the ones that it is given.
 LayerChange = Callable[[nn.Module, Tensor], tuple[nn.Module, Tensor]]
@@ -52,6 +56,7 @@ class RegularizerCase:
     zero_at: Callable[[], Tensor] | None = None  # a float64 input at which the value is 0
     smooth: bool = True  # gradcheck applies at a random point
     halves: bool = True  # documented for bfloat16 and float16 inputs
+    long_to_compile: bool = False  # unrolls many steps: its compilation is a slow test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,207 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 # --- layers ---------------------------------------------------------------------------------------
+
+
+def _filters_scaled(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Every filter times 3; all filters alike, so that it also holds for transposed convolutions."""
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    return layer, x
+
+
+def _filters_flipped(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    with torch.no_grad():
+        layer.weight.neg_()
+    return layer, x
+
+
+def _input_doubled(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    return layer, 2 * x
+
+
+def _samples_swapped(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """The last sample replaced by the first: with batch statistics the others notice."""
+    return layer, torch.cat([x[:-1], x[:1]])
+
+
+_LENGTHS: Mapping[str, LayerChange] = {"filters scaled": _filters_scaled}
+_NORMS: Mapping[str, LayerChange] = {"input doubled": _input_doubled}
+_SIGNS: Mapping[str, LayerChange] = {"filters flipped": _filters_flipped}
+
+
+def _decoupled(
+    name: str,
+    make: Callable[[], nn.Module],
+    *shape: int,
+    invariances: Mapping[str, LayerChange] = _LENGTHS,
+    sensitivities: Mapping[str, LayerChange] = _NORMS,
+) -> LayerCase:
+    return LayerCase(
+        name=name,
+        make=make,
+        shape=shape,
+        reference=ref_decoupled.decoupled,
+        invariances=invariances,
+        sensitivities={**sensitivities, **_SIGNS},
+        channels_last=len(shape) == 4,
+        couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
+    )
+
+
+def _switchable(name: str, make: Callable[[], nn.Module], *shape: int, couples: bool = True) -> LayerCase:
+    return LayerCase(
+        name=name,
+        make=make,
+        shape=shape,
+        reference=ref_switchable.switchable_norm,
+        invariances={} if couples else {"last sample replaced": _switched_alone},
+        sensitivities={"last sample replaced": _samples_swapped},
+        channels_last=len(shape) == 4,
+        couples_batch=couples,
+    )
+
+
+def _switched_alone(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Without batch statistics a sample is normalised as if it were alone."""
+    return _Each(layer), x
+
+
+class _Each(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(row) for row in x.split(1)])
+
+
+LAYERS += [
+    _decoupled(
+        "DecoupledLinear",
+        lambda: gnn.DecoupledLinear(5, 4),
+        *(3, 5),
+        invariances={**_LENGTHS, **_NORMS},  # the radius is measured in mean norms, so it doubles too
+        sensitivities={},
+    ),
+    _decoupled(
+        "DecoupledLinear, linear in the angle, tanh of both norms",
+        lambda: gnn.DecoupledLinear(
+            5,
+            4,
+            magnitude=gnn.magnitude.Tanh(radius=2.0, radius_in="absolute"),
+            angular=gnn.angular.Linear(),
+            weighted="tanh_each",
+        ),
+        *(3, 5),
+        invariances={},
+        sensitivities={**_LENGTHS, **_NORMS},
+    ),
+    _decoupled(
+        "DecoupledConv1d, logarithm, sigmoid",
+        lambda: gnn.DecoupledConv1d(
+            4,
+            6,
+            3,
+            padding=1,
+            padding_mode="circular",
+            magnitude=gnn.magnitude.Logarithm(alpha=1.5),
+            angular=gnn.angular.Sigmoid(),
+        ),
+        *(2, 4, 7),
+    ),
+    _decoupled(
+        "DecoupledConv2d, groups, stride, dilation",
+        lambda: gnn.DecoupledConv2d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2),
+        *(2, 4, 7, 6),
+        invariances={**_LENGTHS, **_NORMS},
+        sensitivities={},
+    ),
+    _decoupled(
+        "DecoupledConv2d, learned ball, uneven padding",
+        lambda: gnn.DecoupledConv2d(
+            3,
+            4,
+            2,
+            padding="same",
+            bias=False,
+            magnitude=gnn.magnitude.Ball(radius=2.0, learn_radius=True, radius_in="absolute"),
+        ),
+        *(2, 3, 5, 5),
+    ),
+    _decoupled(
+        "DecoupledConv2d, sphere, linear in the angle",
+        lambda: gnn.DecoupledConv2d(3, 4, 3, magnitude=gnn.magnitude.Sphere(alpha=2.0), angular=gnn.angular.Linear()),
+        *(2, 3, 5, 5),
+        invariances={**_LENGTHS, **_NORMS},
+        sensitivities={},
+    ),
+    _decoupled(
+        "DecoupledConv2d, all learned, squared cosine, weighted",
+        lambda: gnn.DecoupledConv2d(
+            3,
+            4,
+            3,
+            padding=1,
+            padding_mode="reflect",
+            magnitude=gnn.magnitude.Segmented(learn_radius=True, learn_alpha=True, learn_beta=True),
+            angular=gnn.angular.SquaredCosine(),
+            weighted="linear",
+        ),
+        *(2, 3, 5, 4),
+        invariances={},
+        sensitivities=_LENGTHS,
+    ),
+    _decoupled(
+        "DecoupledConv2d, depthwise, tanh of the product",
+        lambda: gnn.DecoupledConv2d(4, 4, 3, padding=1, groups=4, weighted="tanh_product"),
+        *(2, 4, 5, 5),
+        invariances=_NORMS,
+        sensitivities=_LENGTHS,
+    ),
+    _decoupled(
+        "DecoupledConv2d, unit filters",
+        lambda: gnn.DecoupledConv2d(3, 4, 3, magnitude=gnn.magnitude.Linear(alpha=0.5, learn_alpha=True)),
+        *(2, 3, 5, 5),
+    ),
+    _decoupled(
+        "DecoupledConv3d, mixed",
+        lambda: gnn.DecoupledConv3d(2, 3, 2, magnitude=gnn.magnitude.Mixed()),
+        *(2, 2, 3, 4, 3),
+    ),
+    _decoupled(
+        "DecoupledConvTranspose1d, ball",
+        lambda: gnn.DecoupledConvTranspose1d(
+            4, 6, 4, stride=3, groups=2, magnitude=gnn.magnitude.Ball(), angular=gnn.angular.SquaredCosine()
+        ),
+        *(2, 4, 5),
+        invariances={**_LENGTHS, **_NORMS},
+        sensitivities={},
+    ),
+    _decoupled(
+        "DecoupledConvTranspose2d, weighted",
+        lambda: gnn.DecoupledConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1, weighted="linear"),
+        *(2, 3, 3, 4),
+        invariances={},
+        sensitivities=_LENGTHS,
+    ),
+    _decoupled(
+        "DecoupledConvTranspose3d, sphere",
+        lambda: gnn.DecoupledConvTranspose3d(2, 3, 2, magnitude=gnn.magnitude.Sphere()),
+        *(2, 2, 2, 3, 2),
+        invariances={**_LENGTHS, **_NORMS},
+        sensitivities={},
+    ),
+    _switchable("SwitchableNorm1d", lambda: gnn.SwitchableNorm1d(4), 5, 4),
+    _switchable("SwitchableNorm2d", lambda: gnn.SwitchableNorm2d(3), 4, 3, 4, 3),
+    _switchable(
+        "SwitchableNorm2d without batch statistics",
+        lambda: gnn.SwitchableNorm2d(3, use_batch=False),
+        *(2, 3, 4, 4),
+        couples=False,
+    ),
+    _switchable("SwitchableNorm3d", lambda: gnn.SwitchableNorm3d(3, affine=False, momentum=None), 2, 3, 2, 2, 3),
+]
 
 # --- regularizers ---------------------------------------------------------------------------------
 
@@ -211,6 +417,7 @@ REGULARIZERS += [
     RegularizerCase(
         name="SRIP",
         make=lambda: R.SRIP(1.0, iterations=100),
+        long_to_compile=True,
         shape=(3, 5),
         reference=ref_R.spectral_defect,
         invariances=_TURNED,
@@ -316,7 +523,63 @@ def _on_corners(
 
 PARAMETRIZATIONS += _on_corners("Sphere", lambda: P.Sphere(radius=1.5), lambda m, v: ref_P.sphere(m, v, 1.5))
 PARAMETRIZATIONS += _on_corners("WeightNorm", P.WeightNorm, ref_P.weight_norm, keeps_weight=True)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
+)
+PARAMETRIZATIONS += _on_corners("SpectralNorm of conv", lambda: P.SpectralNorm(view="conv"), ref_P.conv_spectral)
 
 # --- initialisation -------------------------------------------------------------------------------
+
+
+def _has_variance(expected: float) -> Callable[[Tensor, torch.dtype], None]:
+    """Mean 0 and the asked variance, within what 64 · 32 draws show."""
+
+    def check(weight: Tensor, dtype: torch.dtype) -> None:
+        assert abs(float(weight.mean())) < 5 * (expected / weight.numel()) ** 0.5
+        assert abs(float(weight.var()) / expected - 1) < 0.2, f"variance {float(weight.var()):.3g}"
+
+    return check
+
+
+def _has_singular_values(expected: float) -> Callable[[Tensor, torch.dtype], None]:
+    def check(weight: Tensor, dtype: torch.dtype) -> None:
+        values = torch.linalg.svdvals(weight.flatten(1))
+        error = float((values / expected - 1).abs().max())
+        assert error < 10 * min(weight.shape[0], weight[0].numel()) * torch.finfo(dtype).eps, f"off by {error:.2g}"
+
+    return check
+
+
+def _has_isometric_centre(weight: Tensor, dtype: torch.dtype) -> None:
+    _has_singular_values(1.0)(weight[..., 1, 1], dtype)
+    assert float(weight.square().sum()) == float(weight[..., 1, 1].square().sum()), "a tap beside the centre"
+
+
+INITS += [
+    InitCase(name=name, function=function, shape=(64, 32), check=_has_variance(variance), options=options)
+    for name, function, variance, options in [
+        ("variance_scaling_ norm", init.variance_scaling_, 1 / 64, {"preserve": "norm"}),
+        ("variance_scaling_ rms", init.variance_scaling_, 1 / 32, {"preserve": "rms"}),
+        ("variance_scaling_ uniform", init.variance_scaling_, 1 / 32, {"distribution": "uniform"}),
+        ("variance_scaling_ truncated", init.variance_scaling_, 1 / 32, {"distribution": "truncated_normal"}),
+        ("variance_scaling_ signs", init.variance_scaling_, 1 / 32, {"distribution": "rademacher"}),
+        ("xavier_", init.xavier_, 2 / 96, {}),
+        ("he_", init.he_, 2 / 32, {}),
+        ("lecun_", init.lecun_, 1 / 32, {}),
+    ]
+]
+INITS += [
+    InitCase(name="orthogonal_", function=init.orthogonal_, shape=(12, 20), check=_has_singular_values(1.0)),
+    InitCase(
+        name="orthogonal_ gain",
+        function=init.orthogonal_,
+        shape=(9, 3, 2, 2),
+        check=_has_singular_values(2.0),
+        options={"gain": 2.0},
+    ),
+    InitCase(
+        name="delta_orthogonal_", function=init.delta_orthogonal_, shape=(6, 4, 3, 3), check=_has_isometric_centre
+    ),
+]
 
 # --- verbs ----------------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""Gains by quadrature: closed forms, sampling, the field's constants, any callable."""
+
+from __future__ import annotations
+
+from math import erf, exp, pi, sqrt
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.init import gain, resolve_gain
+from gonio.init.gain import ACTIVATIONS
+from references.init import sampled_gain
+
+# closed forms of E f², E f for standard normal input
+PHI1 = exp(-0.5) / sqrt(2 * pi)
+CLOSED = {
+    ("relu", "rms"): sqrt(2),
+    ("relu", "std"): 1 / sqrt(0.5 - 0.5 / pi),
+    ("linear", "rms"): 1.0,
+    ("hardtanh", "rms"): 1 / sqrt(erf(1 / sqrt(2)) - 2 * PHI1 + (1 - erf(1 / sqrt(2)))),
+    ("sin", "rms"): 1 / sqrt((1 - exp(-2)) / 2),
+}
+# name: (rms, std), the table of the field's known values to four digits
+TABLE = {
+    "relu": (1.4142, 1.7129),
+    "leaky_relu": (1.4141, 1.7048),
+    "tanh": (1.5925, 1.5925),
+    "gelu": (1.5335, 1.7009),
+    "silu": (1.6765, 1.7872),
+    "mish": (1.4868, 1.5920),
+    "elu": (1.2452, 1.2708),
+    "selu": (1.0000, 1.0000),
+    "softplus": (1.0419, 1.9191),
+    "sigmoid": (1.8462, 4.8013),
+    "hardswish": (1.7367, 1.8139),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), CLOSED)
+def test_closed_forms(name: str, kind: str) -> None:
+    assert gain(name, kind=kind) == pytest.approx(CLOSED[name, kind], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_known_values(name: str) -> None:
+    assert (gain(name), gain(name, kind="std")) == pytest.approx(TABLE[name], abs=6e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("kind", ["rms", "std"])
+def test_gains_equal_a_million_samples(name: str, kind: str) -> None:
+    def function(z: np.ndarray) -> np.ndarray:
+        return ACTIVATIONS[name](torch.from_numpy(z)).numpy()
+
+    assert gain(name, kind=kind) == pytest.approx(sampled_gain(function, kind), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "constant"), [("relu", 1.71396), ("gelu", 1.70150), ("silu", 1.78813)])
+def test_std_gains_are_the_sampled_constants_of_nf_nets(name: str, constant: float) -> None:
+    assert gain(name, kind="std") == pytest.approx(constant, rel=2e-3)
+
+
+def test_gauss_hermite_would_not_reach_kinked_activations() -> None:
+    """Negative control for the choice of panels: 100 Hermite nodes on the mean of a kinked function."""
+    z, w = np.polynomial.hermite_e.hermegauss(100)
+    w = w / sqrt(2 * pi)
+    kinked = np.clip(z, -1, 1)
+    assert abs(1 / sqrt((w * kinked**2).sum()) / CLOSED["hardtanh", "rms"] - 1) > 1e-4
+
+
+def test_any_callable() -> None:
+    assert gain(lambda z: 3 * z) == pytest.approx(1 / 3)
+    assert gain(nn.LeakyReLU(0.2)) == pytest.approx(1.3868, abs=5e-5)
+    assert gain(nn.PReLU(init=0.2)) == pytest.approx(1.3868, abs=5e-5)  # parameters in another dtype
+    assert gain(nn.ReLU(inplace=True)) == pytest.approx(gain("relu"))
+    assert gain("relu") == pytest.approx(gain(F.relu))  # and the nodes were not changed in place
+    assert resolve_gain(2) == 2.0
+    assert resolve_gain("relu") == pytest.approx(sqrt(2))
+
+
+def test_a_module_is_not_changed() -> None:
+    module = nn.PReLU()
+    gain(module)
+    assert module.weight.dtype == torch.float32
+    assert module.training
+
+
+def test_where_torch_differs() -> None:
+    assert nn.init.calculate_gain("selu") == 0.75
+    assert gain("selu") == pytest.approx(1, abs=1e-6)
+    with pytest.raises(ValueError, match="gelu"):
+        nn.init.calculate_gain("gelu")
+
+
+def test_refusals() -> None:
+    with pytest.raises(UnknownNameError, match=r"no activation named 'rleu'\. Did you mean relu"):
+        gain("rleu")
+    with pytest.raises(InvalidArgumentError, match="kind 'rms' or 'std'; found 'mean'"):
+        gain("relu", kind="mean")
+    with pytest.raises(InvalidArgumentError, match=r"finite, positive std .* found a squared std of 0"):
+        gain(torch.ones_like, kind="std")
+    with pytest.raises(InvalidArgumentError, match=r"elementwise activation.*found shape \(512,\)"):
+        gain(nn.GLU())
+    with pytest.raises(InvalidArgumentError, match=r"elementwise activation.*found float"):
+        gain(lambda z: 1.0)

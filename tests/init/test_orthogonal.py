@@ -1,0 +1,179 @@
+"""Orthogonal initialisation: exact spectra per group, uniform law, isometric convolutions, all dtypes."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import Layout, filter_norms, layout_of, matrix_view, operator_matrix, singular_values
+from gonio.init import delta_orthogonal_, orthogonal_
+from gonio.init.haar import BLOCK, haar_columns
+from init.layers import LAYERS, signal
+
+PLAIN = Layout()
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def fresh(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gram_error(weight: Tensor, layout: Layout = PLAIN) -> float:
+    matrices = matrix_view(weight, layout).double()
+    gram = matrices @ matrices.mT if matrices.shape[1] <= matrices.shape[2] else matrices.mT @ matrices
+    return float((gram - torch.eye(gram.shape[-1], dtype=torch.float64)).abs().max())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_matrix_of_every_layer_has_equal_singular_values(name: str) -> None:
+    layer = LAYERS[name]
+    orthogonal_(layer.weight, gain=2.0, layout=layout_of(layer), generator=fresh())
+    values = singular_values(matrix_view(layer.weight.detach(), layout_of(layer)))
+    torch.testing.assert_close(values, torch.full_like(values, 2.0))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_norm_and_rms_are_preserved_by_real_layers(name: str) -> None:
+    layer = LAYERS[name]
+    layout = layout_of(layer)
+    orthogonal_(layer.weight, preserve="norm", layout=layout, generator=fresh())
+    assert signal(layer)[0] == pytest.approx(1, abs=0.04)
+    orthogonal_(layer.weight, preserve="rms", layout=layout, generator=fresh())
+    assert signal(layer)[1] == pytest.approx(1, abs=0.04)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(40, 40), (30, 70), (70, 30), (16, 3, 3, 3), (1, 5), (5, 1), (1, 1)])
+def test_error_is_ten_ulps_of_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = orthogonal_(torch.empty(shape, dtype=dtype), generator=fresh())
+    smaller = min(shape[0], torch.Size(shape[1:]).numel())
+    assert gram_error(weight) <= 10 * max(smaller, 4) * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float32_rounded_once(dtype: torch.dtype) -> None:
+    half = orthogonal_(torch.empty(24, 16, dtype=dtype), generator=fresh())
+    assert torch.equal(half, orthogonal_(torch.empty(24, 16), generator=fresh()).to(dtype))
+
+
+def test_depthwise_filters_have_unit_norm_and_torchs_do_not() -> None:
+    weight = orthogonal_(torch.empty(64, 1, 3, 3), layout=Layout(groups=64), generator=fresh())
+    norms = filter_norms(weight.flatten(1))
+    torch.testing.assert_close(norms, torch.ones(64))
+    torchs = filter_norms(nn.init.orthogonal_(torch.empty(64, 1, 3, 3)).flatten(1))
+    assert float(torchs.mean()) < 0.5
+
+
+@pytest.mark.parametrize("view", ["filters", "taps", "last_two"])
+def test_the_view_says_what_is_orthogonal(view: str) -> None:
+    weight = orthogonal_(torch.empty(6, 6, 3, 3), view=view, generator=fresh())
+    values = singular_values(matrix_view(weight, view=view))
+    torch.testing.assert_close(values, torch.ones_like(values))
+    # orthogonal taps sum up to orthogonal filters (of norm 3); single kernels say nothing about either
+    other = {"filters": "taps", "taps": "last_two", "last_two": "filters"}[view]
+    assert float(singular_values(matrix_view(weight, view=other)).std()) > 0.1
+
+
+@pytest.mark.parametrize("n", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
+@pytest.mark.parametrize("extra", [0, 1, 40])
+def test_blocks_of_reflectors_fit_together(n: int, extra: int) -> None:
+    q = haar_columns(2, n + extra, n, fresh(), torch.float64)
+    error = q.mT @ q - torch.eye(n, dtype=torch.float64)
+    assert float(error.abs().max()) < 1e-13
+    assert not torch.equal(q[0], q[1])
+
+
+def test_large_matrices_keep_their_accuracy_in_float32() -> None:
+    assert gram_error(orthogonal_(torch.empty(1024, 1024), generator=fresh())) < 1e-6
+
+
+def test_the_law_is_haars() -> None:
+    """Moments of uniform orthogonal matrices: E Q₁₁² = 1/n, E Q₁₁⁴ = 3/(n(n+2)), E tr² = 1, E det = 0."""
+    n, count = 6, 20_000
+    q = haar_columns(count, n, n, fresh(), torch.float64)
+    entries = q.flatten(1)
+    assert float(entries.mean(0).abs().max()) < 5 / sqrt(count * n)
+    torch.testing.assert_close(entries.square().mean(0), torch.full((n * n,), 1 / n).double(), rtol=0, atol=0.01)
+    fourth = entries.pow(4).mean(0)
+    torch.testing.assert_close(fourth, torch.full((n * n,), 3 / (n * (n + 2))).double(), rtol=0, atol=0.006)
+    trace = q.diagonal(dim1=1, dim2=2).sum(1)
+    assert abs(float(trace.square().mean()) - 1) < 5 * sqrt(2 / count)
+    assert abs(float(torch.linalg.det(q).mean())) < 5 / sqrt(count)
+    # E Q₁₁² Q₂₂² = (n+1)/(n(n−1)(n+2)): a joint moment that rows drawn one by one would miss
+    joint = (q[:, 0, 0].square() * q[:, 1, 1].square()).mean()
+    assert float(joint) == pytest.approx((n + 1) / (n * (n - 1) * (n + 2)), rel=0.06)
+
+
+def test_signs_are_what_makes_it_uniform() -> None:
+    """Negative control: plain QR of a Gaussian matrix has columns of preferred sign."""
+    q, _ = torch.linalg.qr(torch.randn(5000, 4, 4, generator=fresh(), dtype=torch.float64))
+    assert abs(float(q[:, 0, 0].mean())) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv2d(3, 5, 3, padding=1), (5, 4)),
+        (nn.Conv1d(4, 4, 5, padding=2, groups=2), (7,)),
+        (nn.Conv3d(2, 3, (1, 3, 1), padding=(0, 1, 0)), (2, 3, 2)),
+        (nn.ConvTranspose2d(2, 4, 3, padding=1), (4, 4)),
+        (nn.Conv2d(2, 2, 1), (3, 3)),
+    ],
+    ids=str,
+)
+def test_delta_orthogonal_makes_the_operator_an_isometry(layer: nn.Module, size: tuple[int, ...]) -> None:
+    layer = layer.double()
+    delta_orthogonal_(layer.weight, gain=3.0, layout=layout_of(layer), generator=fresh())
+    operator = operator_matrix(layer.weight.detach(), size, layout_of(layer))
+    identity = 9 * torch.eye(operator.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(operator.T @ operator, identity, rtol=0, atol=1e-12)
+
+
+def test_orthogonal_filters_alone_are_no_isometry() -> None:
+    """Negative control: what delta-orthogonal adds."""
+    weight = orthogonal_(torch.empty(5, 3, 3, 3), generator=fresh())
+    operator = operator_matrix(weight, (5, 5), Layout(padding=(1, 1)))
+    assert float(singular_values(operator).std()) > 0.1
+
+
+def test_fifty_linear_layers() -> None:
+    """Singular values of a product of 50: all 1 if orthogonal, spread over nine decades if Gaussian."""
+    g = fresh()
+    orthogonal = gaussian = torch.eye(64, dtype=torch.float64)
+    for _ in range(50):
+        orthogonal = orthogonal_(torch.empty(64, 64, dtype=torch.float64), generator=g) @ orthogonal
+        gaussian = torch.randn(64, 64, generator=g, dtype=torch.float64) / 8 @ gaussian
+    torch.testing.assert_close(singular_values(orthogonal), torch.ones(64, dtype=torch.float64))
+    spread = torch.linalg.svdvals(gaussian)
+    assert float(spread[0] / spread[-1]) > 1e9
+
+
+def test_stacked_blocks_are_orthogonal_each() -> None:
+    attention = nn.MultiheadAttention(12, 3)
+    layout = layout_of(attention, "in_proj_weight")
+    orthogonal_(attention.in_proj_weight, layout=layout, generator=fresh())
+    assert gram_error(attention.in_proj_weight.detach(), layout) < 1e-5
+    assert float((attention.in_proj_weight[:12] - attention.in_proj_weight[12:24]).detach().abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("function", [orthogonal_, delta_orthogonal_])
+def test_nothing_is_silently_not_initialised(function) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"on the meta device.*to_empty"):
+        function(torch.empty(3, 3, 3, device="meta"))
+    with pytest.raises(InvalidArgumentError, match="which has no entries"):
+        function(torch.empty(3, 0, 3))
+
+
+def test_refusals() -> None:
+    with pytest.raises(InvalidArgumentError, match="preserve=None, 'norm' or 'rms'; found 'both'"):
+        orthogonal_(torch.empty(3, 3), preserve="both")
+    with pytest.raises(InvalidArgumentError, match=r"at least 2 dimensions; found shape \(3,\)"):
+        orthogonal_(torch.empty(3))
+    with pytest.raises(InvalidArgumentError, match=r"convolution's weight; found shape \(3, 3\). Use orthogonal_"):
+        delta_orthogonal_(torch.empty(3, 3))
+    with pytest.raises(InvalidArgumentError, match="found 2 outputs for 3 inputs per group"):
+        delta_orthogonal_(torch.empty(2, 3, 3))

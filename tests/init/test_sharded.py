@@ -1,0 +1,61 @@
+"""A sharded weight gets the shards of one full draw: gathered, it is the single-process tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing import spawn
+
+from gonio.init import he_, orthogonal_
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"orthogonal_": orthogonal_, "he_": he_}
+
+
+def gathered(world: int, rank: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
+    for name, function in FUNCTIONS.items():
+        for placement in (Shard(0), Shard(1), Replicate()):
+            weight = distribute_tensor(torch.zeros(7, 5), mesh, [placement])
+            # other ranks' generators must not matter: FSDP users seed ranks differently
+            function(weight, generator=torch.Generator().manual_seed(rank))
+            assert isinstance(weight, DTensor)
+            found[f"{name} {placement}"] = weight.full_tensor()
+    return found
+
+
+def expected(key: str) -> Tensor:
+    return FUNCTIONS[key.split()[0]](torch.empty(7, 5), generator=torch.Generator().manual_seed(0))
+
+
+def run_rank(rank: int, folder: str, world: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    torch.save(gathered(world, rank), Path(folder) / f"{rank}.pt")
+    dist.barrier()  # without it, leaving the group aborts now and then
+    dist.destroy_process_group()
+
+
+def test_one_process(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for key, value in gathered(1, 0).items():
+            assert torch.equal(value, expected(key)), key
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    spawn(run_rank, args=(str(tmp_path), 2), nprocs=2)
+    for rank in range(2):
+        for key, value in torch.load(tmp_path / f"{rank}.pt", weights_only=True).items():
+            assert torch.equal(value, expected(key)), f"{key} on rank {rank}"

@@ -1,0 +1,148 @@
+"""Variance scaling: what is preserved is measured on real forward passes of forty layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.geometry import Layout, layout_of
+from gonio.init import he_, lecun_, variance_scaling_, xavier_
+from gonio.init.draws import CUT_STD
+from init.layers import LAYERS, signal
+
+
+def fresh(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_norm_and_rms_are_preserved_by_real_layers(name: str) -> None:
+    layer = LAYERS[name]
+    layout = layout_of(layer)
+    # signs have no spread of their own: |W|² is its mean for every draw, and only the input is random
+    variance_scaling_(layer.weight, preserve="norm", distribution="rademacher", layout=layout, generator=fresh())
+    assert signal(layer)[0] == pytest.approx(1, abs=0.04)
+    variance_scaling_(layer.weight, preserve="rms", distribution="rademacher", layout=layout, generator=fresh())
+    assert signal(layer)[1] == pytest.approx(1, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("Conv2d→32 g4 s1", "norm"), ("Conv2d→32 g1 s2", "norm"), ("ConvTranspose2d→32 g1 s2", "rms")]
+)
+def test_torchs_fans_would_not_preserve_them(name: str, wrong: str) -> None:
+    """Negative control: groups, stride, transposition."""
+    layer = LAYERS[name]
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out" if wrong == "norm" else "fan_in", nonlinearity="linear")
+    norm, rms = signal(layer)
+    assert abs((norm if wrong == "norm" else rms) - 1) > 0.2
+
+
+@pytest.mark.parametrize("rows", [250, 1000])
+def test_seed_example_1000_to_m(rows: int) -> None:
+    """n = 1000 → m: which of norm and RMS survives, for the three variances."""
+    x = torch.randn(1000, 64, generator=fresh(1), dtype=torch.float64)
+    ratios = {}
+    for preserve in ("norm", "rms", "both"):
+        weight = torch.empty(rows, 1000, dtype=torch.float64)
+        y = variance_scaling_(weight, preserve=preserve, generator=fresh()) @ x
+        ratios[preserve] = (float(y.norm() / x.norm()), float(y.square().mean().sqrt() / x.square().mean().sqrt()))
+    shrink = sqrt(rows / 1000)
+    assert ratios["norm"] == pytest.approx((1, 1 / shrink), rel=0.02)
+    assert ratios["rms"] == pytest.approx((shrink, 1), rel=0.02)
+    both = sqrt(2 * rows / (1000 + rows))
+    assert ratios["both"] == pytest.approx((both, both / shrink), rel=0.02)
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform", "truncated_normal", "rademacher"])
+def test_distributions_have_mean_zero_and_the_asked_variance(distribution: str) -> None:
+    weight = variance_scaling_(torch.empty(500, 400), distribution=distribution, gain=3.0, generator=fresh())
+    std = 3 / sqrt(400)
+    assert abs(float(weight.mean())) < 4.5 * std / sqrt(weight.numel())
+    assert float(weight.std()) == pytest.approx(std, rel=0.01)
+    reach = {"uniform": sqrt(3), "truncated_normal": 2 / CUT_STD, "rademacher": 1.0}.get(distribution)
+    if reach is not None:
+        assert float(weight.abs().max()) <= reach * std * (1 + 1e-6)
+        assert float(weight.abs().max()) > reach * std * 0.99
+    if distribution == "rademacher":
+        torch.testing.assert_close(weight.abs(), torch.full_like(weight, std))
+
+
+def test_a_callable_distribution() -> None:
+    def laplace(shape: torch.Size, generator: torch.Generator) -> Tensor:
+        u = torch.rand(shape, generator=generator) - 0.5
+        return -u.sign() * torch.log1p(-2 * u.abs()) / sqrt(2)
+
+    weight = variance_scaling_(torch.empty(300, 300), distribution=laplace, generator=fresh())
+    assert float(weight.std()) == pytest.approx(1 / sqrt(300), rel=0.02)
+
+
+PLAIN_SHAPES = [(5, 7), (64, 32), (8, 4, 3), (8, 4, 3, 3), (4, 3, 2, 2, 2)]
+
+
+@pytest.mark.parametrize("shape", PLAIN_SHAPES)
+def test_named_cases_are_torchs_numbers_where_torch_is_right(shape: tuple[int, ...]) -> None:
+    def check(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], **options: Any) -> None:
+        expected = torchs(torch.empty(shape), generator=fresh(), **options)
+        torch.testing.assert_close(ours(torch.empty(shape), generator=fresh()), expected, rtol=0, atol=1e-6)
+
+    check(he_, nn.init.kaiming_normal_, nonlinearity="relu")
+    check(partial(he_, preserve="norm"), nn.init.kaiming_normal_, nonlinearity="relu", mode="fan_out")
+    check(partial(he_, distribution="uniform"), nn.init.kaiming_uniform_, nonlinearity="relu")
+    check(lecun_, nn.init.kaiming_normal_, nonlinearity="linear")
+    check(xavier_, nn.init.xavier_uniform_)
+    check(partial(xavier_, distribution="normal", gain=2.0), nn.init.xavier_normal_, gain=2.0)
+
+
+def test_named_cases_differ_from_torch_where_torch_is_wrong() -> None:
+    depthwise = torch.empty(64, 1, 3, 3)
+    ours = xavier_(depthwise.clone(), layout=Layout(groups=64), generator=fresh())
+    torchs = nn.init.xavier_uniform_(depthwise.clone(), generator=fresh())
+    assert float(ours.std() / torchs.std()) == pytest.approx(sqrt((9 + 576) / (9 + 9)), rel=0.01)
+
+
+def test_gain_accepts_names_and_callables() -> None:
+    for gain in ("relu", torch.relu, nn.ReLU(), sqrt(2)):
+        weight = variance_scaling_(torch.empty(8, 8), gain=gain, generator=fresh())
+        torch.testing.assert_close(weight, he_(torch.empty(8, 8), generator=fresh()))
+
+
+def test_only_the_generator_decides() -> None:
+    before = torch.get_rng_state()
+    first, second = xavier_(torch.empty(9, 9)), xavier_(torch.empty(9, 9))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, second)  # two unseeded layers do not start equal
+    torch.manual_seed(5)
+    assert torch.equal(xavier_(torch.empty(9, 9), generator=fresh()), xavier_(torch.empty(9, 9), generator=fresh()))
+
+
+def test_memory_format_and_requires_grad_survive() -> None:
+    weight = nn.Parameter(torch.empty(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+    assert he_(weight, generator=fresh()) is weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(weight.detach(), he_(torch.empty(4, 3, 5, 5), generator=fresh()))
+
+
+@pytest.mark.parametrize("function", [variance_scaling_, xavier_, he_, lecun_])
+def test_nothing_is_silently_not_initialised(function) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"shape \(3, 4\) on the meta device.*to_empty"):
+        function(torch.empty(3, 4, device="meta"))
+    with pytest.raises(InvalidArgumentError, match=r"found shape \(0, 4\), which has no entries"):
+        function(torch.empty(0, 4))
+    with pytest.raises(InvalidArgumentError, match=r"real floating-point weights; found dtype torch\.int64"):
+        function(torch.zeros(3, 4, dtype=torch.int64))
+
+
+def test_refusals() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'norm', 'rms', 'both'; found 'fan_in'.*mode='fan_in' is 'rms'"):
+        variance_scaling_(torch.empty(3, 3), preserve="fan_in")
+    with pytest.raises(UnknownNameError, match="no distribution named 'gauss'"):
+        variance_scaling_(torch.empty(3, 3), distribution="gauss")
+    with pytest.raises(InvalidArgumentError, match=r"returns a tensor of shape \(3, 3\); found \(2,\)"):
+        variance_scaling_(torch.empty(3, 3), distribution=lambda shape, generator: torch.zeros(2))
