@@ -4,6 +4,7 @@ from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.edit import Change, Edit, Edited, UndoError
 from gonio.surgery.equivalent import Deviation, equivalent
+from gonio.surgery.fold import fold_
 from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
@@ -40,6 +41,7 @@ __all__ = [
     "balance_",
     "calibrate_",
     "equivalent",
+    "fold_",
     "followed_by_norm",
     "init_",
     "lsuv_",

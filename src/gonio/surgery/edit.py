@@ -66,7 +66,7 @@ class Edit:
         self.model = model
         self.verb = verb
         self._inverses: list[Callable[[], None]] = []
-        self._changes: list[Change] = []
+        self.changes: list[Change] = []
         self._notes: list[str] = []
 
     def __enter__(self) -> Edit:
@@ -84,7 +84,7 @@ class Edit:
 
     def changed(self, path: str, what: str) -> None:
         """Record in words what was done to a module."""
-        self._changes.append(Change(path, what))
+        self.changes.append(Change(path, what))
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
         """Record the inverse of a change; call it before the change is made."""
@@ -129,7 +129,7 @@ class Edit:
     def done(self) -> Edited:
         """The record that the verb returns."""
         undo = _Undo(self.verb, self.model, self._inverses)
-        return Edited(self.verb, tuple(self._changes), tuple(self._notes), undo)
+        return Edited(self.verb, tuple(self.changes), tuple(self._notes), undo)
 
 
 @dataclass(frozen=True)
