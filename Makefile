@@ -25,6 +25,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.tables
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/build_reference.py

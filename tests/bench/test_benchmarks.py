@@ -11,7 +11,8 @@ from benchmarks.__main__ import main, parse, run, topics, without_compiled
 from benchmarks.harness import Settings
 from benchmarks.machine import restart_with
 from benchmarks.results import Report, path_of, read, write
-from benchmarks.tables import MISSING, filled, markdown
+from benchmarks.tables import BLOCK, MISSING, ROOT, filled, markdown
+from benchmarks.tables import main as tables
 
 TINY = Settings(rounds=2, sample_seconds=1e-4, retries=0)
 AGREEMENT = 1e-3  # float32 sums in another order; a peer with another formula is off by far more
@@ -81,6 +82,16 @@ def test_tables(report: Report, tmp_path: Path) -> None:
 def test_a_page_may_ask_for_what_is_not_measured_yet(tmp_path: Path) -> None:
     page = "<!-- benchmark nothing -->\n<!-- /benchmark -->\n"
     assert filled(page, tmp_path) == f"<!-- benchmark nothing -->\n{MISSING}\n<!-- /benchmark -->\n"
+
+
+def test_the_pages_show_the_results() -> None:
+    assert tables(["--check"]) == 0, "run `python -m benchmarks.tables`"
+
+
+def test_every_topic_has_a_table() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    asked = {match["ask"].split()[0] for match in BLOCK.finditer(page)}
+    assert asked == set(topics())
 
 
 def test_an_unknown_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
