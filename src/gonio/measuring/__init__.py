@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from gonio.measuring.difference import Differences, TensorDifference, difference
 from gonio.measuring.findings import Finding
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.rules import explain
 from gonio.measuring.tensor import TensorMeasurement
 
-__all__ = ["Finding", "Measurements", "TensorMeasurement", "explain", "measure"]
+__all__ = [
+    "Differences",
+    "Finding",
+    "Measurements",
+    "TensorDifference",
+    "TensorMeasurement",
+    "difference",
+    "explain",
+    "measure",
+]

@@ -21,7 +21,7 @@ from gonio.measuring.measurements import Measurements
 from gonio.measuring.rules import findings_of
 from gonio.measuring.tensor import measure_tensor
 
-__all__ = ["Source", "measure"]
+__all__ = ["Source", "entries_of", "measure"]
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -61,7 +61,7 @@ def measure(source: Source, *, progress: Callable[[int, int], None] | None = Non
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
-    name, entries, notes = _entries(source)
+    name, entries, notes = entries_of(source)
     tensors = []
     for done, entry in enumerate(entries, start=1):
         tensors.append(measure_tensor(entry))
@@ -70,7 +70,8 @@ def measure(source: Source, *, progress: Callable[[int, int], None] | None = Non
     return Measurements(name, tuple(tensors), findings_of(tensors), notes, _versions())
 
 
-def _entries(source: Source) -> tuple[str, list[Entry], tuple[str, ...]]:
+def entries_of(source: Source) -> tuple[str, list[Entry], tuple[str, ...]]:
+    """The source's name, its tensors, and notes on how it was read."""
     if isinstance(source, nn.Module):
         return type(source).__name__, entries_of_model(source), ()
     if isinstance(source, (str, os.PathLike)):

@@ -26,7 +26,7 @@ HEAD = (
 )
 BODY = (
     ":root {{ color-scheme: light dark; }} body {{ margin: 0; background: #fbfaf7; }}\n"
-    "@media (prefers-color-scheme: dark) {{ body {{ background: #15171b; }} }}\n"
+    "@media screen and (prefers-color-scheme: dark) {{ body {{ background: #15171b; }} }}\n"
     "main {{ max-width: 1400px; margin: 0 auto; padding: clamp(16px, 4vw, 48px); }}"
 )
 

@@ -114,18 +114,22 @@ def _reference(axes: Axes, axis: Axis, lanes: Sequence[tuple[float, float]]) -> 
 
 def _row(axes: Axes, row: Row, y: float, shown: tuple[float, float]) -> None:
     color = svg.COLORS[row.color]
-    inside = [d for d in row.dots if shown[0] <= d <= shown[1]]
-    axes.plot(inside, [y] * len(inside), "o", color=color, markersize=3.4, alpha=0.38, markeredgewidth=0, zorder=2)
-    for value in row.dots:
-        if not shown[0] <= value <= shown[1]:
-            edge, symbol = (shown[0], "<") if value < shown[0] else (shown[1], ">")
-            axes.plot([edge], [y], symbol, color=color, markersize=6, alpha=0.6, clip_on=False, zorder=2)
     for pair, thick in ((row.outer, 1.8), (row.inner, 4.6)):
         if pair:
             axes.plot(pair, [y, y], color=color, linewidth=thick, solid_capstyle="round", zorder=3)
     if row.middle is not None:
         axes.plot([row.middle], [y], "o", color=color, markersize=8, markeredgecolor=svg.COLORS["paper"],
                   markeredgewidth=1.4, zorder=4)  # fmt: skip
+    _dots(axes, row.dots, y + 0.24, shown, color)
+
+
+def _dots(axes: Axes, dots: tuple[float, ...], y: float, shown: tuple[float, float], color: str) -> None:
+    """Single values below the line; those outside of the plot as triangles at its edge."""
+    inside = [dot for dot in dots if shown[0] <= dot <= shown[1]]
+    axes.plot(inside, [y] * len(inside), "o", color=color, markersize=3.6, alpha=0.6, markeredgewidth=0, zorder=2)
+    for edge, symbol, beyond in ((shown[0], "<", min), (shown[1], ">", max)):
+        if dots and beyond(edge, *dots) != edge:
+            axes.plot([edge], [y], symbol, color=color, markersize=5, alpha=0.8, clip_on=False, zorder=2)
 
 
 def _words(axes: Axes, row: Row, at: float, *, beside: bool) -> None:

@@ -50,10 +50,10 @@ class Scale:
 
     @classmethod
     def of(cls, results: Results) -> Scale:
-        """Differences of percentages are points; two digits of the smallest effect of interest are shown."""
+        """Differences of percentages are points; half of the smallest effect of interest has two digits."""
         unit = plain(results.plan.unit)
         sesoi = abs(results.plan.sesoi)
-        decimals = 1 - math.floor(math.log10(sesoi)) if sesoi > 0 and math.isfinite(sesoi) else 2
+        decimals = 1 - math.floor(math.log10(sesoi / 2)) if sesoi > 0 and math.isfinite(sesoi) else 2
         return cls("points" if unit in ("percent", "%", "points") else unit, min(max(decimals, 0), 6))
 
     def score(self, value: float | None) -> str:
