@@ -135,6 +135,7 @@ def _samples_swapped(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
 _LENGTHS: Mapping[str, LayerChange] = {"filters scaled": _filters_scaled}
 _NORMS: Mapping[str, LayerChange] = {"input doubled": _input_doubled}
 _SIGNS: Mapping[str, LayerChange] = {"filters flipped": _filters_flipped}
+_BOTH_FLIPPED: Mapping[str, LayerChange] = {"filters and input flipped": lambda f, x: _filters_flipped(f, -x)}
 
 
 def _decoupled(
@@ -149,7 +150,7 @@ def _decoupled(
         make=make,
         shape=shape,
         reference=ref_decoupled.decoupled,
-        invariances=invariances,
+        invariances={**invariances, **_BOTH_FLIPPED},
         sensitivities={**sensitivities, **_SIGNS},
         channels_last=len(shape) == 4,
         couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
@@ -162,16 +163,11 @@ def _switchable(name: str, make: Callable[[], nn.Module], *shape: int, couples: 
         make=make,
         shape=shape,
         reference=ref_switchable.switchable_norm,
-        invariances={} if couples else {"last sample replaced": _switched_alone},
+        invariances={"input shifted": lambda f, x: (f, x + 5), **({} if couples else _ALONE)},
         sensitivities={"last sample replaced": _samples_swapped},
         channels_last=len(shape) == 4,
         couples_batch=couples,
     )
-
-
-def _switched_alone(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
-    """Without batch statistics a sample is normalised as if it were alone."""
-    return _Each(layer), x
 
 
 class _Each(nn.Module):
@@ -182,6 +178,8 @@ class _Each(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.layer(row) for row in x.split(1)])
 
+
+_ALONE: Mapping[str, LayerChange] = {"each sample alone": lambda f, x: (_Each(f), x)}
 
 LAYERS += [
     _decoupled(
@@ -525,6 +523,13 @@ PARAMETRIZATIONS += _on_corners("Sphere", lambda: P.Sphere(radius=1.5), lambda m
 PARAMETRIZATIONS += _on_corners("WeightNorm", P.WeightNorm, ref_P.weight_norm, keeps_weight=True)
 PARAMETRIZATIONS += _on_corners(
     "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
+)
+PARAMETRIZATIONS += _on_corners("Orthogonal", P.Orthogonal, ref_P.orthogonal)
+PARAMETRIZATIONS += _on_corners("WeightStandardization", P.WeightStandardization, ref_P.standardized)
+PARAMETRIZATIONS += _on_corners(
+    "scaled WeightStandardization",
+    lambda: P.WeightStandardization(scale="fan_in", gain=1.7, learn_gain=True),
+    ref_P.centred,
 )
 PARAMETRIZATIONS += _on_corners("SpectralNorm of conv", lambda: P.SpectralNorm(view="conv"), ref_P.conv_spectral)
 

@@ -141,7 +141,8 @@ def _cut(padded: Tensor, kernel: Sequence[int], dilation: Sequence[int], stride:
     taps = []
     for offsets in itertools.product(*(range(k) for k in kernel)):
         window = tuple(
-            slice(o * d, o * d + s * (c - 1) + 1, s) for o, d, s, c in zip(offsets, dilation, stride, counts, strict=True)
+            slice(o * d, o * d + s * (c - 1) + 1, s)
+            for o, d, s, c in zip(offsets, dilation, stride, counts, strict=True)
         )
         taps.append(padded[(slice(None), slice(None), *window)])
     return torch.stack(taps, 2)
@@ -156,9 +157,7 @@ def _transposed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A transposed convolution is a convolution, flipped, of the input with zeros between its entries."""
     ends = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
     spots = [torch.arange(n) * s for n, s in zip(x.shape[2:], layer.stride, strict=True)]
-    size = [
-        (n - 1) * s + 1 + 2 * e for n, s, e in zip(x.shape[2:], layer.stride, ends, strict=True)
-    ]
+    size = [(n - 1) * s + 1 + 2 * e for n, s, e in zip(x.shape[2:], layer.stride, ends, strict=True)]
     wide = [n + p for n, p in zip(size, layer.output_padding, strict=True)]
     index = torch.meshgrid(*(spot + e for spot, e in zip(spots, ends, strict=True)), indexing="ij")
 
@@ -175,5 +174,8 @@ def _transposed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grouped = flipped.reshape(layer.groups, -1, *flipped.shape[1:])  # (G, inputs, F, *k)
     weight = grouped.transpose(1, 2).reshape(layer.groups, flipped.shape[1], -1)
     inputs = x.shape[1] // layer.groups
-    return _by_group(cut, layer.groups), weight, mask.repeat(1, inputs, 1, *(1 for _ in size)).flatten(1, 2).unsqueeze(1)
-
+    return (
+        _by_group(cut, layer.groups),
+        weight,
+        mask.repeat(1, inputs, 1, *(1 for _ in size)).flatten(1, 2).unsqueeze(1),
+    )

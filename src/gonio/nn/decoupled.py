@@ -26,7 +26,7 @@ __all__ = ["Decoupled"]
 # A patch with a norm below this counts as this long. Every magnitude but Sphere has a bounded slope there, so
 # its value and gradient at a zero patch are the true limits; Sphere has no limit and is defined to be 0 with
 # gradient 0. float16 gets a larger value because 1/norm must be representable.
-SHORTEST = {torch.float64: 1e-100, torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 2.0**-10}
+SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-10}
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -151,11 +151,11 @@ class Decoupled(RunningStatistics):
         filters = filters.to(x.dtype) if x.dtype in NARROW else filters
         if self._keeps_norm:
             y = product.multiply(x, filters)
-            y = y if self._keeps_length else product.to_unit(y, weight, x)
+            y = y if self._keeps_length else product.to_unit(y, filters, x)
             out = self._times_alpha(product.group(y), product)
         else:
             y, energy = multiply_with_energy(x, filters, product)
-            y = y if self._keeps_length else product.to_unit(y, weight, x)
+            y = y if self._keeps_length else product.to_unit(y, filters, x)
             norm = product.group(energy).clamp_min(SHORTEST[x.dtype] ** 2).sqrt()
             out = self._combine(y, norm, x, product)
         if self.blend is not None:
@@ -215,7 +215,7 @@ class Decoupled(RunningStatistics):
     def _unit(self, norm: Tensor, mean_norm: Tensor, product: Product) -> Tensor:
         """The mean norm by which a radius is measured: the batch's in training, else the running one."""
         if not self.training:
-            return mean_norm.to(norm.dtype)
+            return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
         totals = product.over_groups(norm)
         count: int | Tensor = norm.numel() // totals.numel()
         if self.synchronize and several_ranks():
@@ -237,7 +237,7 @@ class Decoupled(RunningStatistics):
         why = None
         if not self._keeps_norm or self.blend is not None:
             why = "its output is not linear in its input"
-        elif not self._keeps_length and self._product.filters(self.weight) is self.weight:
+        elif not self._keeps_length and self._product.has_phases:
             why = "the norm of its filters differs between outputs"
         if why is not None:
             do = "Exact are the magnitude Linear with the angular part Cosine alone."

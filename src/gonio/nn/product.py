@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ def wide(x: Tensor) -> Tensor:
 
 class Product(ABC):
     """A linear map whose outputs are products of filters with patches of the input."""
+
+    has_phases: ClassVar[bool] = False  # the taps of a filter that meet an output differ between outputs
 
     @abstractmethod
     def multiply(self, x: Tensor, filters: Tensor) -> Tensor:
@@ -66,8 +69,8 @@ class Product(ABC):
     def filters(self, weight: Tensor) -> Tensor:
         """The weight to multiply with for products with unit filters, before `to_unit`."""
 
-    def to_unit(self, y: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        """The product with unit filters, from that with `filters(weight)`."""
+    def to_unit(self, y: Tensor, filters: Tensor, x: Tensor) -> Tensor:
+        """The product with filters that have norm 1 as each output sees them, from that with `filters(weight)`."""
         return y
 
     def lengths(self, weight: Tensor, x: Tensor) -> Tensor:

@@ -36,19 +36,18 @@ class RunningStatistics(nn.Module):
         with torch.no_grad():
             seen = count > 0
             self.num_batches_tracked.add_(seen)
-            factor = self._factor()
             for name, value in news.items():
                 buffer = self._buffers[name]
                 if buffer is not None:
-                    step = factor * (value.detach().to(buffer.dtype) - buffer)
-                    # torch.where, since a product with 0 would keep the NaN of an empty batch
-                    buffer.add_(torch.where(seen, step, 0) if isinstance(seen, Tensor) else step)
+                    factor = self._factor(buffer.dtype)
+                    moved = torch.lerp(buffer, value.detach().to(buffer.dtype), factor)  # exact for a factor of 1
+                    buffer.copy_(torch.where(seen, moved, buffer) if isinstance(seen, Tensor) else moved)
 
-    def _factor(self) -> Tensor | float:
+    def _factor(self, dtype: torch.dtype) -> Tensor | float:
         if self.momentum is None:
-            return 1 / self.num_batches_tracked.clamp_min(1)
+            return (1 / self.num_batches_tracked.clamp_min(1)).to(dtype)
         if self.first_batch_replaces:
-            return torch.where(self.num_batches_tracked <= 1, 1.0, self.momentum)
+            return torch.where(self.num_batches_tracked <= 1, 1.0, self.momentum).to(dtype)
         return self.momentum
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -120,6 +120,7 @@ class TransposedConvolution(Sliding):
     """
 
     transposed = True
+    has_phases = True
 
     def _by_group(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (self.groups, -1))
@@ -133,20 +134,21 @@ class TransposedConvolution(Sliding):
         return rows.reshape(*weight.shape[:2], *(1 for _ in self.kernel))
 
     def filters(self, weight: Tensor) -> Tensor:
-        return weight
+        return normalize(self._by_group(weight), (1, *range(3, weight.dim() + 1))).flatten(0, 1)
 
     def lengths(self, weight: Tensor, x: Tensor) -> Tensor:
-        energy = self._energy_of_filters(weight, x)
-        zero = energy < torch.finfo(energy.dtype).tiny
-        return energy.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+        energy, zero = self._energy_of_filters(weight, x)
+        return energy.sqrt().masked_fill(zero, 0)
 
-    def to_unit(self, y: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        energy = self._energy_of_filters(weight, x)
-        zero = energy < torch.finfo(energy.dtype).tiny
-        return self.ungroup(self.group(y) * energy.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0))
+    def to_unit(self, y: Tensor, filters: Tensor, x: Tensor) -> Tensor:
+        energy, zero = self._energy_of_filters(filters, x)
+        return self.ungroup(self.group(y) * energy.rsqrt().masked_fill(zero, 0))
 
-    def _energy_of_filters(self, weight: Tensor, x: Tensor) -> Tensor:
+    def _energy_of_filters(self, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """‖w‖² as each output sees it, with 1 in place of 0, and where that is; in the grouped layout."""
         squares = wide(self._by_group(weight))
         squares = (squares * squares).sum(1)
         ones = squares.new_ones(1, self.groups, *x.shape[2:])
-        return self.group(self.multiply(ones, squares))
+        energy = self.group(self.multiply(ones, squares))
+        zero = energy < torch.finfo(energy.dtype).tiny
+        return energy.masked_fill(zero, 1), zero

@@ -67,8 +67,8 @@ class Segmented(Magnitude):
         tensor([1., 2., 3.])
 
     References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators"; the slopes 1 and 0.5 are those of
-        the official code. https://arxiv.org/abs/1804.08071
+        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators"; the slopes 1 and
+        0.5 are those of the official code. https://arxiv.org/abs/1804.08071
     """
 
     alpha: float = 1.0
