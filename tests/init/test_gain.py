@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.init import gain, resolve_gain
-from gonio.init.gain import ACTIVATIONS
+from gonio.init import gain
+from gonio.init.gain import ACTIVATIONS, resolve_gain
 from references.init import sampled_gain
 
 # closed forms of E f², E f for standard normal input

@@ -138,6 +138,11 @@ def spectrum(matrix: Tensor) -> Spectrum:
 
     Raises:
         InvalidArgumentError: as :func:`singular_values`, and for a matrix without entries.
+
+    Example:
+        >>> figures = gonio.geometry.spectrum(2 * torch.eye(4))
+        >>> figures.values, figures.condition_number
+        (tensor([2., 2., 2., 2.]), tensor(1.))
     """
     if matrix.numel() == 0:
         raise InvalidArgumentError(

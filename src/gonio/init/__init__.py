@@ -1,7 +1,7 @@
 """Initialisation: in-place functions `f_(weight, *, layout=…, generator=…)`."""
 
 from gonio.init.fans import Fans, fans
-from gonio.init.gain import gain, resolve_gain
+from gonio.init.gain import gain
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
 from gonio.init.variance import he_, lecun_, variance_scaling_, xavier_
 
@@ -13,7 +13,6 @@ __all__ = [
     "he_",
     "lecun_",
     "orthogonal_",
-    "resolve_gain",
     "variance_scaling_",
     "xavier_",
 ]
