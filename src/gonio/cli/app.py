@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gonio
-from gonio.cli import compare, measure, plan, report, status
+from gonio.cli import apply, compare, explain, fold, measure, plan, report, status
 from gonio.cli.group import Commands
 from gonio.cli.screen import put
 
@@ -25,7 +25,10 @@ app = typer.Typer(
 )
 for _name, _module in (
     ("measure", measure),
+    ("explain", explain),
     ("plan", plan),
+    ("apply", apply),
+    ("fold", fold),
     ("compare", compare),
     ("report", report),
     ("status", status),

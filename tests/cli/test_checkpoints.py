@@ -1,0 +1,153 @@
+"""`gonio apply` and `gonio fold`: from a plain checkpoint to an edited one and back."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import gonio
+from cli.shell import invoke, write_task
+from gonio import models
+
+RECIPE = "name: normed\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n"
+MODEL = ("--model", "digits-cnn")
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model whose state dict lies in plain.pt and plain.safetensors of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    write_task(tmp_path)
+    Path("normed.yaml").write_text(RECIPE)
+    model = models.digits_cnn()
+    model(torch.randn(4, 1, 8, 8))
+    torch.save(model.state_dict(), "plain.pt")
+    save_file(model.state_dict(), "plain.safetensors")
+    return model.eval()
+
+
+@pytest.mark.parametrize("source", ["plain.pt", "plain.safetensors"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_there_and_back_is_the_same_function(plain: nn.Module, source: str, suffix: str) -> None:
+    applied = invoke("apply", "normed.yaml", source, *MODEL, "-o", f"normed{suffix}")
+    assert applied.exit_code == 0
+    assert "fc1  weight = WeightNorm" in applied.stdout
+    assert applied.stderr == f"checkpoint written to normed{suffix}\n"
+    folded = invoke("fold", f"normed{suffix}", *MODEL, "-o", "back.safetensors", "--where", "fc*")
+    assert folded.exit_code == 0, folded.stderr
+    assert "it loads into the model" in folded.stderr
+    back = models.digits_cnn()
+    back.load_state_dict(load_file("back.safetensors"))
+    assert gonio.equivalent(plain, back, example=torch.randn(2, 1, 8, 8)).relative < 1e-6
+
+
+def test_the_recipe_travels_with_the_checkpoint(plain: nn.Module) -> None:
+    invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "a.safetensors", "--seed", "7")
+    assert "fc1.weight_parametrization.magnitude" in load_file("a.safetensors")
+    Path("normed.yaml").unlink()
+    assert invoke("fold", "a.safetensors", *MODEL, "-o", "b.pt").exit_code == 0
+    content = torch.load("b.pt", weights_only=True)
+    assert "conv1.bias" in content["state_dict"]
+    assert not any("parametrization" in name for name in content["state_dict"])
+
+
+def test_fold_compares_on_an_input(plain: nn.Module) -> None:
+    result = invoke("fold", "plain.pt", *MODEL, "-o", "folded.pt", "--input", "2x1x8x8")
+    assert result.exit_code == 0
+    assert "norm1  BatchNorm2d folded into conv1" in result.stdout
+    assert "largest deviation" in result.stdout
+    assert "it has 3 tensors that the model lacks and lacks 15 that it has" in result.stderr
+
+
+def test_fold_is_told_the_recipe_of_a_checkpoint_that_does_not_say(plain: nn.Module) -> None:
+    gonio.Recipe.load("normed.yaml").apply_(plain)
+    torch.save(plain.state_dict(), "trained.pt")
+    refused = invoke("fold", "trained.pt", *MODEL, "-o", "b.pt")
+    assert refused.exit_code == 3
+    assert "fc1.weight_parametrization" in refused.stderr
+    assert not Path("b.pt").exists()
+    result = invoke("fold", "trained.pt", *MODEL, "-o", "b.pt", "--recipe", "normed.yaml", "--input", "2x1x8x8")
+    assert result.exit_code == 0
+
+
+def test_initialising_depends_on_the_seed(plain: nn.Module) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        invoke("apply", "orthogonal-init", "plain.pt", *MODEL, "-o", "out.safetensors", "--seed", str(seed))
+        return load_file("out.safetensors")["conv2.weight"]
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_a_penalty_leaves_no_trace_and_that_is_said(plain: nn.Module) -> None:
+    result = invoke("apply", "scale-shift", "plain.pt", *MODEL, "-o", "out.safetensors")
+    assert "acts on training alone" in result.stderr
+    before, after = load_file("plain.safetensors"), load_file("out.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_recipe_goes_on_a_plain_checkpoint(plain: nn.Module) -> None:
+    invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "a.safetensors")
+    result = invoke("apply", "scale-shift", "a.safetensors", *MODEL, "-o", "b.safetensors")
+    assert result.exit_code == 3
+    assert "the recipe 'normed' was applied to it before" in result.stderr
+
+
+def test_a_tied_weight_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tied.py").write_text(
+        "from torch import nn\n\ndef make():\n"
+        "    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))\n"
+        "    model[2].weight = model[0].weight\n    return model\n"
+    )
+    Path("normed.yaml").write_text(RECIPE)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    torch.save(model.state_dict(), "plain.pt")
+    words = ("--model", "tied.py:make")
+    assert invoke("apply", "normed.yaml", "plain.pt", *words, "-o", "a.safetensors").exit_code == 0
+    folded = invoke("fold", "a.safetensors", *words, "-o", "b.safetensors", "--input", "3x4")
+    assert folded.exit_code == 0, folded.stderr
+    assert torch.allclose(load_file("b.safetensors")["2.weight"], model[0].weight)
+
+
+class Gadget:
+    """Touches a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (open, ("CANARY", "w"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("apply", "normed.yaml", "missing.pt", *MODEL, "-o", "o.pt"), 3, "there is no such file"),
+        (("apply", "normed.yaml", "gadget.pt", *MODEL, "-o", "o.pt"), 3, "Code in a file is never run here"),
+        (("apply", "normed.yaml", "cut.safetensors", *MODEL, "-o", "o.pt"), 3, "it is not intact"),
+        (("apply", "normed.yaml", "normed.yaml", *MODEL, "-o", "o.pt"), 2, "a checkpoint ends in"),
+        (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "o.onnx"), 2, "a checkpoint ends in"),
+        (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "no/where/o.pt"), 2, "no folder"),
+        (("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"), 3, "Unexpected key"),
+        (("apply", "norm.yaml", "plain.pt", *MODEL, "-o", "o.pt"), 3, "norm.yaml: cannot be read"),
+        (("apply", "normed.yaml", "hostile.safetensors", *MODEL, "-o", "o.pt"), 3, "the recipe in hostile"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"), 3, "can be folded"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--input", "2,1"), 2, "positive sizes joined by x"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--input", "2x3x8x8"), 2, "must be a shape that the model takes"),
+    ],
+)
+def test_bad_input_is_one_message_and_a_code(plain: nn.Module, words: tuple[str, ...], code: int, message: str) -> None:
+    Path("gadget.pt").write_bytes(pickle.dumps(Gadget()))
+    Path("cut.safetensors").write_bytes(b"\xff" * 20)
+    evil = {"gonio.recipe": "!!python/object/apply:os.system ['touch CANARY']"}
+    save_file(plain.state_dict(), "hostile.safetensors", metadata=evil)
+    result = invoke(*words)
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert "Traceback" not in result.stderr
+    assert not list(Path().glob("*o.pt")) + list(Path().glob(".*part")) + list(Path().glob("CANARY"))

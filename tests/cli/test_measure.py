@@ -1,0 +1,124 @@
+"""`gonio measure` and `gonio explain`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cli.shell import invoke, write_task
+from gonio import models
+from gonio.cli import progress
+from gonio.cli.measure import Level
+from gonio.measuring.findings import LEVELS
+
+
+class Gadget:
+    """Touches a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (open, ("CANARY", "w"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_task(tmp_path)
+    torch.save(models.digits_cnn().state_dict(), "fine.pt")
+    broken = nn.Linear(4, 3)
+    with torch.no_grad():
+        broken.weight[1, 2] = torch.nan
+    torch.save(broken.state_dict(), "broken.pt")
+    Path("gadget.pt").write_bytes(pickle.dumps(Gadget()))
+    Path("cut.safetensors").write_bytes(b"\xff" * 20)
+    return tmp_path
+
+
+def test_a_model_is_a_table() -> None:
+    result = invoke("measure", "digits-cnn")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "conv2" in result.stdout
+    assert "5 of 22 tensors" in result.stdout
+
+
+def test_a_checkpoint_and_the_users_own_model(folder: Path) -> None:
+    assert "conv2" in invoke("measure", "fine.pt").stdout
+    assert "3×64" in invoke("measure", "tiny.py:linear").stdout
+    assert "conv2" in invoke("measure", folder / "fine.pt").stdout
+
+
+def test_json_and_html(folder: Path) -> None:
+    content = json.loads(invoke("measure", "digits-cnn", "--json", "-").stdout)
+    assert len(content["tensors"]) == 22
+    result = invoke("measure", "digits-cnn", "--html", "page.html", "--json", "out.json")
+    assert result.stdout == ""
+    assert result.stderr == "page written to page.html\nJSON written to out.json\n"
+    assert Path("page.html").read_text().startswith("<!")
+
+
+@pytest.mark.parametrize(("level", "code"), [("info", 1), ("warn", 1), ("error", 1)])
+def test_a_finding_at_the_level_is_code_1(folder: Path, level: str, code: int) -> None:
+    result = invoke("measure", "broken.pt", "--fail-on", level)
+    assert result.exit_code == code
+    assert "at or above" in result.stderr
+    assert "G001" in result.stdout
+
+
+def test_without_findings_or_without_the_option_the_code_is_0(folder: Path) -> None:
+    assert invoke("measure", "fine.pt", "--fail-on", "info").exit_code == 0
+    assert invoke("measure", "broken.pt").exit_code == 0
+
+
+def test_the_levels_are_those_of_the_findings() -> None:
+    assert tuple(Level) == LEVELS
+    assert invoke("measure", "digits-cnn", "--fail-on", "catastrophe").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("digitscnn", 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
+        ("missing.pt", 3, "there is no such file"),
+        ("missing.safetensors", 3, "there is no such file"),
+        ("gadget.pt", 3, "Code in a file is never run"),
+        ("cut.safetensors", 3, "not an intact file"),
+        ("tiny.py:no_task", 3, "it raised ValueError: no data today"),
+        ("tiny.py", 2, "no function after it"),
+        (".", 3, "not an intact file"),
+    ],
+)
+def test_bad_input_is_one_message_and_a_code(folder: Path, source: str, code: int, message: str) -> None:
+    result = invoke("measure", source)
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert "Traceback" not in result.stderr
+    assert not Path("CANARY").exists()
+
+
+def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter(range(0, 100, 4))
+    show = progress._lines("measuring", clock=lambda: next(seconds))
+    for done in range(1, 9):
+        show(done, 8)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 4
+    assert all(line.startswith("measuring: ") for line in lines)
+
+
+def test_explain_lists_and_explains() -> None:
+    listed = invoke("explain").stdout
+    assert listed.startswith("G001  error  ")
+    for line in listed.splitlines():
+        code = line.split()[0]
+        assert invoke("explain", code).stdout.startswith(f"{code} (")
+    assert invoke("explain", "g001").exit_code == 0
+
+
+def test_an_unknown_rule_gives_the_closest() -> None:
+    result = invoke("explain", "G002")
+    assert result.exit_code == 2
+    assert "no rule named 'G002'. Did you mean" in result.stderr
