@@ -7,33 +7,17 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from compare.processes import start_study, wait_for_runs, wait_for_silence
 from gonio.compare import Lines, Plan, RunRecord, Study, make_plan, run
 from gonio.errors import InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 RECIPES = ["orthogonal-init", "switchable-norm"]
-
-# What a terminal would run: the same study, as a process that can be killed.
-SCRIPT = f"""
-import sys
-from gonio.compare import make_plan, run
-from gonio.errors import Interrupted
-if __name__ == "__main__":
-    plan = make_plan({RECIPES!r}, task="{TINY}:task", model="{TINY}:" + sys.argv[2], seeds=int(sys.argv[3]))
-    try:
-        run(plan, sys.argv[1], jobs=2)
-    except Interrupted as error:
-        print(error, file=sys.stderr)
-        sys.exit(75)
-    except KeyboardInterrupt:
-        sys.exit(130)
-"""
 
 
 def plan_of(model: str = "model", *, seeds: int = 2, recipes: list[str] | None = None) -> Plan:
@@ -48,39 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, ...]
 
 
 def start(folder: Path, *, model: str = "model", seeds: int = 2) -> subprocess.Popen[str]:
-    script = folder.parent / "study.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(folder), model, str(seeds)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def wait_for_runs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Until the study has so many rows, or its process has ended."""
-    while process.poll() is None:
-        if (folder / "plan.json").exists() and len(Study.open(folder).runs()) >= count:
-            return
-        time.sleep(0.02)
-
-
-def alive(group: int) -> list[str]:
-    """The processes of a session that still run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == group and fields[0] != "Z":
-            found.append(path.parent.name)
-    return found
-
-
-def wait_for_silence(group: int) -> list[str]:
-    """What is left of a session after at most 5 s."""
-    deadline = time.monotonic() + 5
-    while alive(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive(group)
+    return start_study(folder, RECIPES, task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=seeds)
 
 
 def test_results_do_not_depend_on_the_number_of_jobs(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:

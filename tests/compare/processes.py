@@ -1,0 +1,64 @@
+"""Studies as processes that can be killed, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from gonio.compare import Study
+
+# What a terminal would run.
+SCRIPT = """
+import sys
+from gonio.compare import make_plan, run
+from gonio.errors import Interrupted
+
+if __name__ == "__main__":
+    folder, options, recipes = sys.argv[1], eval(sys.argv[2]), sys.argv[3:]
+    try:
+        run(make_plan(recipes, **options), folder, jobs=2)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        sys.exit(75)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def start_study(folder: Path, recipes: list[str], **options: object) -> subprocess.Popen[str]:
+    """Start or continue a study in a process and session of its own."""
+    script = folder.parent / "study.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(folder), repr(options), *recipes]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_runs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until the study has so many rows, or its process has ended."""
+    while process.poll() is None:
+        if (folder / "plan.json").exists() and len(Study.open(folder).runs()) >= count:
+            return
+        time.sleep(0.02)
+
+
+def alive(session: int) -> list[str]:
+    """The processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended while we looked
+            continue
+        if int(number) == session and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def wait_for_silence(session: int) -> list[str]:
+    """What is left of a session's processes after at most 5 s."""
+    deadline = time.monotonic() + 5
+    while alive(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive(session)

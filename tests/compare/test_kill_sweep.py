@@ -1,0 +1,38 @@
+"""The built-in study, killed twenty times at random moments, against one that nothing happened to."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from compare.processes import start_study, wait_for_silence
+from gonio.compare import BUILT_IN_RECIPES, RunRecord, Study, make_plan, run
+
+KILLS = 20
+LONGEST = 15.0  # seconds until a kill: the start takes some 5, so about two in three kills hit runs
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_no_run_and_leave_none_stuck(tmp_path: Path) -> None:
+    draw = random.Random(20)
+    folder = tmp_path / "killed"
+    kept: dict[tuple[str, int], RunRecord] = {}
+    for _ in range(KILLS):
+        process = start_study(folder, list(BUILT_IN_RECIPES))
+        time.sleep(draw.uniform(0, LONGEST))
+        process.kill()
+        process.communicate()
+        assert wait_for_silence(process.pid) == []
+        if not (folder / "plan.json").exists():
+            continue
+        found = {(record.recipe, record.seed): record for record in Study.open(folder).runs()}
+        assert {key: found.get(key) for key in kept} == kept
+        kept = found
+    assert len(kept) > 10, "the kills came too early to test anything: raise LONGEST"
+    continued = run(make_plan(), folder)
+    reference = run(make_plan(), tmp_path / "reference")
+    assert [record.status for record in reference.runs()] == ["finished"] * 48
+    assert continued.runs() == reference.runs()
