@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import filter_norms, safe_norm, unit_vectors
-from gonio.geometry.precision import check_matrix, full_precision, widen, widest
+from gonio.geometry.precision import check_matrix, full_precision, whole, widen, widest
 
 __all__ = ["alignment", "alignment_zscore", "angle_between", "angles", "coherence", "cosines"]
 
@@ -153,7 +153,7 @@ def coherence(matrix: Tensor) -> Tensor:
         Appl. Comput. Harmon. Anal. 14(3), 2003. https://arxiv.org/abs/math/0301135
     """
     _check_pairs(matrix, "coherence")
-    n = matrix.shape[-2]
+    n, matrix = matrix.shape[-2], whole(matrix)
     with full_precision(matrix):
         unit = unit_vectors(matrix)
         rows = max(1, BLOCK_ENTRIES // (n * max(1, matrix.shape[:-2].numel())))

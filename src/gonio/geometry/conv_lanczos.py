@@ -10,7 +10,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.conv_norm import check_finite, grid_of
 from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import full_precision, widen, widest
+from gonio.geometry.precision import full_precision, whole, widen, widest
 from gonio.geometry.symbol import Taps, taps_of
 from gonio.geometry.views import PLAIN, Layout
 from gonio.seeding import generator
@@ -59,6 +59,7 @@ def conv_spectral_norm_estimate(
     if steps < 1:
         raise InvalidArgumentError("conv_spectral_norm_estimate() needs steps >= 1", f"steps={steps}", "Use 48.")
     grid = torch.tensor(grid_of(size, layout, weight))
+    weight = whole(weight)
     check_finite(weight)
     with torch.no_grad(), full_precision(weight):
         scale = float(weight.abs().amax()) or 1.0  # products near 1, whatever unit the weights are in

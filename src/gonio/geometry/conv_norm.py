@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import full_precision, widen, widest
+from gonio.geometry.precision import full_precision, whole, widen, widest
 from gonio.geometry.spectra import singular_values
 from gonio.geometry.symbol import Taps, frequencies, taps_of
 from gonio.geometry.views import PLAIN, Layout
@@ -68,6 +68,7 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
 
 
 def _double_taps(weight: Tensor, layout: Layout) -> Taps:
+    weight = whole(weight)
     check_finite(weight)
     return taps_of(weight.to(widest(weight)), layout)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import unit_vectors
-from gonio.geometry.precision import full_precision
+from gonio.geometry.precision import full_precision, whole
 from gonio.geometry.signs import hyperplanes
 
 __all__ = ["NearDuplicates", "near_duplicates"]
@@ -25,6 +25,7 @@ BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
 CENTRED = 0.2  # length of the mean direction above which vectors are centred before hashing
 VERIFY = 1 << 16  # candidate pairs verified at once
 ROW_CHUNK = 1 << 14
+ROUNDING = 1e-6  # of a float32 cosine
 MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
 
 
@@ -95,16 +96,18 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
         [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
         [2] J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets", §3.4 (banding).
     """
+    vectors = whole(vectors)
     _check(vectors, cosine, recall)
     with torch.no_grad(), full_precision(vectors):
         unit = unit_vectors(vectors.detach())
         search = _plan(unit, cosine, recall)
+        least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
         if search is None:
-            pairs, cosines = _exact(unit, cosine)
+            pairs, cosines = _exact(unit, least)
             return NearDuplicates(pairs, cosines, cosine, len(unit), "exact", 1.0, 0)
         kept = (unit != 0).any(-1).nonzero().squeeze(-1)  # zero vectors would crowd one bucket
         candidates, capped = _candidates(unit[kept], search, seed)
-        pairs, cosines = _verified(unit[kept], candidates, cosine)
+        pairs, cosines = _verified(unit[kept], candidates, least)
         return NearDuplicates(kept[pairs], cosines, cosine, len(unit), "hashed", search.recall, capped)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import check_matrix, full_precision, widen
+from gonio.geometry.precision import check_matrix, full_precision, whole, widen
 from gonio.seeding import generator
 
 __all__ = ["spectral_norm"]
@@ -56,6 +56,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
         return widen(matrix).new_zeros(matrix.shape[:-2])
     if matrix.ndim == 3 and matrix.shape[0] == 1:  # a batched product with one vector is slow on CPU
         return spectral_norm(matrix[0], steps=steps, seed=seed).unsqueeze(0)
+    matrix = whole(matrix)
     with full_precision(matrix):
         wide = widen(matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT)
         u, v = _top_pair(wide.detach(), min(steps, wide.shape[-2]), seed)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["check_matrix", "full_precision", "widen", "widest"]
+__all__ = ["check_matrix", "full_precision", "whole", "widen", "widest"]
 
 
 def widen(x: Tensor) -> Tensor:
@@ -28,6 +28,15 @@ def widen(x: Tensor) -> Tensor:
             "Convert it first, for example with .float(); a quantised weight must be dequantised.",
         )
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def whole(x: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank, differentiably; any other tensor as it is.
+
+    For functions that mix the weight with tensors of their own, which DTensor does not allow.
+    """
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 def widest(x: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import angles
-from gonio.geometry.precision import check_matrix, full_precision, widen
+from gonio.geometry.precision import check_matrix, full_precision, whole, widen
 from gonio.seeding import generator
 
 __all__ = ["hyperplanes", "sign_hash", "sign_similarity"]
@@ -76,5 +76,6 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
     check_matrix(vectors, "sign_hash")
     if bits < 1:
         raise InvalidArgumentError("sign_hash() needs bits >= 1", f"bits={bits}", "Use 64 or more.")
+    vectors = whole(vectors)
     with full_precision(vectors):
         return widen(vectors.detach()) @ hyperplanes(vectors.shape[-1], bits, vectors, seed) >= 0

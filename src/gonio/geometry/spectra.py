@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import check_matrix, full_precision, widen, widest
+from gonio.geometry.precision import check_matrix, full_precision, whole, widen, widest
 
 __all__ = [
     "OrthogonalityDefect",
@@ -53,6 +53,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         tensor([4., 3.])
     """
     check_matrix(matrix, "singular_values")
+    matrix = whole(matrix)
     _check_finite(matrix, "singular_values")
     with full_precision(matrix):
         wide = matrix.to(widest(matrix))
