@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.penalty.binding import bind
+from gonio.penalty.check import findings
 from gonio.penalty.processes import data_parallel_group
 from gonio.penalty.table import table
 from gonio.penalty.term import OutputTerm, Term, WeightTerm, terms_of
@@ -159,6 +160,22 @@ class Penalty:
         Empty before the first call.
         """
         return {label: float(value) for label, value in self._last.items()}
+
+    def check(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """What is wrong between this penalty and an optimizer, in words; nothing, if all is well.
+
+        Finds weights that the optimizer does not have, and scale that its weight decay shrinks as well.
+
+        Raises:
+            InvalidArgumentError: if a step of SGD could carry a weight under :class:`ScaleShift` past zero.
+
+        Example:
+            >>> layer = nn.Linear(4, 4)
+            >>> penalty = gonio.Penalty(layer, [(None, gonio.regularizers.L2(1e-4))])
+            >>> penalty.check(torch.optim.SGD(layer.parameters(), lr=0.1, weight_decay=1e-4))
+            ["weight/L2: the optimizer's weight decay shrinks this weight as well"]
+        """
+        return findings(self._terms, optimizer)
 
     def remove(self) -> None:
         """Take every hook off the model. Terms on outputs cannot be computed afterwards."""

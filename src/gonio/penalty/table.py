@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 
 from gonio.penalty.binding import Binding
 from gonio.penalty.term import OutputTerm, Term
-from gonio.regularizers import Regularizer
+from gonio.regularizers import Regularizer, ScaleShift
 
 __all__ = ["table"]
 
@@ -35,6 +35,9 @@ def describe(regularizer: Regularizer) -> str:
 def _state_of(term: Term) -> str:
     if term.slot.frozen:
         return "frozen: passed over"
+    if isinstance(term.regularizer, ScaleShift):
+        floor, rate = term.regularizer.effective_floor, term.regularizer.largest_rate
+        return f"constant below norm {floor:.3g}; safe for lr / (1 - momentum)² up to {rate:.3g}"
     if isinstance(term, OutputTerm):
         width = term.slot.tensor().shape[1 if term.slot.layout.transposed else 0]
         if term.samples is not None and term.samples < width:

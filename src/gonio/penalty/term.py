@@ -16,6 +16,7 @@ from gonio.regularizers import (
     IterativeRegularizer,
     OutputRegularizer,
     Regularizer,
+    ScaleShift,
     WeightRegularizer,
 )
 from gonio.seeding import generator
@@ -71,7 +72,6 @@ class WeightTerm(Term):
         with torch.enable_grad():
             evaluation = self._of(leaf)
             (gradient,) = torch.autograd.grad(evaluation.value, leaf)
-        gradient = _placed_as(gradient, weight)
         if not weight.is_leaf:  # a parametrization makes it: go on to what it is made from
             weight.backward(gradient * strength)
         elif weight.grad is None:
@@ -157,8 +157,18 @@ def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup
             own = generator(seed, "penalty", label)
             terms.append(OutputTerm(slot, regularizer, label, generator=own, process_group=process_group))
         elif isinstance(regularizer, WeightRegularizer):
-            terms.append(WeightTerm(slot, regularizer, label))
+            terms.append(WeightTerm(slot, _fitted(regularizer, slot), label))
     return terms
+
+
+@torch.no_grad()
+def _fitted(regularizer: WeightRegularizer, slot: Slot) -> WeightRegularizer:
+    """A scale shift with a floor for this weight, unless it has one."""
+    weight = slot.tensor()
+    if not isinstance(regularizer, ScaleShift) or weight.is_meta:
+        return regularizer
+    norms = weight.unflatten(0, (slot.layout.blocks, -1)).flatten(1).float().norm(dim=1)
+    return regularizer.fitted(float(norms.min()))
 
 
 def _mean(evaluations: list[Evaluation]) -> Evaluation:
@@ -193,10 +203,3 @@ def _gathered(evaluation: Evaluation) -> Evaluation:
 def _full(x: Any) -> Tensor:
     full: Tensor = x.full_tensor()
     return full
-
-
-def _placed_as(gradient: Any, weight: Any) -> Any:
-    """A gradient with the placement of its sharded weight."""
-    if not hasattr(weight, "placements"):
-        return gradient
-    return gradient.redistribute(placements=weight.placements)

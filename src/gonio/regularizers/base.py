@@ -14,6 +14,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.precision import full_precision, widen
 from gonio.geometry.views import Layout
 from gonio.regularizers.schedules import Schedule
+from gonio.regularizers.sharding import with_placed_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,7 +164,7 @@ def _widened(weight: Tensor) -> Tensor:
     if weight.dtype is torch.float16:
         wide: Tensor = _Float.apply(weight)
         return wide
-    return widen(weight)
+    return widen(with_placed_gradient(weight))
 
 
 @dataclass(frozen=True)

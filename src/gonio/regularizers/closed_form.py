@@ -43,6 +43,8 @@ class Formula(ABC):
 def apply(formula: Formula, x: Tensor) -> tuple[Tensor, ...]:
     """The formula's results at `x`; only the first is differentiable."""
     if torch.compiler.is_compiling() or is_sharded(x):
+        if formula.held:
+            x = _Guarded.apply(x, formula.held)
         value, *rest = formula.plain(x)
         return value, *(r.detach() for r in rest)
     results: tuple[Tensor, ...] = _ClosedForm.apply(x, formula)
@@ -74,6 +76,25 @@ class _ClosedForm(torch.autograd.Function):
             value = ctx.formula.plain(x)[0]
             return torch.autograd.grad(value, x, grads[0], create_graph=True)[0], None
         return ctx.formula.gradient(x, tuple(saved), grads[0]), None
+
+
+class _Guarded(torch.autograd.Function):
+    """The identity, with a gradient that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(x: Tensor, held: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.held = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if not torch.is_grad_enabled():
+            return grads[0], None
+        return _Once.apply(grads[0], *ctx.saved_tensors, ctx.held), None
 
 
 class _Once(torch.autograd.Function):

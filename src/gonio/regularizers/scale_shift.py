@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,6 +16,9 @@ from gonio.regularizers.closed_form import Formula, apply
 from gonio.regularizers.l2 import check_before_norm
 
 __all__ = ["ScaleShift"]
+
+LEAST_FLOOR = 1e-3
+USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +37,13 @@ class ScaleShift(WeightRegularizer):
     term only sees the direction: its gradient is orthogonal to W.
 
     Note [Floor]
-        The gradient of the logarithm grows as 1/‖W‖, and one SGD step multiplies W by
+        The gradient of the logarithm grows as 1/‖W‖, and one step of SGD multiplies W by
         :math:`1 - \eta\lambda_1/\lVert W \rVert^2`: below :math:`\lVert W \rVert^2 = \eta\lambda_1/2` the weight
-        changes sign and grows. Under `floor` the term is constant and lets go. The default,
-        :math:`2\sqrt{\lambda_1}`, keeps a step from changing the norm by more than a quarter as long as the
-        effective learning rate :math:`\eta / (1 - \text{momentum})` is at most 1; set
-        :math:`2\sqrt{\eta\lambda_1/(1 - \text{momentum})}` for a larger one.
+        changes sign and grows. Under `floor` the term is constant and lets go. A step then moves no norm by more
+        than a quarter if :math:`\eta / (1 - \text{momentum})^2 \le \text{floor}^2 / 4\lambda_1`
+        (:attr:`largest_rate`; momentum carries a weight on below the floor). `Penalty` gives every weight a floor of
+        its own where none is set: :math:`\sqrt{40\lambda_1}`, right for a rate of 0.1 with momentum 0.9, or half of
+        the norm that it starts from if that is less. :meth:`gonio.Penalty.check` holds an optimizer against it.
 
     A weight that a normalisation layer follows has no scale that the loss could defend, so the term would
     shrink it to the floor and raise its effective learning rate all the while: `Penalty` leaves such weights
@@ -47,7 +52,8 @@ class ScaleShift(WeightRegularizer):
     Args:
         strength: :math:`\lambda_1`. The paper's values are not known to us; there is no default.
         direction_strength: :math:`\lambda_2`.
-        floor: the norm below which the first term is constant; None for :math:`2\sqrt{\lambda_1}`.
+        floor: the norm below which the first term is constant; None for 1e-3, and in a `Penalty` for
+            one that fits the weight.
         direction_scale: `"none"`, or `"sqrt_numel"` to divide the L1 norm, which ranges over
             :math:`[1, \sqrt n]`, by :math:`\sqrt n`, so that layers of different size count alike.
         before_norm: `"skip"` or `"keep"` weights that a normalisation layer follows; read by `Penalty`.
@@ -97,7 +103,7 @@ class ScaleShift(WeightRegularizer):
             self.floor is None or self.floor > 0,
             "ScaleShift() needs floor > 0",
             f"floor={self.floor}",
-            "Without a floor the term has no minimum: leave it out for 2·√strength.",
+            "Without a floor the term has no minimum; leave it out for one that fits.",
         )
         require(
             self.direction_scale in ("none", "sqrt_numel"),
@@ -118,7 +124,24 @@ class ScaleShift(WeightRegularizer):
     @property
     def effective_floor(self) -> float:
         """The norm below which the first term is constant."""
-        return max(2 * math.sqrt(self.strength), 1e-12) if self.floor is None else self.floor
+        return LEAST_FLOOR if self.floor is None else self.floor
+
+    @property
+    def largest_rate(self) -> float:
+        """lr / (1 − momentum)² up to which no step of SGD moves a norm by more than a quarter."""
+        return self.effective_floor**2 / (4 * self.strength * self.every) if self.strength else math.inf
+
+    def fitted(self, norm: float) -> ScaleShift:
+        """The same with a floor for a weight that starts from this norm, unless one is set.
+
+        Example:
+            >>> [gonio.regularizers.ScaleShift(1e-3).fitted(norm).floor for norm in (0.1, 100.0)]
+            [0.05, 0.2]
+        """
+        if self.floor is not None:
+            return self
+        safe = 2 * math.sqrt(USUAL_RATE * self.strength * self.every)
+        return dataclasses.replace(self, floor=max(LEAST_FLOOR, min(norm / 2, safe)))
 
     def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
         flat = weight.unflatten(0, (layout.blocks, -1)).flatten(1)

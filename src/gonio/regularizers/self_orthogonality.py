@@ -149,9 +149,8 @@ class SelfOrthogonality(OutputRegularizer):
     ) -> Evaluation:
         x = outputs.flatten(2) if outputs.ndim > 2 else outputs.unsqueeze(2)
         x = widen(self._subset(x, generator))
-        samples, wide = x.shape[0] * x.shape[2], False
-        if process_group is None:
-            wide = samples < x.shape[1] // groups
+        samples = x.shape[0] * x.shape[2]
+        wide = process_group is None and 0 < samples < x.shape[1] // groups
         least = torch.finfo(outputs.dtype).tiny
         chunk = samples if wide else CHUNK
         signs = SoftSigns(self.gamma, self.center, self.standardize, groups, process_group, least, chunk)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["identity_like", "is_sharded", "replicated_like"]
+__all__ = ["identity_like", "is_sharded", "replicated_like", "with_placed_gradient"]
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -23,6 +23,30 @@ def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
 
     mesh: Any = reference.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class _Placed(torch.autograd.Function):
+    """The identity, with a gradient that is placed as the tensor is."""
+
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any], output: Any) -> None:
+        ctx.placements = inputs[0].placements
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].redistribute(placements=ctx.placements)
+
+
+def with_placed_gradient(x: Tensor) -> Tensor:
+    """`x`; if it is sharded, so that its gradient will be sharded like it, as FSDP2 takes for granted."""
+    if not is_sharded(x):
+        return x
+    placed: Tensor = _Placed.apply(x)
+    return placed
 
 
 def identity_like(gram: Tensor) -> Tensor:

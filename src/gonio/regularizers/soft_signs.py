@@ -67,7 +67,8 @@ class SoftSigns:
     def channels(self, x: Tensor) -> Channels:
         """Means and gains of outputs (N, k, P), over the batch of all processes."""
         wide = widest(x)
-        samples = self.total(torch.full((), x.shape[0] * x.shape[2], dtype=wide, device=x.device))
+        own = torch.full((), x.shape[0] * x.shape[2], dtype=wide, device=x.device)
+        samples = self.total(own).clamp_min(1)
         mean = torch.zeros(x.shape[1], dtype=wide, device=x.device)
         if self.center:
             mean = self.total(x.sum((0, 2), dtype=wide)) / samples
@@ -107,7 +108,7 @@ class SoftSigns:
 
     def grouped(self, piece: Tensor) -> Tensor:
         """(n, k, p) seen as (groups, k/groups, n, p)."""
-        return piece.unflatten(1, (self.groups, -1)).permute(1, 2, 0, 3)
+        return piece.unflatten(1, (self.groups, piece.shape[1] // self.groups)).permute(1, 2, 0, 3)
 
     def _buffer(self, piece: Tensor) -> Tensor:
         """An empty tensor (groups, k/groups, n, p) that lies in memory as the piece does."""
@@ -140,7 +141,7 @@ class SoftSigns:
             first += back.sum(-1).flatten()
             if linear is not None:
                 second += (back * linear).sum(-1).flatten()
-            self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], -1)))
+            self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], piece.shape[2])))
         self._project(x, out, channels, first, second)
         return out.mul_(channels.gain.view(1, -1, 1))
 
@@ -153,4 +154,4 @@ class SoftSigns:
             factor = factor.view(self.groups, -1, 1)
             for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
                 linear = self.shifted(piece, channels).mul_(factor)
-                self.grouped(target).sub_(linear.unflatten(2, (piece.shape[0], -1)))
+                self.grouped(target).sub_(linear.unflatten(2, (piece.shape[0], piece.shape[2])))

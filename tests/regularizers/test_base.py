@@ -1,0 +1,194 @@
+"""Strength, schedules, errors and bounds: what all regularizers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog import seeded
+from gonio import regularizers as R
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import Layout, layout_of, matrix_view
+from tolerances import close
+
+OF_WEIGHTS: list[R.WeightRegularizer] = [
+    R.L2(1.0),
+    R.Orthogonality(1.0),
+    R.Orthogonality(1.0, diagonal=False),
+    R.Orthogonality(1.0, filters="unit"),
+    R.DoubleOrthogonality(1.0),
+    R.MutualCoherence(1.0),
+    R.MutualCoherence(1.0, filters="unit"),
+    R.SRIP(1.0, iterations=20),
+    R.HypersphericalEnergy(1.0),
+    R.HypersphericalEnergy(1.0, distance="angle"),
+    R.HypersphericalEnergy(1.0, half_space=True, power=0),
+    R.ConvOrthogonality(1.0),
+    R.ScaleShift(1.0, floor=0.1, direction_strength=0.5),
+    R.ScaleShift(1.0, floor=0.1, direction_strength=0.5, direction_scale="sqrt_numel"),
+]
+OVER_WEIGHTS = pytest.mark.parametrize("regularizer", OF_WEIGHTS, ids=str)
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 4),
+    "tall linear": lambda: nn.Linear(4, 9),
+    "one filter": lambda: nn.Linear(5, 1),
+    "1d": lambda: nn.Conv1d(3, 4, 3),
+    "1x1": lambda: nn.Conv2d(4, 6, 1),
+    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2),
+    "depthwise": lambda: nn.Conv2d(4, 4, 3, groups=4),
+    "dilated": lambda: nn.Conv2d(2, 3, 3, dilation=2),
+    "oblong": lambda: nn.Conv2d(2, 3, (1, 5), stride=(1, 2)),
+    "3d": lambda: nn.Conv3d(2, 3, 2),
+    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3, groups=2),
+}
+OVER_LAYERS = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+def weight_and_layout(layer: Callable[[], nn.Module]) -> tuple[Tensor, Layout]:
+    module = layer()
+    return seeded(*module.weight.shape, dtype=torch.float64), layout_of(module)
+
+
+@OVER_LAYERS
+@OVER_WEIGHTS
+def test_value_is_finite_and_above_its_bound(regularizer: R.WeightRegularizer, layer: Callable[[], nn.Module]) -> None:
+    weight, layout = weight_and_layout(layer)
+    value, bound = regularizer.value(weight, layout), regularizer.lower_bound(weight, layout)
+    assert value.isfinite()
+    assert value >= bound - close(torch.float64)["atol"], f"{value} below {bound}"
+    torch.testing.assert_close(regularizer.excess(weight, layout), (value - bound).clamp_min(0))
+
+
+@OVER_WEIGHTS
+def test_groups_are_separate_matrices(regularizer: R.WeightRegularizer) -> None:
+    """A grouped layer costs what its groups cost one by one (WEISSI and L2 take the whole weight)."""
+    if isinstance(regularizer, R.ScaleShift):
+        pytest.skip("reads the norm of the whole weight")
+    weight = seeded(6, 3, 3, 3, dtype=torch.float64)
+    whole = regularizer.value(weight, Layout(groups=2))
+    torch.testing.assert_close(whole, regularizer.value(weight[:3]) + regularizer.value(weight[3:]))
+
+
+@OVER_WEIGHTS
+def test_stacked_blocks_are_separate_matrices(regularizer: R.WeightRegularizer) -> None:
+    weight = seeded(9, 5, dtype=torch.float64)
+    whole = regularizer.value(weight, Layout(blocks=3))
+    torch.testing.assert_close(whole, sum(regularizer.value(block) for block in weight.chunk(3)))
+
+
+@OVER_WEIGHTS
+def test_memory_format_does_not_matter(regularizer: R.WeightRegularizer) -> None:
+    weight = seeded(4, 3, 3, 3, dtype=torch.float64)
+    last = weight.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(regularizer.value(last), regularizer.value(weight))
+
+
+def test_transposed_convolutions_have_their_filters_on_dim_1() -> None:
+    module = nn.ConvTranspose2d(4, 6, 3)
+    matrix = matrix_view(module.weight, layout_of(module))[0]
+    value = R.Orthogonality(1.0).value(module.weight, layout_of(module))
+    torch.testing.assert_close(value, R.Orthogonality(1.0).value(matrix))
+    assert not torch.isclose(value, R.Orthogonality(1.0).value(module.weight), rtol=1e-2)
+
+
+def test_a_float16_weight_gets_a_finite_gradient() -> None:
+    weight = torch.full((4, 6), 100.0, dtype=torch.float16, requires_grad=True)
+    R.Orthogonality(1.0).value(weight).backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float16
+    assert torch.equal(weight.grad, torch.full_like(weight.grad, 65504.0))
+
+
+def test_large_weights_do_not_overflow() -> None:
+    """E10: a million entries of size 300 in half precision."""
+    weight = torch.full((1000, 1000), 300.0, dtype=torch.float16)
+    assert float(R.L2(1.0).value(weight)) == pytest.approx(0.5 * 300**2 * 1e6, rel=1e-5)
+    assert float(R.ScaleShift(1.0).value(weight)) == pytest.approx(12.6115, rel=1e-4)
+
+
+# --- strength, every, schedules -------------------------------------------------------------------
+
+
+def test_strength_multiplies() -> None:
+    weight = seeded(3, 4)
+    assert torch.equal(R.L2(0.25)(weight), 0.25 * R.L2(1.0).value(weight))
+    outputs = seeded(9, 3)
+    som = R.SelfOrthogonality(0.25)
+    assert torch.equal(som(outputs), 0.25 * som.value(outputs))
+
+
+def test_every_keeps_the_mean_pull() -> None:
+    regularizer = R.L2(0.1, every=3)
+    strengths = [regularizer.strength_at(step) for step in range(9)]
+    assert strengths[1] == strengths[2] == 0
+    assert sum(strengths) / 9 == pytest.approx(0.1)
+
+
+def test_schedules_multiply_the_strength() -> None:
+    regularizer = R.SRIP(1e-2, every=2, schedule=R.Warmup(4))
+    assert [regularizer.strength_at(s) for s in (0, 1, 2, 4)] == pytest.approx([0.005, 0, 0.015, 0.02])
+
+
+def test_milestones() -> None:
+    schedule = R.Milestones((2, 5), (0.5, 0.0))
+    assert [schedule.factor(s) for s in (0, 1, 2, 4, 5, 100)] == [1, 1, 0.5, 0.5, 0, 0]
+
+
+def test_schedules_are_values() -> None:
+    assert R.L2(1.0, schedule=R.Warmup(3)) == R.L2(1.0, schedule=R.Warmup(3))
+    assert hash(R.SRIP(1.0, schedule=R.Milestones.srip(10))) == hash(R.SRIP(1.0, schedule=R.Milestones.srip(10)))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: R.L2(-1.0), r"L2\(\) needs a finite strength >= 0; found strength=-1.0"),
+        (lambda: R.SRIP(float("nan")), r"SRIP\(\) needs a finite strength"),
+        (lambda: R.L2(1.0, every=0), r"L2\(\) needs every >= 1; found every=0"),
+        (lambda: R.SRIP(1.0, iterations=0), r"SRIP\(\) needs iterations >= 1"),
+        (lambda: R.L2(1.0, before_norm="no"), r"L2\(before_norm=…\) takes 'skip' or 'keep'; found 'no'"),
+        (lambda: R.Orthogonality(1.0, filters="x"), r"Orthogonality\(filters=…\) takes 'raw' or 'unit'"),
+        (lambda: R.MutualCoherence(1.0, filters="x"), r"MutualCoherence\(filters=…\) takes"),
+        (lambda: R.HypersphericalEnergy(1.0, power=3), r"HypersphericalEnergy\(power=…\) takes one of \(0, 1, 2\)"),
+        (lambda: R.HypersphericalEnergy(1.0, distance="x"), r"HypersphericalEnergy\(distance=…\) takes one of"),
+        (lambda: R.HypersphericalEnergy(1.0, eps=-1.0), r"HypersphericalEnergy\(\) needs eps >= 0"),
+        (lambda: R.ScaleShift(1.0, floor=0.0), r"ScaleShift\(\) needs floor > 0"),
+        (lambda: R.ScaleShift(1.0, direction_strength=-1.0), r"ScaleShift\(\) needs direction_strength >= 0"),
+        (lambda: R.ScaleShift(0.0, direction_strength=1.0), r"and strength > 0 beside it"),
+        (lambda: R.ScaleShift(1.0, direction_scale="x"), r"direction_scale=…\) takes 'none' or 'sqrt_numel'"),
+        (lambda: R.SelfOrthogonality(1.0, gamma=0.0), r"needs mean_ratio >= 0 and gamma > 0"),
+        (lambda: R.SelfOrthogonality(1.0, reduction="x"), r"reduction=…\) takes 'mean' or 'sum'"),
+        (lambda: R.SelfOrthogonality(1.0, samples=1), r"needs samples >= 2; found samples=1"),
+        (lambda: R.Warmup(0), r"Warmup\(\) needs steps >= 1"),
+        (lambda: R.Milestones((3, 2), (1.0, 0.0)), r"Milestones\(\) needs increasing steps"),
+        (lambda: R.Milestones((3,), (1.0, 0.0)), r"one factor for each"),
+    ],
+)
+def test_arguments_out_of_range(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        make()
+
+
+def test_a_vector_has_no_filters() -> None:
+    with pytest.raises(InvalidArgumentError, match="a matrix view needs a weight with at least 2 dimensions"):
+        R.Orthogonality(1.0).value(torch.ones(3))
+
+
+def test_outputs_need_channels() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"takes outputs \(N, k, \*positions\)"):
+        R.SelfOrthogonality(1.0).value(torch.ones(3))
+    with pytest.raises(InvalidArgumentError, match="k divisible by groups=2"):
+        R.SelfOrthogonality(1.0).value(torch.ones(4, 3), groups=2)
+
+
+def test_regularizers_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match="strength"):
+        R.L2(1.0).strength = 2.0  # type: ignore[misc]

@@ -1,0 +1,270 @@
+"""Soft orthogonality and its relatives: extremes, closed forms, feasibility."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog import seeded
+from gonio import regularizers as R
+from gonio.geometry import coherence, cosines, matrix_view, welch_bound
+from gonio.regularizers.gram import symmetric_product
+from tolerances import close, exact
+
+DOUBLE = torch.float64
+
+
+def gradient(regularizer: R.WeightRegularizer, weight: Tensor) -> Tensor:
+    weight = weight.detach().requires_grad_()
+    return torch.autograd.grad(regularizer.value(weight), weight)[0]
+
+
+def semi_orthogonal(rows: int, cols: int) -> Tensor:
+    q = torch.linalg.qr(seeded(max(rows, cols), min(rows, cols), dtype=DOUBLE))[0]
+    return q if rows >= cols else q.T
+
+
+def trained(regularizer: R.Regularizer, weight: Tensor, *, lr: float, steps: int) -> Tensor:
+    weight = weight.clone().requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        regularizer(weight).backward()
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "regularizer",
+    [R.Orthogonality(1.0), R.MutualCoherence(1.0), R.SRIP(1.0, iterations=5), R.ConvOrthogonality(1.0)],
+    ids=lambda r: type(r).__name__,
+)
+def test_zero_exactly_at_semi_orthogonal_weights(regularizer: R.WeightRegularizer, shape: tuple[int, int]) -> None:
+    weight = semi_orthogonal(*shape)
+    assert float(regularizer.value(weight)) < 1e-12
+    assert gradient(regularizer, weight).isfinite().all()
+    assert float(regularizer.value(1.1 * weight)) > 0.01
+    assert float(regularizer.value(seeded(*shape, dtype=DOUBLE))) > 0.01
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (200, 220), (220, 200)], ids=str)
+def test_gradients_are_the_closed_forms(shape: tuple[int, int]) -> None:
+    """4 (WWᵀ − I) W, and 4 (WWᵀ ⊙ (1 − I)) W: twice what BigGAN's code adds."""
+    w = seeded(*shape, dtype=DOUBLE)
+    gram, eye = w @ w.T, torch.eye(len(w), dtype=DOUBLE)
+    torch.testing.assert_close(gradient(R.Orthogonality(1.0), w), 4 * (gram - eye) @ w, **close(DOUBLE))
+    off = gradient(R.Orthogonality(1.0, diagonal=False), w)
+    torch.testing.assert_close(off, 4 * (gram * (1 - eye)) @ w, **close(DOUBLE))
+    assert not torch.allclose(off, 2 * (gram * (1 - eye)) @ w)
+
+
+@pytest.mark.parametrize("n", [192, 193, 255, 256])
+def test_blocks_of_a_gram_matrix_make_up_the_whole(n: int) -> None:
+    a = seeded(2, n, 40, dtype=DOUBLE)
+    torch.testing.assert_close(symmetric_product(a), a @ a.mT, **exact(DOUBLE))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (6, 2)], ids=str)
+def test_both_sides_differ_by_the_surplus(shape: tuple[int, int]) -> None:
+    w = seeded(*shape, dtype=DOUBLE)
+    rows = (w @ w.T - torch.eye(shape[0])).square().sum()
+    cols = (w.T @ w - torch.eye(shape[1])).square().sum()
+    torch.testing.assert_close(R.Orthogonality(1.0).value(w), torch.minimum(rows, cols))
+    torch.testing.assert_close((rows - cols).abs() + 0.0, torch.tensor(abs(shape[0] - shape[1]), dtype=DOUBLE))
+    torch.testing.assert_close(R.DoubleOrthogonality(1.0).value(w), rows + cols)
+
+
+def test_the_diagonal_draws_norms_to_one_and_without_it_weights_shrink() -> None:
+    start = 0.3 * seeded(6, 10, dtype=DOUBLE)
+    with_diagonal = trained(R.Orthogonality(1.0), start, lr=0.01, steps=800)
+    torch.testing.assert_close(with_diagonal @ with_diagonal.T, torch.eye(6, dtype=DOUBLE), rtol=0, atol=1e-3)
+    crowded = seeded(10, 3, dtype=DOUBLE)  # cannot be orthogonal, so it vanishes instead
+    shrunk = trained(R.Orthogonality(1.0, diagonal=False), crowded, lr=0.01, steps=800)
+    assert shrunk.norm() < 0.5 * crowded.norm()
+    kept = trained(R.Orthogonality(1.0, filters="unit"), crowded, lr=0.01, steps=800)
+    assert kept.norm() > 0.8 * crowded.norm()
+
+
+def test_unit_filters_reach_the_welch_bound() -> None:
+    """Tight frames: Σ cos² over pairs falls to n²/d − n and not below."""
+    regularizer = R.Orthogonality(1.0, filters="unit")
+    frame = trained(regularizer, seeded(9, 4, dtype=DOUBLE), lr=0.02, steps=600)
+    assert float(regularizer.lower_bound(frame)) == pytest.approx(81 / 4 - 9)
+    assert 0 <= float(regularizer.excess(frame)) < 1e-6
+    assert float(regularizer.excess(seeded(9, 4, dtype=DOUBLE))) > 1
+
+
+def test_the_bound_of_raw_filters_is_that_of_their_norms() -> None:
+    regularizer = R.Orthogonality(1.0, diagonal=False)
+    mercedes = torch.tensor([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]], dtype=DOUBLE)
+    torch.testing.assert_close(regularizer.value(2 * mercedes), regularizer.lower_bound(2 * mercedes))
+    torch.testing.assert_close(
+        R.MutualCoherence(1.0, filters="unit").value(mercedes), torch.tensor(welch_bound(3, 2), dtype=DOUBLE)
+    )
+
+
+def test_coherence_is_geometrys() -> None:
+    weight = seeded(6, 4, dtype=DOUBLE)
+    torch.testing.assert_close(R.MutualCoherence(1.0, filters="unit").value(weight), coherence(weight))
+
+
+def test_coherence_moves_the_worst_pair_alone() -> None:
+    weight = seeded(5, 8, dtype=DOUBLE)
+    moved = gradient(R.MutualCoherence(1.0, filters="unit"), weight).norm(dim=1) > 0
+    worst = cosines(weight).fill_diagonal_(0).abs().argmax()
+    assert set(moved.nonzero().flatten().tolist()) == {int(worst) // 5, int(worst) % 5}
+
+
+# --- SRIP -----------------------------------------------------------------------------------------
+
+
+def spectral_defect(weight: Tensor) -> float:
+    return float((torch.linalg.svdvals(weight).square() - 1).abs().max())
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (20, 20)], ids=str)
+def test_srip_rises_to_the_spectral_norm(shape: tuple[int, int]) -> None:
+    weight = 0.3 * seeded(*shape, dtype=DOUBLE)
+    values = [float(R.SRIP(1.0, iterations=n).value(weight)) for n in (1, 2, 4, 16, 64, 1000)]
+    true = spectral_defect(weight)
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(values))
+    assert values[0] < 0.98 * true, "one iteration from a fixed vector is biased low"
+    assert values[-1] == pytest.approx(true, rel=1e-6)
+    assert values[-1] <= true * (1 + 1e-12)
+
+
+def test_srip_with_opposite_extremes() -> None:
+    """Singular values 0 and √2: the defects −1 and +1 tie, and the iteration must not cancel them."""
+    weight = torch.diag(torch.tensor([0.0, math.sqrt(2.0), 1.0], dtype=DOUBLE))
+    assert float(R.SRIP(1.0, iterations=20).value(weight)) == pytest.approx(1.0)
+
+
+def test_srip_follows_a_weight_with_one_iteration_per_step() -> None:
+    regularizer, weight, state = R.SRIP(1.0), 0.3 * seeded(10, 16, dtype=DOUBLE), None
+    for step in range(60):
+        evaluation = regularizer.advance(weight, state)
+        state = evaluation.state
+        weight = weight + 1e-3 * seeded(10, 16, seed=step, dtype=DOUBLE)
+    assert float(evaluation.value) == pytest.approx(spectral_defect(weight), rel=0.02)
+    torch.testing.assert_close(state.norm(dim=1), torch.ones(1, 1, dtype=DOUBLE))
+
+
+def test_srip_reads_without_moving() -> None:
+    regularizer, weight = R.SRIP(1.0, iterations=3), seeded(4, 6)
+    assert torch.equal(regularizer.value(weight), regularizer.value(weight))
+    state = regularizer.advance(weight, None).state
+    kept = state.clone()
+    regularizer.advance(weight, state)
+    assert torch.equal(state, kept)
+
+
+def test_srip_survives_an_orthogonal_weight() -> None:
+    evaluation = R.SRIP(1.0).advance(torch.eye(3), None)
+    assert float(evaluation.value) == 0
+    assert float(evaluation.state.norm()) == pytest.approx(1.0), "a zero vector could never leave zero again"
+
+
+def test_srip_refuses_a_second_derivative() -> None:
+    weight = seeded(3, 4, dtype=DOUBLE).requires_grad_()
+    (first,) = torch.autograd.grad(R.SRIP(1.0).value(weight), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivative of this penalty .* power iteration is held fixed"):
+        first.sum().backward()
+
+
+# --- energy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_energy_is_least_at_the_simplex(power: int) -> None:
+    regularizer = R.HypersphericalEnergy(1.0, power=power, eps=1e-6)  # type: ignore[arg-type]
+    spread = trained(regularizer, seeded(4, 3, dtype=DOUBLE), lr=0.02, steps=600)
+    off = cosines(spread)[~torch.eye(4, dtype=torch.bool)]
+    torch.testing.assert_close(off, torch.full_like(off, -1 / 3), rtol=0, atol=1e-3)
+    assert 0 <= float(regularizer.excess(spread)) < 1e-5
+
+
+def test_half_space_energy_is_least_at_orthogonal_filters() -> None:
+    regularizer = R.HypersphericalEnergy(1.0, half_space=True)
+    spread = trained(regularizer, seeded(3, 5, dtype=DOUBLE), lr=0.02, steps=600)
+    off = cosines(spread)[~torch.eye(3, dtype=torch.bool)]
+    torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=1e-3)
+
+
+def test_energy_leaves_dead_filters_out() -> None:
+    weight = seeded(4, 6, dtype=DOUBLE)
+    with_dead = torch.cat([weight, torch.zeros(2, 6, dtype=DOUBLE)])
+    regularizer = R.HypersphericalEnergy(1.0)
+    torch.testing.assert_close(regularizer.value(with_dead), regularizer.value(weight))
+    assert torch.equal(gradient(regularizer, with_dead)[4:], torch.zeros(2, 6, dtype=DOUBLE))
+
+
+def test_energy_of_coinciding_filters_is_bounded_by_eps() -> None:
+    twins = seeded(1, 6).repeat(2, 1)
+    assert float(R.HypersphericalEnergy(1.0, eps=1e-2).value(twins)) == pytest.approx(100, rel=1e-3)
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+def circular_gram(weight: Tensor, stride: int, size: int) -> Tensor:
+    """K Kᵀ on a circular 1-D map, by applying the layer to unit impulses."""
+    inputs = torch.eye(weight.shape[1] * size, dtype=weight.dtype).view(-1, weight.shape[1], size)
+    padded = torch.cat([inputs, inputs[..., : weight.shape[2] - 1]], -1)
+    operator = torch.nn.functional.conv1d(padded, weight, stride=stride).flatten(1)  # (in, out)
+    return operator.T @ operator
+
+
+@pytest.mark.parametrize(("stride", "kernel"), [(1, 3), (2, 3), (2, 4), (3, 5)])
+def test_conv_orthogonality_is_that_of_the_operator(stride: int, kernel: int) -> None:
+    weight, size = 0.4 * seeded(3, 2, kernel, dtype=DOUBLE), 30
+    gram = circular_gram(weight, stride, size)
+    expected = (gram - torch.eye(len(gram), dtype=DOUBLE)).norm() / math.sqrt(size // stride)
+    layout = R.base.Layout(stride=(stride,))
+    torch.testing.assert_close(R.ConvOrthogonality(1.0).value(weight, layout), expected)
+
+
+def test_conv_orthogonality_of_dilated_kernels() -> None:
+    weight = seeded(2, 2, 3, 2, dtype=DOUBLE)
+    written_out = torch.zeros(2, 2, 5, 4, dtype=DOUBLE)
+    written_out[:, :, ::2, ::3] = weight
+    dilated = R.ConvOrthogonality(1.0).value(weight, R.base.Layout(dilation=(2, 3)))
+    torch.testing.assert_close(dilated, R.ConvOrthogonality(1.0).value(written_out))
+
+
+def test_flat_orthogonality_is_not_that_of_the_operator() -> None:
+    box = torch.full((1, 1, 1, 4), 0.5, dtype=DOUBLE)
+    assert float(R.Orthogonality(1.0).value(box)) == pytest.approx(0)
+    assert float(R.ConvOrthogonality(1.0).value(box)) > 1
+
+
+def test_conv_orthogonality_cannot_fall_below_its_bound() -> None:
+    regularizer = R.ConvOrthogonality(1.0)
+    crowded = trained(regularizer, 0.5 * seeded(5, 2, 3, dtype=DOUBLE), lr=0.01, steps=400)
+    assert float(regularizer.lower_bound(crowded)) == pytest.approx(math.sqrt(3))
+    assert 0 <= float(regularizer.excess(crowded)) < 0.1
+
+
+def test_penalties_of_a_convolution_read_its_matrix() -> None:
+    weight = seeded(4, 2, 3, 3, dtype=DOUBLE)
+    flat = matrix_view(weight)[0]
+    for regularizer in (R.Orthogonality(1.0), R.SRIP(1.0), R.HypersphericalEnergy(1.0), R.MutualCoherence(1.0)):
+        torch.testing.assert_close(regularizer.value(weight), regularizer.value(flat))
+
+
+# --- L2 -------------------------------------------------------------------------------------------
+
+
+def test_l2_is_the_weight_decay_of_sgd() -> None:
+    penalised, decayed = (torch.nn.Parameter(seeded(3, 4, dtype=DOUBLE)) for _ in range(2))
+    for parameter, decay in ((penalised, 0.0), (decayed, 0.3)):
+        optimizer = torch.optim.SGD([parameter], lr=0.1, weight_decay=decay)
+        parameter.grad = torch.zeros_like(parameter)
+        if not decay:
+            R.L2(0.3)(parameter).backward()
+        optimizer.step()
+    torch.testing.assert_close(penalised, decayed, **exact(DOUBLE))
