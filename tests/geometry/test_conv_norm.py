@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from geometry.examples import THOROUGH
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     Layout,
@@ -174,6 +175,7 @@ def test_zero_and_tiny_kernels() -> None:
     assert float(conv_spectral_norm_estimate(tiny, (4, 4)) / conv_spectral_norm(tiny, (4, 4))) == pytest.approx(1)
 
 
+@THOROUGH
 @given(
     out=st.integers(1, 4),
     in_=st.integers(1, 4),

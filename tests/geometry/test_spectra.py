@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from geometry.examples import THOROUGH
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     condition_number,
@@ -161,6 +162,7 @@ def test_more_steps_never_lower_the_estimate() -> None:
     assert estimates == sorted(estimates)
 
 
+@THOROUGH
 @given(
     n=st.integers(1, 8),
     d=st.integers(1, 8),

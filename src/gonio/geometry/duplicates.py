@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import acos, ceil, log, log1p, log2, pi
+from math import acos, ceil, inf, log, log1p, log2, pi
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import unit_vectors
-from gonio.geometry.precision import full_precision, whole
+from gonio.geometry.norms import least_norm
+from gonio.geometry.precision import full_precision, whole, widen
 from gonio.geometry.signs import hyperplanes
 
 __all__ = ["NearDuplicates", "near_duplicates"]
@@ -23,8 +23,8 @@ MAX_BANDS = 128  # beyond it the exact search is cheaper
 MAX_BITS = 24  # keys are summed in float32, whose integers are exact to 2^24
 BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
 CENTRED = 0.2  # length of the mean direction above which vectors are centred before hashing
-VERIFY = 1 << 16  # candidate pairs verified at once
-ROW_CHUNK = 1 << 14
+VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
+ROW_CHUNK = 1 << 11  # vectors hashed at once
 ROUNDING = 1e-6  # of a float32 cosine
 MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
 
@@ -99,15 +99,16 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     vectors = whole(vectors)
     _check(vectors, cosine, recall)
     with torch.no_grad(), full_precision(vectors):
-        unit = unit_vectors(vectors.detach())
+        unit = _unit(vectors.detach())
         search = _plan(unit, cosine, recall)
         least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
         if search is None:
             pairs, cosines = _exact(unit, least)
             return NearDuplicates(pairs, cosines, cosine, len(unit), "exact", 1.0, 0)
-        kept = (unit != 0).any(-1).nonzero().squeeze(-1)  # zero vectors would crowd one bucket
-        candidates, capped = _candidates(unit[kept], search, seed)
-        pairs, cosines = _verified(unit[kept], candidates, least)
+        kept = (unit.abs().amax(-1) > 0).nonzero().squeeze(-1)
+        dense = unit if len(kept) == len(unit) else unit[kept]  # zero vectors would crowd one bucket
+        candidates, capped = _candidates(dense, search, seed)
+        pairs, cosines = _verified(dense, candidates, least)
         return NearDuplicates(kept[pairs], cosines, cosine, len(unit), "hashed", search.recall, capped)
 
 
@@ -124,8 +125,16 @@ def _check(vectors: Tensor, cosine: float, recall: float) -> None:
             f"cosine={cosine}, recall={recall}",
             "Use for example cosine=0.95, recall=0.995.",
         )
-    if not bool(torch.isfinite(vectors).all()):
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Unit rows, zero where a row is; few passes, for sets of gigabytes."""
+    wide = widen(vectors)
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    unit = wide / norms.masked_fill(norms < least_norm(vectors.dtype), inf)
+    if not bool(unit.sum().isfinite()):  # infinite entries became NaN
         raise InvalidArgumentError("near_duplicates() needs finite entries", "NaN or infinity", "Remove those rows.")
+    return unit
 
 
 def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor]:

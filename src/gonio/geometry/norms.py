@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,9 @@ def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dty
     """
     wide = widen(x) if dtype is None else x.to(dtype)
     root, zero = _root(wide, dim, True, least_norm(x.dtype))
-    return (wide / root).masked_fill(zero, 0)  # not rsqrt, whose derivative cubes 1/|x| in this dtype
+    # Divided by infinity, zero vectors and their gradients become 0 without a further pass over them; a
+    # product with rsqrt would cube 1/|x| in its derivative.
+    return wide / root.masked_fill(zero, inf)
 
 
 def filter_norms(matrix: Tensor) -> Tensor:
