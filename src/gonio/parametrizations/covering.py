@@ -12,6 +12,7 @@ old class back, which no other instance notices.
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -140,12 +141,24 @@ def _effective(name: str) -> property:
     def read(self: Covered) -> Tensor | None:
         try:
             raw = self._parameters[name] if name in self._parameters else self.__dict__[name]
-            return None if raw is None else _parametrization(self, name)(raw)
+            if raw is None or (_sharded(raw) and _asked_by_fsdp()):
+                return raw
+            return _parametrization(self, name)(raw)
         except (AttributeError, KeyError) as error:
             # nn.Module would answer an AttributeError of a property with the raw tensor.
             raise RuntimeError(f"the parametrized tensor {name!r} cannot be computed: {error!r}") from error
 
     return property(read)
+
+
+def _asked_by_fsdp() -> bool:
+    """Whether FSDP 2 asks for the Parameter that it shards, to see if it still is the same object.
+
+    It reads the attribute for that, before the first forward, and would train the effective tensor from then
+    on. There is no public way to tell it where the Parameter is; a reader of the weight of a sharded layer
+    still gets the effective weight.
+    """
+    return sys._getframe(2).f_code.co_name == "reset_sharded_param"
 
 
 def _parametrization(layer: Covered, name: str) -> Parametrization:
