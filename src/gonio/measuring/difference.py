@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gonio.errors import GonioError, UnknownNameError, listing
 from gonio.foreign_text import plain, shorten
-from gonio.geometry import angle_between, filter_norms, matrix_view
+from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.measuring.columns import number
 from gonio.measuring.entry import Entry
 from gonio.measuring.measure import Source, entries_of
@@ -161,8 +161,14 @@ def _compare(name: str, before: Entry | None, after: Entry | None) -> TensorDiff
     shape = tuple(a.shape)
     if torch.equal(a, b):
         return TensorDifference(name=name, path=path, status="equal", shape=shape, relative=0.0)
-    values = _filters(a, b, before if before.layout is not None else after)
+    values = _filters(a, b, _better(before, after))
     return TensorDifference(name=name, path=path, status="compared", shape=shape, relative=_relative(a, b), **values)
+
+
+def _better(before: Entry, after: Entry) -> Entry:
+    """The entry whose layout is known from its layer, where the other's was guessed from its shape."""
+    guessed = before.layout is None or (before.layout == Layout() and after.layout is not None)
+    return after if guessed else before
 
 
 def _numbers(entry: Entry) -> Tensor | str:

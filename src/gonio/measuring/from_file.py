@@ -20,6 +20,7 @@ from gonio.measuring.from_state import entries_of_shapes, entries_of_state, stat
 __all__ = ["entries_of_file"]
 
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
+REMAP = 64 << 20  # bytes
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -61,20 +62,37 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _safetensors(path: Path) -> list[Entry]:
-    file = _open(path)
-    try:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise _damaged(path, error) from error
-    return entries_of_shapes(shapes, {name: partial(file.get_tensor, name) for name in shapes})
+    file = _Safetensors(path)
+    return entries_of_shapes(file.shapes, {name: partial(file.read, name) for name in file.shapes})
 
 
-def _open(path: Path) -> Any:
-    """An open safetensors file; its reader checks the header against the file's length."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except Exception as error:  # the reader's own errors, OSError, and what a hostile header provokes
-        raise _damaged(path, error) from error
+class _Safetensors:
+    """A safetensors file that is read tensor by tensor.
+
+    Its reader maps the file, and pages once touched stay in memory while the map does; so the file is
+    opened anew after every :data:`REMAP` bytes. The reader checks the header against the file's length.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.mapped = path, 0
+        self.file = self.open()
+        try:
+            self.shapes = {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise _damaged(path, error) from error
+
+    def open(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt", device="cpu")
+        except Exception as error:  # the reader's own errors, OSError, and what a hostile header provokes
+            raise _damaged(self.path, error) from error
+
+    def read(self, name: str) -> Tensor:
+        if self.mapped > REMAP:
+            self.file, self.mapped = self.open(), 0
+        tensor: Tensor = self.file.get_tensor(name)
+        self.mapped += tensor.nbytes
+        return tensor
 
 
 def _damaged(path: Path, error: BaseException) -> UnreadableFileError:
@@ -127,9 +145,8 @@ def _shard(folder: Path, shard: str, files: dict[str, Any]) -> str:
     if not path.is_file():
         return f"its shard {shard} is missing"
     if path.suffix == ".safetensors":
-        file = _open(path)
-        names = file.keys()
-        files[shard] = {n: (tuple(file.get_slice(n).get_shape()), partial(file.get_tensor, n)) for n in names}
+        file = _Safetensors(path)
+        files[shard] = {name: (shape, partial(file.read, name)) for name, shape in file.shapes.items()}
         return ""
     state, _ = state_in(_torch(path), what=repr(shard))
     files[shard] = {n: (tuple(t.shape), partial(_same, t)) for n, t in state.items() if isinstance(t, Tensor)}

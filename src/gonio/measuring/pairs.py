@@ -16,7 +16,7 @@ from gonio.seeding import generator
 __all__ = ["NEAR", "SAMPLE", "Pairs", "angle_std_at_random", "coherence_at_random", "expected_above", "measure_pairs"]
 
 SAMPLE = 4096  # filters per matrix; of more, this many are drawn
-BLOCK = 1 << 23  # entries of one block of cosines: 32 MiB in float32
+BLOCK = 1 << 21  # entries of one block of cosines: 8 MiB in float32, which stays in the cache
 NEAR = 0.95  # |cosine| from which two filters count as nearly the same
 BINS = 180  # degrees
 
@@ -54,7 +54,7 @@ def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
     sampled = SAMPLE if matrices.shape[1] > SAMPLE else None
     for index, matrix in enumerate(matrices):
         rows = _sample(matrix, f"{name}/{index}") if sampled else matrix
-        for cosines in _blocks(rows.float() if rows.dtype != torch.float64 else rows):
+        for cosines in _blocks(_directions(rows)):
             total.add(cosines)
     return total.pairs(sampled)
 
@@ -64,10 +64,21 @@ def _sample(matrix: Tensor, name: str) -> Tensor:
     return matrix[order[:SAMPLE].to(matrix.device)]
 
 
-def _blocks(rows: Tensor) -> Iterator[Tensor]:
-    """The cosines of all unordered pairs of non-zero rows, a flat block at a time."""
-    unit = normalize(rows)
-    unit = unit[unit.abs().amax(-1) > 0]
+def _directions(rows: Tensor) -> Tensor:
+    """Unit vectors of the rows that are not 0, in float32 at least, with one copy of the rows in memory."""
+    unit = torch.empty(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+    step = max(1, BLOCK // max(1, rows.shape[-1]))
+    alive = []
+    for start in range(0, len(rows), step):
+        part = normalize(rows[start : start + step].to(unit.dtype))
+        unit[start : start + step] = part
+        alive.append(part.any(-1))
+    kept = torch.cat(alive) if alive else rows.new_zeros(0, dtype=torch.bool)
+    return unit if bool(kept.all()) else unit[kept]
+
+
+def _blocks(unit: Tensor) -> Iterator[Tensor]:
+    """The cosines of all unordered pairs of rows, a flat block at a time."""
     n = len(unit)
     start = 0
     while start < n - 1:

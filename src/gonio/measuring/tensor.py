@@ -19,6 +19,7 @@ from gonio.measuring.pairs import Pairs, angle_std_at_random, coherence_at_rando
 __all__ = ["TensorMeasurement", "measure_tensor"]
 
 CHUNK = 1 << 22  # entries read at a time: a tensor of half precision is never widened whole
+STEPS = 24  # of the bidiagonalisation for larger ones; its relative error there is below 1e-3
 EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
 
 
@@ -226,5 +227,5 @@ def _spectrum(matrices: Tensor, norms: Tensor) -> dict[str, Any]:
         share = singular.double() / singular.double().sum()
         values["effective_rank"] = float(torch.special.entr(share).sum().exp())
     else:
-        top = float(max(spectral_norm(matrix.float()) for matrix in matrices))
+        top = float(max(spectral_norm(matrix.float(), steps=STEPS) for matrix in matrices))
     return {**values, "sigma_max": top, "stable_rank": square / top**2 if top else 0.0}
