@@ -1,0 +1,88 @@
+"""Magnitude functions: their formulas, limits and bounds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from gonio.errors import InvalidArgumentError
+from gonio.nn import magnitude
+from references import decoupled as reference
+from tolerances import exact
+
+NORM = torch.linspace(0, 6, 61, dtype=torch.float64)
+ALL = (
+    magnitude.Sphere(alpha=1.5),
+    magnitude.Ball(alpha=1.5, radius=0.7),
+    magnitude.Tanh(alpha=1.5, radius=0.7),
+    magnitude.Linear(alpha=1.5),
+    magnitude.Segmented(alpha=1.5, beta=0.2, radius=0.7),
+    magnitude.Logarithm(alpha=1.5),
+    magnitude.Mixed(alpha=1.5, beta=0.2),
+)
+EXACT = exact(torch.float64)
+by_name = pytest.mark.parametrize("h", ALL, ids=lambda h: type(h).__name__)
+
+
+def equal(a: magnitude.Magnitude, b: magnitude.Magnitude, norm: torch.Tensor = NORM) -> None:
+    torch.testing.assert_close(a(norm), b(norm), **EXACT)
+
+
+@by_name
+def test_values_are_the_papers(h: magnitude.Magnitude) -> None:
+    given = (h.alpha, getattr(h, "beta", 0.0), getattr(h, "radius", 1.0))
+    numbers = [torch.tensor(v, dtype=torch.float64) for v in given]
+    torch.testing.assert_close(h(NORM[1:]), reference.magnitude(h, NORM[1:], *numbers), **EXACT)
+
+
+@by_name
+def test_slope_is_value_over_norm(h: magnitude.Magnitude) -> None:
+    slope = torch.as_tensor(h.slope(NORM[1:], h.coefficients), dtype=torch.float64)
+    torch.testing.assert_close((slope * NORM[1:]).expand(60), h(NORM[1:]), **EXACT)
+
+
+@by_name
+def test_bounds(h: magnitude.Magnitude) -> None:
+    """Bounded functions stay below alpha for any input; unbounded ones do not."""
+    largest = float(h(torch.tensor([1e6], dtype=torch.float64)))
+    assert (largest <= 1.5) is h.bounded
+    assert h.continuous_at_zero is (float(h(torch.zeros(1))) == 0)
+
+
+def test_limits() -> None:
+    equal(magnitude.Segmented(beta=1.0), magnitude.Linear())
+    equal(magnitude.Segmented(alpha=1 / 0.7, beta=0.0, radius=0.7), magnitude.Ball(radius=0.7))
+    equal(magnitude.Mixed(beta=0.0), magnitude.Linear())
+    equal(magnitude.Mixed(alpha=0.0, beta=2.0), magnitude.Logarithm(alpha=2.0))
+    equal(magnitude.Ball(radius=1e-9), magnitude.Sphere(), NORM[1:])
+    equal(magnitude.Tanh(radius=1e-3), magnitude.Sphere(), NORM[1:])
+
+
+def test_a_magnitude_is_a_value() -> None:
+    h = magnitude.Tanh(radius=2.0)
+    assert h == magnitude.Tanh(radius=2.0)
+    assert hash(h) == hash(magnitude.Tanh(radius=2.0))
+    assert pickle.loads(pickle.dumps(h)) == copy.deepcopy(h) == h
+    assert magnitude.Tanh(**dataclasses.asdict(h)) == h
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'radius'"):
+        h.radius = 3.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"radius": 0.0}, "Tanh was asked for its radius; found 0.0. Give a positive number"),
+        ({"radius": float("inf")}, "found inf. Give a finite number"),
+        ({"alpha": "1"}, "its alpha; found '1'"),
+        ({"alpha": True}, "its alpha; found True. Only learn_"),
+        ({"learn_radius": 1}, "its learn_radius; found 1"),
+        ({"radius_in": "norms"}, 'radius_in; found \'norms\'. Give "mean_norm" or "absolute"'),
+    ],
+)
+def test_wrong_fields(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        magnitude.Tanh(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,280 @@
+"""Switchable normalisation: its special cases, its statistics, and its state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from catalog import seeded
+from gonio import nn as gnn
+from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.nn import switchable_norm as module
+from gonio.nn.switchable_function import plain
+from nn.operators import gradients
+from references.switchable_norm import switchable_norm
+from tolerances import close, exact
+
+CASES = {
+    "1d": (gnn.SwitchableNorm1d, (5, 6)),
+    "1d sequence": (gnn.SwitchableNorm1d, (5, 6, 7)),
+    "2d": (gnn.SwitchableNorm2d, (4, 6, 5, 3)),
+    "2d one sample": (gnn.SwitchableNorm2d, (1, 6, 5, 3)),
+    "2d one pixel": (gnn.SwitchableNorm2d, (4, 6, 1, 1)),
+    "2d one pixel of one sample": (gnn.SwitchableNorm2d, (1, 6, 1, 1)),
+    "2d one channel": (gnn.SwitchableNorm2d, (3, 1, 4, 4)),
+    "2d many rows": (gnn.SwitchableNorm2d, (2, 3, 33, 18)),
+    "3d": (gnn.SwitchableNorm3d, (2, 6, 2, 3, 4)),
+}
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"use_batch": False}, {"affine": False}, {"track_running_stats": False})
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def norm(kind: Any, channels: int, **options: Any) -> nn.Module:
+    """A norm without special values in any parameter or buffer."""
+    layer = kind(channels, **options)
+    with torch.no_grad():
+        for index, tensor in enumerate([*layer.parameters(), *layer.buffers()]):
+            if tensor.is_floating_point():
+                tensor.add_(0.3 * seeded(*tensor.shape, seed=index).abs())
+    return layer
+
+
+def assert_is_defined(layer: nn.Module, x: Tensor) -> None:
+    oracle = copy.deepcopy(layer).double()
+    x, x64 = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    output, expected = layer(x), switchable_norm(oracle, x64)
+    limits = close(x.dtype)
+    torch.testing.assert_close(output.double(), expected, **limits)
+    found = gradients(output, [x, *layer.parameters()])
+    wanted = gradients(expected, [x64, *oracle.parameters()])
+    for a, b in zip(found, wanted, strict=True):
+        scale = max(1.0, float(b.abs().max()))
+        torch.testing.assert_close(a.double(), b, rtol=limits["rtol"], atol=limits["atol"] * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@cases
+def test_values_and_gradients(case: Any, training: bool, dtype: torch.dtype) -> None:
+    kind, shape = case
+    for options in OPTIONS:
+        if shape == (1, 6, 1, 1) and training:
+            options = {**options, "use_batch": options.get("use_batch", True)}
+        assert_is_defined(norm(kind, shape[1], **options).to(dtype).train(training), seeded(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_channels_last(training: bool) -> None:
+    x = seeded(4, 6, 5, 3).contiguous(memory_format=torch.channels_last)
+    layer = norm(gnn.SwitchableNorm2d, 6).train(training)
+    assert_is_defined(layer, x)
+    y = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    output = layer(y)
+    (grad,) = gradients(output, [y])
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def only(layer: nn.Module, kind: str) -> nn.Module:
+    """All weight on one statistic."""
+    with torch.no_grad():
+        for logits in (layer.mean_logits, layer.var_logits):
+            logits.zero_()
+            logits[module.KINDS.index(kind)] = 1e3
+    return layer
+
+
+def test_one_weight_at_one_is_a_torch_norm() -> None:
+    x = seeded(4, 6, 5, 3, dtype=torch.float64)
+    for kind, expected in (
+        ("instance", F.instance_norm(x)),
+        ("layer", F.layer_norm(x, x.shape[1:])),
+        ("batch", F.batch_norm(x, None, None, training=True)),
+    ):
+        layer = only(gnn.SwitchableNorm2d(6).double(), kind)
+        torch.testing.assert_close(layer(x), expected, **exact(torch.float64))
+        assert layer.mixture()["var"][kind] == 1.0
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e2, 1e4, 1e5])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_mean_far_above_the_spread_costs_no_digits(mean: float, layout: torch.memory_format) -> None:
+    """E[x²] − E[x]² has no digits left at 1e5, and a mean rounded to float32 is off by 4 % of the spread."""
+    x = (mean + 0.1 * seeded(4, 6, 8, 8)).contiguous(memory_format=layout)
+    assert_is_defined(norm(gnn.SwitchableNorm2d, 6), x)
+    reduced = norm(gnn.SwitchableNorm2d, 6)
+    torch.testing.assert_close(plain(x, *_arguments(reduced, x))[0], reduced(x), rtol=1e-4, atol=1e-4)
+
+
+def _arguments(layer: nn.Module, x: Tensor) -> tuple[Any, ...]:
+    kind = torch.float64
+    weights = tuple(torch.softmax(logits.to(kind), 0) for logits in (layer.mean_logits, layer.var_logits))
+    return weights, layer._affine(x), None, module.Settings(layer.eps, join=False)
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.bfloat16, 100.0), (torch.float16, 100.0)], ids=str)
+def test_halves_are_normalised_in_float32(dtype: torch.dtype, mean: float) -> None:
+    """The spread of the output is 1 within 2 %, where the official code gives 34 and 1.7."""
+    x = (mean + seeded(8, 4, 16, 16)).to(dtype)
+    layer = gnn.SwitchableNorm2d(4)
+    for weights in (layer, layer.to(dtype)):
+        output = weights(x)
+        assert output.dtype is dtype
+        expected = switchable_norm(copy.deepcopy(weights).double(), x.double())
+        assert float((output.double().std() / expected.std() - 1).abs().detach()) < 0.02
+    assert layer.running_mean.dtype is torch.float32
+
+
+def test_running_statistics_follow_torchs_convention() -> None:
+    """new = 0.9·old + 0.1·batch, from mean 0 and variance 1; the variance is biased."""
+    x = 3 + 2 * seeded(4, 6, 5, 3)
+    layer, torchs = gnn.SwitchableNorm2d(6), nn.BatchNorm2d(6)
+    layer(x), torchs(x)
+    torch.testing.assert_close(layer.running_mean, torchs.running_mean, **exact(torch.float32))
+    variance = x.var((0, 2, 3), correction=0)
+    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * variance, **exact(torch.float32))
+    assert int(layer.num_batches_tracked) == 1
+    layer.reset_running_stats()
+    assert torch.equal(layer.running_var, torch.ones(6))
+
+
+def test_without_momentum_evaluation_equals_training_on_the_one_batch() -> None:
+    x = 3 + 2 * seeded(4, 6, 5, 3, dtype=torch.float64)
+    layer = norm(gnn.SwitchableNorm2d, 6, momentum=None).double()
+    layer.reset_running_stats()
+    training = layer(x)
+    torch.testing.assert_close(layer.eval()(x), training, **close(torch.float64))
+
+
+def test_a_fresh_norm_evaluates_with_unit_variance() -> None:
+    layer = only(gnn.SwitchableNorm2d(6).eval(), "batch")
+    x = seeded(4, 6, 5, 3)
+    torch.testing.assert_close(layer(x), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
+    layer = gnn.SwitchableNorm2d(3)
+    checkpoint(layer, seeded(2, 3, 4, 4).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert int(layer.num_batches_tracked) == 1
+
+
+def test_an_empty_batch_moves_nothing() -> None:
+    for layer in (gnn.SwitchableNorm2d(3), gnn.SwitchableNorm2d(3, use_batch=False)):
+        x = torch.zeros(0, 3, 4, 4, requires_grad=True)
+        output = layer(x)
+        output.sum().backward()
+        assert output.shape == x.shape == x.grad.shape
+        assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())
+    assert torch.equal(gnn.SwitchableNorm2d(3).running_mean, torch.zeros(3))
+
+
+def test_a_single_value_is_refused() -> None:
+    layer = gnn.SwitchableNorm2d(1)
+    message = (
+        r"SwitchableNorm2d was asked to normalise a single value; found shape \(1, 1, 1, 1\) in training. .*drop_last"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        layer(torch.ones(1, 1, 1, 1))
+    assert bool(layer.eval()(torch.ones(1, 1, 1, 1)).isfinite().all())
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 5, 3, 3)])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"inputs of 4 dimensions with 6 channels; found shape \(4"):
+        gnn.SwitchableNorm2d(6)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_conversion_from_batch_norm(dims: int) -> None:
+    kind, torchs = getattr(gnn, f"SwitchableNorm{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+    old = torchs(6, eps=1e-3, momentum=0.2).double()
+    old(seeded(8, 6, *[3] * dims, dtype=torch.float64))
+    state = torch.random.get_rng_state()
+    new = kind.from_batch_norm(old.eval())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert new.weight is old.weight
+    assert new.bias is old.bias
+    assert (new.eps, new.momentum, new.training) == (1e-3, 0.2, False)
+    assert torch.equal(new.running_mean, old.running_mean)
+    new.train()(seeded(8, 6, *[3] * dims, dtype=torch.float64))
+    assert not torch.equal(new.running_mean, old.running_mean)  # its own copy
+    x = seeded(4, 6, *[3] * dims, seed=3, dtype=torch.float64)
+    fresh = kind.from_batch_norm(old)
+    torch.testing.assert_close(only(fresh, "batch")(x), old(x), **exact(torch.float64))
+
+
+def test_conversion_of_the_odd_batch_norms() -> None:
+    bare = gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3, affine=False, track_running_stats=False))
+    assert bare.weight is None
+    assert bare.running_mean is None
+    alone = gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3), use_batch=False)
+    assert list(alone.state_dict()) == ["weight", "bias", "mean_logits", "var_logits"]
+
+    class Activated(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    with pytest.raises(NotApplicableError, match="this subclass of BatchNorm2d computes something else"):
+        gnn.SwitchableNorm2d.from_batch_norm(Activated(3))
+
+
+def test_what_the_mixture_tells() -> None:
+    layer = gnn.SwitchableNorm2d(3)
+    assert layer.mixture()["mean"] == pytest.approx(dict.fromkeys(module.KINDS, 1 / 3))
+    assert list(gnn.SwitchableNorm2d(3, use_batch=False).mixture()["var"]) == ["instance", "layer"]
+    assert not layer.is_batch_only()
+    assert only(layer, "batch").is_batch_only()
+    layer.var_logits.data.zero_()
+    assert not layer.is_batch_only()
+    assert not gnn.SwitchableNorm2d(3, use_batch=False).is_batch_only()
+    assert "use_batch=False" in repr(gnn.SwitchableNorm2d(3, use_batch=False))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_derivatives(options: dict[str, Any], training: bool) -> None:
+    layer = norm(gnn.SwitchableNorm2d, 3, **options).double().train(training)
+    names = [name for name, _ in layer.named_parameters()]
+    point = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        given = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(copy.deepcopy(layer), given, (x,))
+
+    x = seeded(3, 3, 3, 2, dtype=torch.float64).requires_grad_()
+    assert gradcheck(function, (x, *point), fast_mode=True)
+    assert gradgradcheck(function, (x, *point), fast_mode=True)
+
+
+def test_function_transforms() -> None:
+    layer = norm(gnn.SwitchableNorm2d, 3).double().eval()
+    x = seeded(4, 3, 3, 2, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, values, (x,)).pow(3).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.unsqueeze(1))
+    whole = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+    for found, expected in zip(each.values(), whole, strict=True):
+        torch.testing.assert_close(found.sum(0), expected, **close(torch.float64))
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    layer = norm(gnn.SwitchableNorm2d, 3)
+    x = seeded(4, 3, 5, 5).requires_grad_()
+    expected = gradients(layer(x), [x, layer.var_logits])
+    layer.weight.requires_grad_(False)
+    layer.mean_logits.requires_grad_(False)
+    for found, wanted in zip(gradients(layer(x), [x, layer.var_logits]), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    detached = x.detach()
+    torch.testing.assert_close(gradients(layer(detached), [layer.var_logits])[0], expected[1])
