@@ -60,7 +60,7 @@ def test_a_changed_plan_says_what_changed_and_what_to_do(changes: dict[str, obje
 def test_every_change_is_named_at_once() -> None:
     plan = plan_of()
     training = replace(plan.training, lr=0.7, epochs=9)
-    with pytest.raises(PlanChangedError) as caught:
+    with pytest.raises(PlanChangedError, match=r"task is .*; training.epochs is .*; training.lr is ") as caught:
         extended(plan, replace(plan, training=training, task="t"), path="s", finished=0)
     assert [key for key, _, _ in caught.value.changes] == ["task", "training.epochs", "training.lr"]
 

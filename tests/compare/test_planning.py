@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from gonio.compare import BUILT_IN_RECIPES, dry_run, make_plan
 from gonio.compare.plan import Training
@@ -27,6 +28,13 @@ def test_the_built_in_study() -> None:
 def test_the_same_words_give_the_same_plan() -> None:
     assert make_plan(seeds=3).hash == make_plan(seeds=(0, 1, 2), command="other").hash
     assert make_plan(seeds=3).hash != make_plan(seeds=4).hash
+
+
+def test_planning_leaves_the_callers_generator_and_settings_alone() -> None:
+    before = torch.get_rng_state()
+    dry_run(make_plan(["orthogonal-init"], seeds=1), jobs=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_user_code_is_part_of_the_plan(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
 
     Example:
         >>> from gonio.compare.cost import peak_bytes
-        >>> peak_bytes(lambda: torch.zeros(1000).add_(1))
+        >>> peak_bytes(lambda: torch.zeros(1000).neg_())
         4000
     """
     activities = [torch.profiler.ProfilerActivity.CPU]

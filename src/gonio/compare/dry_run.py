@@ -13,6 +13,7 @@ from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.training import evaluate
 from gonio.compare.verdict import counted, enough
+from gonio.compare.workers import Worker
 
 __all__ = ["dry_run"]
 
@@ -23,10 +24,16 @@ _COSTS = 10.0  # seconds to measure the costs afterwards
 def dry_run(plan: Plan, *, jobs: int) -> str:
     """The plan in words: grid, training, estimated time, and the power of so many seeds.
 
-    Trains a few steps of each recipe to estimate the time. Sets torch to one thread, as the runs do.
+    Trains a few steps of each recipe, in a process of its own, to estimate the time.
 
     Args:
         jobs: how many runs would go on at a time.
+
+    Example:
+        >>> plan = gonio.compare.make_plan(["orthogonal-init"], seeds=5)
+        >>> text = gonio.compare.dry_run(plan, jobs=2)
+        >>> text[text.index("nothing can") :].split(".")[0]
+        'nothing can be shown'
     """
     lines = [
         f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
@@ -68,10 +75,19 @@ def _power(plan: Plan) -> str:
 
 
 def _seconds(plan: Plan, jobs: int) -> float:
+    worker = Worker(run_seconds, plan)
+    try:
+        runs = sum(seconds + _START for seconds in worker.result()) * len(plan.seeds)
+    finally:
+        worker.stop()
+    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+
+
+def run_seconds(plan: Plan) -> list[float]:
+    """CPU seconds that one run of each recipe would take. Meant for a process of its own."""
     prepare_process()
     task = resolve_task(plan.task)
-    runs = sum(_run_seconds(plan, task, entry) + _START for entry in plan.recipes) * len(plan.seeds)
-    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+    return [_run_seconds(plan, task, entry) for entry in plan.recipes]
 
 
 def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> float:

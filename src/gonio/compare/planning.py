@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
 from torch import nn
 
 from gonio.compare.plan import Plan, RecipeEntry, Training
@@ -69,7 +70,8 @@ def make_plan(
     _check_training(chosen, data)
     spec = model or data.model
     loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
-    _check_recipes(loaded, resolve_model(spec)(**data.sizes))
+    with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator stays as it was
+        _check_recipes(loaded, resolve_model(spec)(**data.sizes))
     return Plan(
         task=task,
         model=spec,
@@ -83,7 +85,7 @@ def make_plan(
         data=data.digest(),
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
-        code={name: digest for name, digest in ((s, code_digest(s)) for s in (task, spec)) if digest},
+        code=_code(task, spec),
         notes=(*data.notes, *_confounded(loaded)),
         versions=versions(),
         command=command,
@@ -99,6 +101,12 @@ def versions() -> Mapping[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _code(*specs: str) -> Mapping[str, str]:
+    """The digest of each user file."""
+    digests = {spec: code_digest(spec) for spec in specs}
+    return {spec: digest for spec, digest in digests.items() if digest is not None}
 
 
 def _entry(recipe: Recipe) -> RecipeEntry:

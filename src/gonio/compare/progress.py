@@ -31,7 +31,11 @@ class Watcher(Protocol):
 
 
 class Quiet:
-    """Says nothing."""
+    """Says nothing.
+
+    Example:
+        >>> gonio.compare.Quiet().stage("measuring")
+    """
 
     def start(self, total: int, done: int) -> None: ...
     def run_ended(self, record: RunRecord) -> None: ...
@@ -52,6 +56,14 @@ class Lines:
     Args:
         stream: where to write.
         clock: seconds that only grow; replaceable in tests.
+
+    Example:
+        >>> import sys
+        >>> watcher = gonio.compare.Lines(sys.stdout)
+        >>> watcher.start(total=2, done=0)
+        2 runs
+        >>> watcher.run_ended(gonio.compare.RunRecord("baseline", 0, "failed", error="no memory"))
+        baseline, seed 0: failed: no memory
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +103,15 @@ class Lines:
 
 
 class Bar:
-    """A progress bar on a terminal, with failures printed above it as they happen."""
+    """A progress bar on a terminal, with failures printed above it as they happen.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> bar = gonio.compare.Bar(Console(file=io.StringIO()))
+        >>> bar.start(total=2, done=1)
+        >>> bar.stop()
+    """
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(

@@ -44,6 +44,15 @@ def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watch
         StudyLockedError: another process is running it.
         Interrupted: SIGTERM arrived. KeyboardInterrupt is passed on. In both cases the workers are
             stopped and finished runs are kept.
+
+    Example:
+        >>> import tempfile
+        >>> training = gonio.compare.Training(epochs=1, batch_size=50, lr=0.05)
+        >>> plan = gonio.compare.make_plan([], seeds=2, training=training)  # the baseline alone
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     study = gonio.compare.run(plan, folder, jobs=2)
+        ...     [record.status for record in study.runs()]
+        ['finished', 'finished']
     """
     jobs = default_jobs() if jobs is None else jobs
     if jobs < 1:
@@ -63,7 +72,12 @@ def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watch
 
 
 def default_jobs() -> int:
-    """The cores that this process may use."""
+    """The cores that this process may use.
+
+    Example:
+        >>> gonio.compare.default_jobs() >= 1
+        True
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -44,6 +44,14 @@ class Study:
     Attributes:
         path: the folder.
         plan: what was decided before the first run.
+
+    Example:
+        >>> import tempfile
+        >>> plan = gonio.compare.make_plan(["orthogonal-init"], seeds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     study = gonio.compare.Study.create(folder, plan)
+        ...     len(study.missing()), gonio.compare.Study.open(folder).plan == plan
+        (4, True)
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:

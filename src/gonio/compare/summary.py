@@ -87,48 +87,48 @@ def _effect(
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
 ) -> Effect:
+    seen = _evidence(plan, pairs, p_holm)
+    verdict, reason = judge(seen)
+    mine = [run.status for run in runs if run.recipe == entry.name]
+    return Effect(
+        recipe=entry.name,
+        n=seen.n,
+        mean=seen.mean,
+        low=seen.low,
+        high=seen.high,
+        p=sign_flip(seen.differences) if seen.n else None,
+        p_holm=p_holm if seen.n else None,
+        rho=correlation(pairs.ours, pairs.baseline),
+        mde=seen.mde,
+        verdict=verdict,
+        reason=reason,
+        failed=mine.count("failed"),
+        diverged=mine.count("diverged"),
+        improvement=improvement(seen.differences, plan.direction),
+        differences=seen.differences,
+        seeds=pairs.seeds,
+        step_time=_ratio(costs, entry, "step_time"),
+        memory=_ratio(costs, entry, "memory"),
+    )
+
+
+def _evidence(plan: Plan, pairs: _Pairs, p_holm: float) -> Evidence:
     differences = pairs.differences
-    interval = paired_t(differences)
     single = differences[0] if len(differences) == 1 else None
-    mean, low, high = interval if interval else (single, None, None)
+    mean, low, high = paired_t(differences) or (single, None, None)
     comparisons = len(plan.recipes) - 1
     sds = detectable(len(differences), comparisons)
-    mde = None if sds is None else sds * float(np.std(differences, ddof=1))
-    better = improvement(differences, plan.direction)
-    sign = 1 if plan.direction == "max" else -1
-    seen = Evidence(
+    return Evidence(
         differences=differences,
         mean=mean,
         low=low,
         high=high,
         p_holm=p_holm,
-        mde=mde,
+        mde=None if sds is None else sds * float(np.std(differences, ddof=1)),
         comparisons=comparisons,
         sesoi=plan.sesoi,
-        sign=sign,
+        sign=1 if plan.direction == "max" else -1,
         unit=plan.unit,
-    )
-    verdict, reason = judge(seen)
-    mine = [run.status for run in runs if run.recipe == entry.name]
-    return Effect(
-        recipe=entry.name,
-        n=len(differences),
-        mean=mean,
-        low=low,
-        high=high,
-        p=sign_flip(differences) if differences else None,
-        p_holm=p_holm if differences else None,
-        rho=correlation(pairs.ours, pairs.baseline),
-        mde=mde,
-        verdict=verdict,
-        reason=reason,
-        failed=mine.count("failed"),
-        diverged=mine.count("diverged"),
-        improvement=better,
-        differences=differences,
-        seeds=pairs.seeds,
-        step_time=_ratio(costs, entry, "step_time"),
-        memory=_ratio(costs, entry, "memory"),
     )
 
 

@@ -75,7 +75,7 @@ def fit(
             total, count = total + loss.item() * len(targets), count + len(targets)
         done.curve["train_loss"].append(total / count)
         if not _validate(model, task, done, epoch):
-            return done
+            break
     return done
 
 
