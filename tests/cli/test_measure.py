@@ -104,9 +104,7 @@ def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, caps
     show = progress._lines("measuring", clock=lambda: next(seconds))
     for done in range(1, 9):
         show(done, 8)
-    lines = capsys.readouterr().err.splitlines()
-    assert 1 <= len(lines) <= 4
-    assert all(line.startswith("measuring: ") for line in lines)
+    assert capsys.readouterr().err.splitlines() == ["measuring: 3 of 8", "measuring: 6 of 8"]
 
 
 def test_explain_lists_and_explains() -> None:

@@ -30,6 +30,20 @@ def over(cases: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
 
 
+def first_of_kind(cases: Iterable[Any]) -> list[Any]:
+    """One case per member (the first word of a name), for laws whose check takes seconds."""
+    kinds = {case.name.replace(",", " ").split()[0]: case for case in reversed(list(cases))}
+    return list(reversed(kinds.values()))
+
+
+def split_slow(cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """`over`, with all but the first case of each member marked as slow."""
+    fast = {case.name for case in first_of_kind(cases) if not getattr(case, "long_to_compile", False)}
+    marks = {True: (), False: (pytest.mark.slow,)}
+    parameters = [pytest.param(case, id=case.name, marks=marks[case.name in fast]) for case in cases]
+    return pytest.mark.parametrize("case", parameters)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleCase:
     """A layer, or a torch layer that carries a parametrization: whatever a model holds."""
@@ -156,11 +170,13 @@ __all__ = [
     "clone",
     "differentiate",
     "exact",
+    "first_of_kind",
     "input_shape",
     "over",
     "parametrizations",
     "parametrized",
     "perturbed",
     "run",
+    "split_slow",
     "trainable",
 ]

@@ -21,6 +21,7 @@ from laws.support import (
     over,
     parametrized,
     run,
+    split_slow,
     trainable,
 )
 from tolerances import close
@@ -105,7 +106,7 @@ def check_autocast_keeps(value: Tensor, expected: Tensor) -> None:
     assert_near(value, expected, torch.float32, what="value under autocast")
 
 
-@over(MODULES)
+@split_slow(MODULES)
 def test_compile(case: ModuleCase) -> None:
     check_compiled(case)
 
@@ -116,18 +117,12 @@ def test_inductor(case: ModuleCase) -> None:
     check_compiled(case, "inductor")
 
 
-@over([case for case in REGULARIZERS if case.long_to_compile])
-@pytest.mark.slow
-def test_compile_long_regularizer(case: RegularizerCase) -> None:
-    check_compiled_regularizer(case)
-
-
-@over([case for case in REGULARIZERS if not case.long_to_compile])
+@split_slow(REGULARIZERS)
 def test_compile_regularizer(case: RegularizerCase) -> None:
     check_compiled_regularizer(case)
 
 
-@over(MODULES)
+@split_slow(MODULES)
 def test_export(case: ModuleCase) -> None:
     check_exported(case)
 

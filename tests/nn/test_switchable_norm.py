@@ -65,8 +65,6 @@ def assert_is_defined(layer: nn.Module, x: Tensor) -> None:
 def test_values_and_gradients(case: Any, training: bool, dtype: torch.dtype) -> None:
     kind, shape = case
     for options in OPTIONS:
-        if shape == (1, 6, 1, 1) and training:
-            options = {**options, "use_batch": options.get("use_batch", True)}
         assert_is_defined(norm(kind, shape[1], **options).to(dtype).train(training), seeded(*shape, dtype=dtype))
 
 

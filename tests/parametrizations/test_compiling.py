@@ -113,6 +113,7 @@ def test_fx_sees_one_layer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @ONE
 def test_trace_works_and_script_fails_loudly(member: str) -> None:
     layer = layer_of(member).eval()

@@ -6,10 +6,22 @@ output channel reads, and reductions are loops over filters.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["filter_masks", "matrices", "orthogonal", "rows", "spectral", "sphere", "standardized", "weight_norm"]
+__all__ = [
+    "conv_spectral",
+    "filter_masks",
+    "matrices",
+    "orthogonal",
+    "rows",
+    "spectral",
+    "sphere",
+    "standardized",
+    "weight_norm",
+]
 
 
 def filter_masks(layer: nn.Module) -> list[tuple[int, Tensor]]:
@@ -62,7 +74,18 @@ def standardized(layer: nn.Module, raw: Tensor, *, gain: float = 1.0, fan_in: bo
     def change(w: Tensor) -> Tensor:
         std = (w - w.sum() / w.numel()).square().sum().div(w.numel() - 1).sqrt()
         scale = gain / w.numel() ** 0.5 if fan_in else gain
-        return scale * (w - w.sum() / w.numel()) / (std + 1e-5)
+        return scale * (w - w.sum() / w.numel()) / std
+
+    return rows(layer, raw, change)
+
+
+def centred(layer: nn.Module, raw: Tensor) -> Tensor:
+    """Standardised, with learned gains that start at the deviations, which are constants in the gradient."""
+
+    def change(w: Tensor) -> Tensor:
+        middle = w - w.sum() / w.numel()
+        std = middle.square().sum().div(w.numel() - 1).sqrt()
+        return std.detach() * middle / std
 
     return rows(layer, raw, change)
 
@@ -75,6 +98,33 @@ def spectral(layer: nn.Module, raw: Tensor) -> Tensor:
         value = u[:, 0] @ matrix @ vh[0]
         largest = value if largest is None or s[0] > largest.detach() else largest
     return raw / largest
+
+
+def conv_spectral(layer: nn.Module, raw: Tensor) -> Tensor:
+    """Divided by the circular norm on a grid of 8 points per unit of reach, raised to bound every grid.
+
+    The operator on the grid is built densely, column by column, from torch's own convolution with circular
+    padding; its norm is the largest singular value, with constant singular vectors.
+    """
+    if isinstance(layer, nn.Linear):
+        return spectral(layer, raw)
+    reach = [-(-k // s) - 1 for k, s in zip(layer.kernel_size, layer.stride, strict=True)]
+    size = [max(1, 8 * r) * s for r, s in zip(reach, layer.stride, strict=True)]
+    margin = math.prod(1 / math.cos(math.pi * r / (2 * max(1, 8 * r))) for r in reach)
+    operator = _circular_operator(layer, raw, size)
+    u, _, vh = torch.linalg.svd(operator.detach(), full_matrices=False)
+    return raw / (margin * (u[:, 0] @ operator @ vh[0]))
+
+
+def _circular_operator(layer: nn.Module, raw: Tensor, size: list[int]) -> Tensor:
+    """Of the convolution with the stored weight, whose adjoint a transposed convolution is."""
+    channels = raw.shape[1] * layer.groups
+    count = channels * math.prod(size)
+    basis = torch.eye(count, dtype=raw.dtype).view(count, channels, *size)
+    tail = [n for k in reversed(layer.kernel_size) for n in (0, k - 1)]
+    padded = nn.functional.pad(basis, tail, mode="circular")
+    function = getattr(nn.functional, f"conv{len(size)}d")
+    return function(padded, raw, stride=layer.stride, groups=layer.groups).flatten(1).T
 
 
 def orthogonal(layer: nn.Module, raw: Tensor) -> Tensor:

@@ -151,37 +151,34 @@ def test_broken_runs_are_stated_prominently() -> None:
     assert "second line" in alert
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_foreign_text_is_text_and_never_markup(payload: str) -> None:
-    named = (payload,)
-    runs = (
-        run(BASELINE, 0, epochs=3, geometry=geometry(1, paths=named)),
-        run(payload, 0, epochs=3, plan=payload, status="failed", error=payload),
-    )
+@pytest.mark.parametrize("start", range(0, len(PAYLOADS), 8))
+def test_foreign_text_is_text_and_never_markup(start: int) -> None:
+    payloads = tuple(PAYLOADS[start : start + 8])
+    broken = tuple(run(p, 0, epochs=3, plan=p, status="failed", error=p) for p in payloads)
+    whole = " ".join(payloads)
     made = results(
-        named,
-        effects=(effect(payload, verdict=payload, reason=payload),),
-        runs=runs,
-        notes=named,
-        command=payload,
-        versions={payload: payload},
+        payloads,
+        effects=tuple(effect(p, verdict=p, reason=p) for p in payloads),
+        runs=(run(BASELINE, 0, epochs=3, geometry=geometry(len(payloads), paths=payloads)), *broken),
+        notes=payloads,
+        command=whole,
+        versions=dict(zip(payloads, payloads, strict=True)),
         plan_changes={
-            "task": payload,
-            "model": payload,
-            "metric": payload,
-            "unit": payload,
-            "code": {payload: payload},
-            "history": ({payload: payload},),
+            "task": whole,
+            "model": whole,
+            "metric": whole,
+            "unit": whole,
+            "code": dict(zip(payloads, payloads, strict=True)),
+            "history": tuple({p: p} for p in payloads),
         },
     )
     read = Page(html(made))
     assert read.names() <= TAGS
     assert all(value.startswith("#") for value in read.values("href"))
     assert not {a for a in read.attributes() if a.startswith("on") or a in ("src", "autofocus")}
-    assert len(read.values("http-equiv")) == 1
-    assert read.values("http-equiv")[0].lower() == "content-security-policy"
-    assert "49" not in read.values("aria-label")[0]
+    assert [value.lower() for value in read.values("http-equiv")] == ["content-security-policy"]
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", read.text)
+    assert "{{ 7 * 7 }}" in read.text or "{{ 7 * 7 }}" not in payloads
 
 
 def test_home_directories_and_credentials_do_not_leave_the_machine() -> None:

@@ -59,7 +59,9 @@ def test_headline(verdicts: tuple[str, ...], said: str, rest: str) -> None:
     assert others(made) == rest
 
 
-@pytest.mark.parametrize(("sesoi", "decimals"), [(0.5, 2), (1.0, 2), (0.2, 2), (0.1, 3), (0.01, 4), (20.0, 0), (0.0, 2), (1e-9, 6)])
+@pytest.mark.parametrize(
+    ("sesoi", "decimals"), [(0.5, 2), (1.0, 2), (0.2, 2), (0.1, 3), (0.01, 4), (20.0, 0), (0.0, 2), (1e-9, 6)]
+)
 def test_digits_follow_the_smallest_effect_of_interest(sesoi: float, decimals: int) -> None:
     assert Scale.of(results(plan_changes={"sesoi": sesoi})).decimals == decimals
 

@@ -38,10 +38,11 @@ class Commands(TyperGroup):
             say(f"gonio: {message_of(error)}")
             raise typer.Exit(code_of(error)) from error
         except KeyboardInterrupt as error:
-            say("gonio: stopped by Ctrl-C; the same command goes on where it was")
+            goes_on = "; the same command goes on where it was" if ctx.invoked_subcommand == "compare" else ""
+            say(f"gonio: stopped by Ctrl-C{goes_on}")
             raise typer.Exit(ExitCode.CTRL_C) from error
         except Terminated as error:
-            say("gonio: terminated; the same command goes on where it was")
+            say("gonio: terminated")
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if type(error).__module__.startswith("typer."):

@@ -33,8 +33,9 @@ def _lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[
 
     def show(done: int, total: int) -> None:
         nonlocal last
-        if clock() - last >= _SECONDS:
-            last = clock()
+        now = clock()
+        if now - last >= _SECONDS:
+            last = now
             say(f"{what}: {done} of {total}")
 
     return show

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import Layout
+from gonio.geometry.views import PLAIN, Layout
 
 __all__ = ["Fans", "fans"]
 
@@ -20,7 +20,7 @@ class Fans:
     fan_out: float
 
 
-def fans(shape: Sequence[int], layout: Layout = Layout()) -> Fans:  # noqa: B008 (frozen)
+def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
     r"""Connections per output and per input of the linear map that a weight defines.
 
     For a convolution with `g` groups, kernel volume :math:`K` and stride volume :math:`S`:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gonio.geometry.precision import widest
+
 __all__ = ["haar_columns"]
 
 # Note [Stewart's method]
@@ -39,7 +41,7 @@ def _reflectors(
     x = torch.randn(batch, n, width, generator=generator, dtype=dtype, device=generator.device).tril_()
     pivot = x.diagonal(dim1=-2, dim2=-1)
     # Norms in float64: float32 ones raise |QᵀQ − I| from 4e-7 to 8e-6 at n = 4096.
-    norm = torch.linalg.vector_norm(x, dim=-2, dtype=torch.float64).to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=-2, dtype=widest(x)).to(dtype)
     sign = torch.where(pivot < 0, -1.0, 1.0).to(dtype)
     pivot += sign * norm
     return x, -sign
@@ -48,7 +50,7 @@ def _reflectors(
 def _apply_block_(corner: Tensor, v: Tensor) -> None:
     """corner ← (I − V T Vᵀ) corner."""
     gram = v.mT @ v
-    half = torch.linalg.vector_norm(v, dim=-2, dtype=torch.float64).square().div(2).to(v.dtype)
+    half = torch.linalg.vector_norm(v, dim=-2, dtype=widest(v)).square().div(2).to(v.dtype)
     t_inverse = gram.triu(1) + torch.diag_embed(half)
     update = torch.linalg.solve_triangular(t_inverse, v.mT @ corner, upper=True)
     corner.baddbmm_(v, update, alpha=-1)

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import Layout, View, matrix_view, unview
+from gonio.geometry.views import PLAIN, Layout, View, matrix_view, unview
 from gonio.init.draws import check_fillable, fresh_generator, working_dtype, write_
 from gonio.init.fans import fans
 from gonio.init.gain import Gain, resolve_gain
 from gonio.init.haar import haar_columns
 
 __all__ = ["delta_orthogonal_", "orthogonal_"]
-
-PLAIN = Layout()
 
 
 def orthogonal_(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import Layout
+from gonio.geometry.views import PLAIN, Layout
 from gonio.init.draws import (
     Distribution,
     check_fillable,
@@ -24,7 +24,6 @@ from gonio.init.gain import Gain, resolve_gain
 __all__ = ["Preserve", "he_", "lecun_", "variance_scaling_", "xavier_"]
 
 Preserve: TypeAlias = Literal["norm", "rms", "both"]
-PLAIN = Layout()
 
 
 def variance_scaling_(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
-
+import torch
 from torch import Tensor
 
 from gonio.geometry.views import Layout
 
-__all__ = ["by_filter", "filter_size"]
+__all__ = ["by_filter", "filter_size", "from_matrices", "matrices_of"]
 
 
 def by_filter(weight: Tensor, layout: Layout) -> tuple[Tensor, tuple[int, ...]]:
@@ -29,5 +28,19 @@ def by_filter(weight: Tensor, layout: Layout) -> tuple[Tensor, tuple[int, ...]]:
 
 def filter_size(weight: Tensor, layout: Layout) -> int:
     """Entries of one filter: the fan-in of the layer."""
-    view, dims = by_filter(weight, layout)
-    return prod(view.shape[d] for d in dims)
+    filters = layout.matrices * weight.shape[1] if layout.transposed else weight.shape[0]
+    return weight.numel() // filters
+
+
+def matrices_of(weight: Tensor, layout: Layout) -> Tensor:
+    """:func:`gonio.geometry.matrix_view` of a weight whose shape was checked when it was bound."""
+    filters = weight.unflatten(0, (layout.matrices, -1))
+    return (filters.transpose(1, 2) if layout.transposed else filters).flatten(2)
+
+
+def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+    """The weight of `shape` with these matrices."""
+    if not layout.transposed:
+        return matrices.reshape(shape)
+    filters = matrices.reshape(*matrices.shape[:2], shape[0] // layout.matrices, *shape[2:])
+    return filters.transpose(1, 2).reshape(shape)

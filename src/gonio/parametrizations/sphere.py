@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import filter_norms, normalize
-from gonio.geometry.views import Layout, matrix_view
+from gonio.geometry.norms import normalize, safe_norm
 from gonio.parametrizations.filters import by_filter
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -74,13 +73,7 @@ class Sphere(Parametrization):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether every filter has norm `radius`, up to rounding."""
-        return bool(((_norms(weight, self.bound_layout) / self.radius - 1).abs() <= _rounding(weight)).all())
-
-
-def _norms(weight: Tensor, layout: Layout) -> Tensor:
-    return filter_norms(matrix_view(weight.detach(), layout))
-
-
-def _rounding(weight: Tensor) -> float:
-    """Relative error of a norm: each entry is rounded once, and the sum accumulates in float32."""
-    return 8 * max(torch.finfo(weight.dtype).eps, 1e-12)
+        filters, dims = by_filter(weight.detach(), self.bound_layout)
+        # every entry is rounded once to the dtype, and the sum of squares accumulates in float32
+        rounding = 8 * max(torch.finfo(weight.dtype).eps, 1e-12)
+        return bool(((safe_norm(filters, dims) / self.radius - 1).abs() <= rounding).all())

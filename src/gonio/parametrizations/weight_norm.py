@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout
+from gonio.parametrizations.eager import is_eager
 from gonio.parametrizations.filters import by_filter
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -98,19 +98,12 @@ def _rescaled(raw: Tensor, magnitude: Tensor, layout: Layout) -> Tensor:
 
 
 def _has_kernel(raw: Tensor, magnitude: Tensor, layout: Layout) -> bool:
-    """Whether torch's fused CPU kernels apply: plain eager tensors with filters on dim 0.
+    """Whether torch's fused CPU kernels apply, which have filters on dim 0.
 
     They read the weight once forward and write it once; plain operations need twice the time.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not layout.transposed
-        and all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in (raw, magnitude))
-        and raw.is_contiguous()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+    on_cpu = raw.device.type == "cpu" and magnitude.device.type == "cpu"
+    return on_cpu and not layout.transposed and raw.is_contiguous() and is_eager(raw, magnitude)
 
 
 class _WeightNorm(torch.autograd.Function):
