@@ -199,6 +199,7 @@ def test_an_interruption_has_its_code_and_can_be_resumed(
     assert invoke("status", "gonio-study").stdout.count("+") >= 2
 
 
+@pytest.mark.slow
 def test_a_study_that_runs_is_not_run_twice(folder: Path) -> None:
     words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:slow", "--seeds", "2"]
     process = subprocess.Popen([*COMMAND, *words, "--jobs", "1"], cwd=folder, stderr=subprocess.DEVNULL)
