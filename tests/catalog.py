@@ -17,6 +17,7 @@ from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import regularizers as R
+from gonio import surgery as S
 from references import decoupled as ref_decoupled
 from references import parametrizations as ref_P
 from references import regularizers as ref_R
@@ -588,3 +589,73 @@ INITS += [
 ]
 
 # --- verbs ----------------------------------------------------------------------------------------
+
+
+def _images() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)),
+    )
+
+
+def _vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.LeakyReLU(), nn.Linear(7, 3))
+
+
+def _on_images(name: str, apply: Callable[[nn.Module], Any], **claims: bool) -> VerbCase:
+    return VerbCase(name=name, model=_images, inputs=lambda: seeded(4, 3, 6, 6), apply=apply, **claims)
+
+
+def _on_vectors(name: str, apply: Callable[[nn.Module], Any], **claims: bool) -> VerbCase:
+    return VerbCase(name=name, model=_vectors, inputs=lambda: seeded(5, 6), apply=apply, **claims)
+
+
+VERBS += [
+    _on_images("init_", lambda m: S.init_(m, init.orthogonal_, where=nn.Conv2d, gain="relu"), idempotent=True),
+    _on_vectors("lsuv_", lambda m: S.lsuv_(m, seeded(64, 6)), idempotent=True),
+    _on_images("swap_: SwitchableNorm2d", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
+    _on_images("swap_: DecoupledConv2d", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv, where=nn.Conv2d)),
+    _on_images("parametrize_: SpectralNorm", lambda m: S.parametrize_(m, P.SpectralNorm(), where=nn.Conv2d)),
+    _on_vectors("parametrize_: WeightNorm", lambda m: S.parametrize_(m, P.WeightNorm()), keeps_function=True),
+    _on_vectors("balance_", S.balance_, keeps_function=True, idempotent=True),
+    _on_vectors("balance_: layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
+    _on_images("calibrate_", lambda m: S.calibrate_(m, [seeded(4, 3, 6, 6, seed=s) for s in (1, 2)]), idempotent=True),
+    _on_images("fold_", S.fold_, keeps_function=True),
+]
+
+
+def _small_network() -> nn.Module:
+    """What every verb can act on: a convolution, a batch norm, activations and two linear gnn."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 5 * 5, 6),
+        nn.LeakyReLU(),
+        nn.Linear(6, 3),
+    )
+
+
+def _images() -> Tensor:
+    return seeded(4, 2, 5, 5)
+
+
+def _verb(name: str, apply: Callable[[nn.Module], Any], **options: bool) -> VerbCase:
+    return VerbCase(name=name, model=_small_network, inputs=_images, apply=apply, **options)
+
+
+VERBS += [
+    _verb("init_", lambda m: S.init_(m, init.orthogonal_, gain=1.0), idempotent=True),
+    _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
+    _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
+    _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
+    _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
+    _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
+    _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
+    _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
+    *[
+        _verb(f"parametrize_ {kind.__name__}", lambda m, kind=kind: S.parametrize_(m, kind()))
+        for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.WeightStandardization)
+    ],
+]
