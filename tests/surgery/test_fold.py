@@ -11,7 +11,7 @@ import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from gonio.errors import NotApplicableError
+from gonio.errors import NoMatchError, NotApplicableError
 from gonio.nn import angular, magnitude
 from gonio.surgery import fold_
 
@@ -104,7 +104,7 @@ def test_undo_is_exact():
 def test_switchable_norm_folds_if_its_mixture_is_batch_statistics_alone():
     model = nn.Sequential(nn.Conv2d(6, 4, 3), shaken(nn.BatchNorm2d(4))).double().eval()
     gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
-    with pytest.raises(NotApplicableError, match="nothing in every module can be folded"):
+    with pytest.raises(NoMatchError, match="on which fold_ cannot act"):
         fold_(model)
     with torch.no_grad():
         for logits in (model[1].mean_logits, model[1].var_logits):
@@ -131,7 +131,7 @@ def test_decoupled_layers_fold_where_they_are_linear_and_are_refused_by_name_els
 
 
 def test_a_plain_model_has_nothing_to_fold():
-    with pytest.raises(NotApplicableError, match="nothing in every module can be folded"):
+    with pytest.raises(NoMatchError, match="on which fold_ cannot act"):
         fold_(nn.Sequential(nn.Conv2d(6, 4, 3), nn.ReLU()))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gonio.errors import NotApplicableError
+from gonio.errors import NoMatchError, NotApplicableError
 from gonio.parametrizations.base import detach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, outputs
@@ -42,9 +42,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         where: which modules; None for all that can be folded. Naming one that cannot is an error.
 
     Raises:
-        NotApplicableError: if nothing can be folded, if a module that `where` names cannot (a decoupled
-            layer that is not linear, by name), or if the outputs changed by more than rounding; the
-            model then is as it was before.
+        NoMatchError: if nothing that `where` selects can be folded.
+        NotApplicableError: if `where` is given and selects a decoupled layer that is not linear, or if the
+            outputs changed by more than rounding; the model then is as it was before.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -61,7 +61,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         _fold_decoupled_(edit, chosen, strict=where is not None)
         fold_norms_(edit, {id(site.module) for site in chosen})
         if not edit.changes:
-            raise NotApplicableError("fold_", "", f"nothing in {selector} can be folded", "The model is plain already.")
+            raise NoMatchError("fold_", str(selector), [], refused=[site.path for site in chosen if site.owners])
         if before is not None:
             _check(edit, before, outputs(model, example))
     return edit.done()
