@@ -7,7 +7,7 @@ that enters a namespace enters the catalogue with it, options, types and default
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import MappingProxyType, ModuleType
@@ -21,7 +21,7 @@ from gonio.errors import UnknownNameError
 from gonio.nn import angular, magnitude
 from gonio.recipes.options import Option, options_of, type_hints
 
-__all__ = ["VERBS", "Entry", "catalogue", "find", "object_entry", "object_names", "objects"]
+__all__ = ["VERBS", "Entry", "catalogue", "find", "objects", "objects_of"]
 
 VERBS = ("init", "swap", "parametrize", "penalty")
 
@@ -31,7 +31,7 @@ class Entry:
     """One name of the catalogue.
 
     Attributes:
-        name: as a recipe writes it under `use`.
+        name: as a recipe writes it under `use`; the long form, where there is a short one.
         target: the function, class or converter that it stands for.
         options: what may be given with it, by name.
         accepts: for a converter, the layers that it takes.
@@ -69,7 +69,8 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
         "parametrize": lambda: _classes(parametrizations, parametrizations.Parametrization),
         "penalty": lambda: _classes(regularizers, regularizers.Regularizer),
     }[verb]()
-    return MappingProxyType({entry.name: entry for entry in entries})
+    found = {entry.name: entry for entry in entries}
+    return MappingProxyType({**found, **_short(found)} if verb == "swap" else found)
 
 
 @cache
@@ -81,17 +82,13 @@ def objects() -> tuple[type, ...]:
 
 
 @cache
-def object_entry(kind: type, name: str) -> Entry | None:
-    """The object named `name` among those of a kind, e.g. the magnitude `Tanh`."""
+def objects_of(kind: type) -> Mapping[str, Entry]:
+    """The objects of a kind by name, with their named constructors such as `Milestones.srip`."""
+    found: dict[str, Entry] = {}
     for value in objects():
-        if issubclass(value, kind) and value.__name__ == name:
-            return Entry(name, value, options_of(value, skip=0, objects=()))
-    return None
-
-
-def object_names(kind: type) -> list[str]:
-    """The names of the objects of a kind."""
-    return sorted(value.__name__ for value in objects() if issubclass(value, kind))
+        if issubclass(value, kind):
+            found |= {entry.name: entry for entry in _constructors(value, objects=())}
+    return MappingProxyType(found)
 
 
 def find(verb: str, name: str) -> Entry:
@@ -115,14 +112,18 @@ def _initialisers() -> Iterator[Entry]:
 
 
 def _converters() -> Iterator[Entry]:
-    """`Class.from_x` for every converter, and plain `Class` where it has one only."""
+    """`Class.from_x` for every converter."""
     for name, value in _public(layers):
         if not (isinstance(value, type) and issubclass(value, nn.Module)):
             continue
-        found = [_converter(name, method, getattr(value, method)) for method in _own_classmethods(value, "from_")]
-        yield from found
-        if len(found) == 1:
-            yield Entry(name, found[0].target, found[0].options, found[0].accepts)
+        for method in _own_classmethods(value, "from_"):
+            yield _converter(name, method, getattr(value, method))
+
+
+def _short(found: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Plain `Class` for its converter, where it has one only; a recipe's hash is that of the long form."""
+    owners = [name.partition(".")[0] for name in found]
+    return {o: e for o, e in zip(owners, found.values(), strict=True) if owners.count(o) == 1}
 
 
 def _converter(class_name: str, method: str, target: Callable[..., Any]) -> Entry:
@@ -134,15 +135,18 @@ def _converter(class_name: str, method: str, target: Callable[..., Any]) -> Entr
 
 
 def _classes(namespace: ModuleType, base: type) -> Iterator[Entry]:
-    """Every concrete subclass of `base`, and its named constructors such as `SelfOrthogonality.paper`."""
-    for name, value in _public(namespace):
+    """Every concrete subclass of `base`, and its named constructors."""
+    for _, value in _public(namespace):
         concrete = isinstance(value, type) and value is not base and not inspect.isabstract(value)
-        if not concrete or not issubclass(value, base):
-            continue
-        yield Entry(name, value, options_of(value, skip=0, objects=objects()))
-        for method in _own_classmethods(value, ""):
-            target = getattr(value, method)
-            yield Entry(f"{name}.{method}", target, options_of(target, skip=0, objects=objects()))
+        if concrete and issubclass(value, base):
+            yield from _constructors(value, objects=objects())
+
+
+def _constructors(value: type, *, objects: Sequence[type]) -> Iterator[Entry]:
+    yield Entry(value.__name__, value, options_of(value, skip=0, objects=objects))
+    for method in _own_classmethods(value, ""):
+        target = getattr(value, method)
+        yield Entry(f"{value.__name__}.{method}", target, options_of(target, skip=0, objects=objects))
 
 
 def _public(namespace: ModuleType) -> list[tuple[str, Any]]:

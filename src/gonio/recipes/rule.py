@@ -8,7 +8,7 @@ from typing import Any
 
 from gonio.errors import GonioError, UnknownNameError, closest, listing
 from gonio.recipes.document import Location, Problems
-from gonio.recipes.names import Entry, find, object_entry, object_names
+from gonio.recipes.names import Entry, find, objects_of
 from gonio.recipes.options import Option
 from gonio.recipes.where import check_where
 
@@ -46,10 +46,10 @@ class Named:
 
     def build(self) -> Any:
         """The object itself."""
-        entry = object_entry(self.kind, self.name)
-        if entry is None:
-            raise UnknownNameError(self.kind.__name__.lower(), self.name, object_names(self.kind))
-        return entry.target(**built(self.options))
+        known = objects_of(self.kind)
+        if self.name not in known:
+            raise UnknownNameError(self.kind.__name__.lower(), self.name, known)
+        return known[self.name].target(**built(self.options))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_rule(verb: str, raw: Any, at: Location, problems: Problems, *, line: in
     options = _read_options_of_rule(verb, use, rest, at, problems)
     if options is None or not where_is_fine:
         return None
-    return Rule(raw.get("where"), use, options, line)
+    return Rule(raw.get("where"), use if use == KEEP else find(verb, use).name, options, line)
 
 
 def _read_options_of_rule(
@@ -168,7 +168,7 @@ def _read_value(option: Option, raw: Any, at: Location, problems: Problems) -> t
     if option.kinds and _looks_named(raw):
         return _read_named(option, raw, at, problems)
     if option.plain is None:
-        names = listing([name for kind in option.kinds for name in object_names(kind)])
+        names = listing([name for kind in option.kinds for name in objects_of(kind)])
         problems.add(at, f"found {raw!r}; it takes one of {names}, bare or as {{Name: {{option: value}}}}")
         return False, None
     try:
@@ -186,9 +186,9 @@ def _looks_named(raw: Any) -> bool:
 def _read_named(option: Option, raw: Any, at: Location, problems: Problems) -> tuple[bool, Any]:
     name, inner = (raw, {}) if isinstance(raw, str) else next(iter(raw.items()))
     here = at if isinstance(raw, str) else (*at, name)
-    found = [(kind, entry) for kind in option.kinds if (entry := object_entry(kind, name))]
+    found = [(kind, objects_of(kind)[name]) for kind in option.kinds if name in objects_of(kind)]
     if not found:
-        names = [known for kind in option.kinds for known in object_names(kind)]
+        names = [known for kind in option.kinds for known in objects_of(kind)]
         problems.add(here, str(UnknownNameError(option.kinds[0].__name__.lower(), name, names)))
         return False, None
     kind, entry = found[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gonio.recipes.names import VERBS, Entry, catalogue, object_entry, object_names
+from gonio.recipes.names import VERBS, Entry, catalogue, objects_of
 from gonio.recipes.options import Option
 from gonio.recipes.read import Header
 
@@ -20,7 +20,7 @@ def json_schema() -> dict[str, Any]:
     """See :meth:`gonio.Recipe.json_schema`."""
     schema = Header.model_json_schema()
     for verb in VERBS:
-        rules = [_rule(verb, entry) for entry in catalogue(verb).values()]
+        rules = [_rule(verb, use, entry) for use, entry in catalogue(verb).items()]
         items = {"oneOf": [_keep(), *rules]}
         schema["properties"][verb] = {
             "type": "array",
@@ -34,8 +34,8 @@ def _keep() -> dict[str, Any]:
     return _mapping({"where": _WHERE, "use": {"const": "keep"}}, ["use"], "leave these modules alone")
 
 
-def _rule(verb: str, entry: Entry) -> dict[str, Any]:
-    properties: dict[str, Any] = {"where": _WHERE, "use": {"const": entry.name}}
+def _rule(verb: str, use: str, entry: Entry) -> dict[str, Any]:
+    properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
     if verb == "parametrize":
         properties["tensor"] = {"type": "string", "default": "weight"}
     required = ["use", *(option.name for option in entry.options.values() if option.required)]
@@ -49,9 +49,8 @@ def _options(entry: Entry) -> dict[str, Any]:
 def _option(option: Option) -> dict[str, Any]:
     arms = [] if option.plain is None else [option.adapter.json_schema()]
     for kind in option.kinds:
-        names = object_names(kind)
-        arms.append({"enum": names})
-        arms += [_object(name, entry) for name in names if (entry := object_entry(kind, name))]
+        arms.append({"enum": list(objects_of(kind))})
+        arms += [_object(name, entry) for name, entry in objects_of(kind).items()]
     schema = arms[0] if len(arms) == 1 else {"anyOf": arms}
     plain = isinstance(option.default, bool | int | float | str)
     return {**schema, "default": option.default} if plain and not option.required else schema
