@@ -31,23 +31,30 @@ MOST_KEPT = 512
 
 
 class Tap:
-    """The outputs of one layer since they were last taken."""
+    """The outputs of one layer since they were last taken.
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    Args:
+        module: the layer.
+        path: what it is called in errors.
+        without_bias: keep outputs less the layer's bias. Done at once: later a sharded bias is in pieces.
+    """
+
+    def __init__(self, module: nn.Module, path: str, *, without_bias: bool) -> None:
         self.path = path
+        self._without_bias = without_bias and getattr(module, "bias", None) is not None
         self._kept: list[Tensor] = []
         self._originals: list[tuple[Tensor, int]] = []
         self._ignored: set[str] = set()
         self._copies = True
         self._live = True
-        self._handle = module.register_forward_hook(self._see)
+        self._handle = module.register_forward_hook(self._see, prepend=True)  # before FSDP2 takes weights away
 
     def _see(self, module: nn.Module, args: Any, output: Tensor) -> None:
         if not self._live:
             return
         if torch.compiler.is_compiling():
             if module.training and torch.is_grad_enabled():
-                self._kept.append(output.clone())
+                self._kept.append(self._own(module, output))
             return
         reason = _why_ignored(module)
         if reason is not None:
@@ -56,8 +63,15 @@ class Tap:
         if len(self._kept) >= MOST_KEPT:
             found = f"it ran {MOST_KEPT} times since penalty() was last called, and every output was kept"
             raise NoActivationError([self.path], found, "Call penalty() at each step, or penalty.remove().")
-        self._kept.append(output.clone() if self._copies else output)
+        self._kept.append(self._own(module, output) if self._copies or self._without_bias else output)
         self._originals.append((output, output._version))
+
+    def _own(self, module: nn.Module, output: Tensor) -> Tensor:
+        """The output as a tensor that nobody else will overwrite."""
+        if not self._without_bias:
+            return output.clone()
+        bias: Any = module.bias
+        return output - bias.view(-1, *[1] * len(getattr(module, "kernel_size", ())))
 
     def take(self) -> list[Tensor]:
         """The outputs seen since the last time, and forget them.
@@ -67,7 +81,7 @@ class Tap:
         """
         kept, ignored = self._kept, self._ignored
         changed = any(tensor._version != version for tensor, version in self._originals)
-        overwritten = changed and not self._copies
+        overwritten = changed and not (self._copies or self._without_bias)
         self._copies = changed
         self.forget()
         if not kept:

@@ -111,7 +111,7 @@ class OutputTerm(Term):
     ) -> None:
         super().__init__(slot, regularizer, label)
         self._regularizer = regularizer
-        self._tap = Tap(slot.module, slot.path or "the model")
+        self._tap = Tap(slot.module, slot.path or "the model", without_bias=not regularizer.ignores_bias)
         self._generator = generator
         self._group = process_group
         self.samples: int | None = None
@@ -125,8 +125,6 @@ class OutputTerm(Term):
 
     def _of(self, output: Tensor) -> Evaluation:
         x = _channels_second(output, self.slot.module)
-        if not self._regularizer.ignores_bias:
-            x = _without_bias(x, self.slot.module)
         self.samples = x.numel() // x.shape[1]
         return self._regularizer.evaluate(
             x, groups=self.slot.layout.groups, generator=self._generator, process_group=self._group
@@ -185,11 +183,6 @@ def _channels_second(output: Tensor, module: nn.Module) -> Tensor:
     if isinstance(module, nn.modules.conv._ConvNd):
         return output if output.ndim == len(module.kernel_size) + 2 else output.unsqueeze(0)
     return output.reshape(-1, output.shape[-1])
-
-
-def _without_bias(x: Tensor, module: nn.Module) -> Tensor:
-    bias = getattr(module, "bias", None)
-    return x if bias is None else x - bias.view(1, -1, *[1] * (x.ndim - 2))
 
 
 def _gathered(evaluation: Evaluation) -> Evaluation:

@@ -1,0 +1,316 @@
+"""The sum over layers: values, gradients, steps, resuming."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import gonio
+from catalog import seeded
+from gonio import Penalty
+from gonio import regularizers as R
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import layout_of
+from tolerances import close, exact
+
+DOUBLE = torch.float64
+WEIGHT_RULES = [
+    (None, R.Orthogonality(0.1)),
+    (nn.Conv2d, R.ConvOrthogonality(0.2)),
+    ("4", R.ScaleShift(0.05, direction_strength=0.01)),
+    ("4", R.HypersphericalEnergy(0.3)),
+    (nn.Conv2d, R.SRIP(0.1)),
+]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 5)
+    ).double()
+
+
+def batch(n: int = 6) -> Tensor:
+    return seeded(n, 3, 8, 8, dtype=DOUBLE)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def test_it_is_the_sum_of_its_terms() -> None:
+    model = network()
+    rules = [(None, R.Orthogonality(0.5)), ("2", R.SRIP(0.1, iterations=3))]
+    expected = sum(0.5 * R.Orthogonality(1.0).value(m.weight, layout_of(m)) for m in (model[0], model[2], model[4]))
+    expected = expected + 0.1 * R.SRIP(1.0, iterations=3).value(model[2].weight, layout_of(model[2]))
+    penalty = Penalty(model, rules)
+    total = penalty()
+    torch.testing.assert_close(total, expected, **exact(DOUBLE))
+    assert sum(penalty.values().values()) == pytest.approx(float(total.detach()), rel=1e-12)
+    total.backward()
+    assert all(m.weight.grad is not None for m in (model[0], model[2], model[4]))
+
+
+def test_values_name_the_terms_of_a_term() -> None:
+    model = network()
+    penalty = Penalty(model, [("4", R.ScaleShift(0.1, direction_strength=0.2)), ("0", R.SelfOrthogonality(1.0))])
+    model(batch())
+    total = penalty()
+    assert list(penalty.values()) == [
+        "4.weight/ScaleShift/scale",
+        "4.weight/ScaleShift/direction",
+        "0.output/SelfOrthogonality/mean",
+        "0.output/SelfOrthogonality/spread",
+    ]
+    assert sum(penalty.values().values()) == pytest.approx(float(total.detach()), rel=1e-12)
+
+
+def test_outputs_are_read_without_their_bias_and_with_their_groups() -> None:
+    model, x = network(), batch()
+    for som in (R.SelfOrthogonality(1.0), R.SelfOrthogonality.paper()):
+        with Penalty(model, [("2", som)]) as penalty:
+            model(x)
+            hidden = model[1](model[0](x))
+            plain = nn.functional.conv2d(hidden, model[2].weight, groups=2)
+            torch.testing.assert_close(penalty(), som.value(plain, groups=2), **close(DOUBLE))
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 3, 4), (2, 3, 5, 4), (4,)], ids=str)
+def test_linear_layers_have_their_channels_last(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(4, 6).double()
+    penalty = Penalty(layer, [(None, R.SelfOrthogonality(1.0))])
+    x = seeded(*shape, dtype=DOUBLE)
+    layer(x)
+    expected = R.SelfOrthogonality(1.0).value(x.reshape(-1, 4) @ layer.weight.T)
+    torch.testing.assert_close(penalty(), expected, **close(DOUBLE))
+
+
+def test_a_convolution_without_a_batch() -> None:
+    layer = nn.Conv2d(2, 3, 3).double()
+    penalty = Penalty(layer, [(None, R.SelfOrthogonality(1.0))])
+    x = seeded(2, 7, 7, dtype=DOUBLE)
+    expected = R.SelfOrthogonality(1.0).value(layer(x).unsqueeze(0))
+    torch.testing.assert_close(penalty(), expected, **close(DOUBLE))
+
+
+@pytest.mark.parametrize("parametrization", ["torch", "gonio", "none"])
+def test_the_effective_weight_is_what_is_read(parametrization: str) -> None:
+    layer = nn.Linear(4, 3).double()
+    if parametrization == "torch":
+        parametrizations.weight_norm(layer)
+    if parametrization == "gonio":
+        gonio.parametrize_(layer, gonio.parametrizations.WeightNorm())
+    penalty = Penalty(layer, [(None, R.Orthogonality(1.0))])
+    total = penalty()
+    torch.testing.assert_close(total, R.Orthogonality(1.0).value(layer.weight))
+    total.backward()
+    assert all(p.grad is not None for name, p in layer.named_parameters() if name != "bias")
+
+
+# --- add_grads_ -----------------------------------------------------------------------------------
+
+
+def with_weight_norm() -> nn.Sequential:
+    model = network()
+    parametrizations.weight_norm(model[4])
+    return model
+
+
+@pytest.mark.parametrize("make", [network, with_weight_norm])
+@pytest.mark.parametrize("before", [False, True], ids=["grad None", "grad there"])
+def test_add_grads_equals_backward(make: Callable[[], nn.Sequential], before: bool) -> None:
+    through, direct = make(), make()
+    penalties = [Penalty(model, WEIGHT_RULES) for model in (through, direct)]
+    if before:
+        for model in (through, direct):
+            model(batch()).square().mean().backward()
+    for _ in range(2):  # the second step starts from the states that the first left
+        penalties[0]().backward()
+        penalties[1].add_grads_()
+    for a, b in zip(gradients(direct), gradients(through), strict=True):
+        torch.testing.assert_close(a, b, **close(DOUBLE))
+    assert penalties[0].values() == pytest.approx(penalties[1].values())
+
+
+def test_add_grads_leaves_frozen_weights_alone() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    Penalty(model, [(None, R.L2(1.0))]).add_grads_()
+    assert model[0].weight.grad is None
+    assert model[4].weight.grad is not None
+
+
+def test_add_grads_cannot_reach_through_outputs() -> None:
+    penalty = Penalty(network(), [(None, R.L2(1.0)), ("0", R.SelfOrthogonality(1.0))])
+    with pytest.raises(InvalidArgumentError, match=r"rules that read outputs: 0\.output/SelfOrthogonality"):
+        penalty.add_grads_()
+
+
+def test_add_grads_under_no_grad() -> None:
+    model = network()
+    with torch.no_grad():
+        Penalty(model, [(None, R.Orthogonality(1.0))]).add_grads_()
+    assert model[0].weight.grad is not None
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_every_applies_each_nth_step_at_nfold_strength() -> None:
+    model = network()
+    penalty = Penalty(model, [("4", R.L2(0.1, every=3))])
+    once = float(R.L2(0.1)(model[4].weight).detach())
+    assert [float(penalty().detach()) for _ in range(6)] == pytest.approx([3 * once, 0, 0] * 2)
+    assert penalty.step == 6
+    assert penalty.values() == {}
+
+
+def test_every_forgets_the_outputs_between() -> None:
+    model, x = network(), batch()
+    penalty = Penalty(model, [("4", R.SelfOrthogonality(1.0, every=2))])
+    model(x), penalty()
+    model(2 * x), penalty()
+    model(3 * x)
+    expected = 2 * R.SelfOrthogonality(1.0).value(model(3 * x))
+    penalty._terms[0]._tap.forget()  # type: ignore[attr-defined]
+    model(3 * x)
+    torch.testing.assert_close(penalty(), expected, **close(DOUBLE))
+
+
+def test_schedules_follow_the_steps() -> None:
+    model = network()
+    penalty = Penalty(model, [("4", R.L2(1.0, schedule=R.Warmup(4)))])
+    full = float(R.L2(1.0)(model[4].weight).detach())
+    found = [float(penalty().detach()) / full for _ in range(5)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("way", ["the loss divided", "accumulate"])
+def test_accumulated_micro_batches_equal_one_batch(way: str) -> None:
+    """E8: 8 × 1 equals 1 × 8, for weights exactly."""
+    x, whole, split = batch(8), network(), network()
+    rules = [(None, R.Orthogonality(0.1)), ("4", R.L2(0.3, every=2))]
+    (whole(x).square().mean() + Penalty(whole, rules)()).backward()
+    penalty = Penalty(split, rules, accumulate=8 if way == "accumulate" else 1)
+    if way == "the loss divided":
+        rules = [(None, R.Orthogonality(0.1)), ("4", R.L2(0.6))]  # `every` counts calls here
+        penalty = Penalty(split, rules)
+    for row in x:
+        loss = split(row.unsqueeze(0)).square().mean()
+        ((loss + penalty()) / 8 if way == "the loss divided" else loss / 8 + penalty()).backward()
+    for a, b in zip(gradients(split), gradients(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
+    if way == "accumulate":
+        assert penalty.step == 1
+
+
+def test_accumulate_must_be_positive() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"accumulate=…\) needs at least 1 call per step; found 0"):
+        Penalty(network(), [(None, R.L2(1.0))], accumulate=0)
+
+
+def test_loss_scaling_scales_the_penalty() -> None:
+    model = network()
+    penalty = Penalty(model, [(None, R.Orthogonality(0.1))])
+    penalty().backward()
+    plain = gradients(model)
+    model.zero_grad()
+    (1024 * penalty()).backward()
+    for a, b in zip(gradients(model), plain, strict=True):
+        torch.testing.assert_close(a / 1024, b, **exact(DOUBLE))
+
+
+def test_autocast_does_not_touch_the_penalty() -> None:
+    model = network().float()
+    penalty = Penalty(model, [(None, R.Orthogonality(0.1)), ("4", R.SRIP(0.1))])
+    expected = Penalty(model, [(None, R.Orthogonality(0.1)), ("4", R.SRIP(0.1))])()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = penalty()
+    assert torch.equal(found, expected)
+
+
+def test_outputs_in_half_precision_are_read_in_float32() -> None:
+    layer = nn.Linear(8, 4)
+    penalty = Penalty(layer, [(None, R.SelfOrthogonality(1.0))])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(seeded(64, 8))
+        found = penalty()
+    assert y.dtype is torch.bfloat16
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, R.SelfOrthogonality(1.0).value(y.detach().float()))
+    found.backward()
+    assert layer.weight.grad is not None
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def steps(model: nn.Sequential, penalty: Penalty, count: int, start: int = 0) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(start, start + count):
+        optimizer.zero_grad()
+        (model(seeded(6, 3, 8, 8, seed=step, dtype=DOUBLE)).square().mean() + penalty()).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_resuming_is_not_seen() -> None:
+    rules = [
+        (None, R.SRIP(0.1)),
+        ("0", R.SelfOrthogonality(0.1, samples=50)),
+        (None, R.L2(0.1, every=3, schedule=R.Warmup(9))),
+    ]
+    model = network()
+    expected = steps(model, Penalty(model, rules), 8)
+    first = network()
+    penalty = Penalty(first, rules)
+    steps(first, penalty, 4)
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "penalty": penalty.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    second = network()
+    second.load_state_dict(state["model"])
+    resumed = Penalty(second, rules)
+    resumed.load_state_dict(state["penalty"])
+    for a, b in zip(steps(second, resumed, 4, start=4), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_samples_depend_on_the_seed_alone() -> None:
+    def value(seed: int) -> float:
+        model = network()
+        penalty = Penalty(model, [("0", R.SelfOrthogonality(1.0, samples=20))], seed=seed)
+        torch.manual_seed(seed + 100)
+        model(batch())
+        return float(penalty().detach())
+
+    assert value(0) == value(0)
+    assert value(0) != value(1)
+
+
+def test_weights_are_read_at_the_call() -> None:
+    model = network()
+    penalty = Penalty(model, [("4", R.L2(1.0))])
+    before = float(penalty().detach())
+    with torch.no_grad():
+        model[4].weight.mul_(2)
+    assert float(penalty().detach()) == pytest.approx(4 * before)
+
+
+def test_a_copy_of_the_model_is_not_penalised() -> None:
+    model = network()
+    penalty = Penalty(model, [("4", R.SelfOrthogonality(1.0))])
+    model(batch())
+    twin = copy.deepcopy(model)
+    twin(batch())
+    assert twin[4]._forward_hooks
+    assert len(penalty._terms[0]._tap._kept) == 1  # type: ignore[attr-defined]
+    penalty().backward()
+    assert all(p.grad is None for p in twin.parameters())
