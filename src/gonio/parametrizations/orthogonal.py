@@ -27,13 +27,10 @@ class Orthogonal(Parametrization):
     Why this map and not the exponential or the Cayley transform of a skew matrix: it needs no base point, so
     the trained tensor alone determines the weight and a plain checkpoint is a valid start; it is the
     projection for conversion and the map for training in one; no orthogonal matrix is out of reach (Cayley
-    leaves out those with eigenvalue −1); and for one row it is :class:`Sphere`. Plain gradient steps only
-    raise the singular values of V from 1, as weight normalisation raises norms, so its derivative
-
-    .. math::
-        dQ = Q\,\Omega_{dV} + \ldots, \qquad \text{with factors } 2 / (s_i + s_j),
-
-    stays well conditioned. Directions in which V is zero (a zero weight) have value and gradient zero.
+    leaves out those with eigenvalue −1); and for one row it is :class:`Sphere`. Its derivative divides by sums
+    of two singular values of V, or by one where rows leave their span. Plain gradient steps only raise the
+    singular values from 1, as they raise norms under weight normalisation, so it stays well conditioned;
+    weight decay lowers them. Directions in which V is zero (a zero weight) stay zero.
 
     Args:
         scale: s > 0, every singular value of the weight.

@@ -44,10 +44,11 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     Example:
         >>> layer = nn.Linear(8, 8)
         >>> sn = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
-        >>> _ = layer.weight_parametrization.u.copy_(torch.eye(8)[0])  # vectors of another matrix
+        >>> raw = next(layer.parameters())
+        >>> _ = raw.data.copy_(torch.diag(torch.arange(1.0, 9.0)))  # a step much larger than any optimizer's
         >>> sn.holds(layer.weight)
         False
-        >>> gonio.parametrizations.tick_(layer, iterations=200), sn.holds(layer.weight)
+        >>> gonio.parametrizations.tick_(layer, iterations=100), sn.holds(layer.weight)
         (1, True)
     """
     if iterations < 1:
