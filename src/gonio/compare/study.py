@@ -159,7 +159,7 @@ def _database(folder: Path) -> Iterator[sqlite3.Connection]:
             _check(folder, database, fixed=fixed)
             yield database
     except sqlite3.DatabaseError as error:
-        raise StudyError(str(folder), f"{_DATABASE} cannot be used: {error}", "Restore it.") from error
+        raise StudyError(str(folder), f"{_DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
 
 
 def _check(folder: Path, database: sqlite3.Connection, *, fixed: bool) -> None:

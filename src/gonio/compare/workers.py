@@ -35,7 +35,7 @@ class Worker:
         with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
             forkserver.ensure_running()
             self._process: ForkServerProcess = context.Process(
-                target=_call, args=(sender, function, arguments), daemon=True
+                target=_call, args=(sender, os.getcwd(), function, arguments), daemon=True
             )
             self._process.start()
 
@@ -68,10 +68,11 @@ class Worker:
         self.receiver.close()
 
 
-def _call(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _call(sender: Connection, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Runs in the worker."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, under a server that others started
+    os.chdir(folder)  # relative names of user files mean what they mean to the parent now
     os.dup2(2, 1)  # what user code prints is talk, and standard output is for data
     sender.send_bytes(json.dumps(function(*arguments), allow_nan=False).encode())
 
