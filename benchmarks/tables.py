@@ -18,7 +18,7 @@ from benchmarks.results import FOLDER, Measured, Report, RowResult, path_of, rea
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- benchmark (?P<ask>[^>]+?) -->\n).*?(\n?<!-- /benchmark -->)", flags=re.S)
-MISSING = "*Not measured yet: `make bench`.*"
+MISSING = "*No such rows were measured: `make bench`.*"
 Cell = Callable[[Measured], str]
 
 
@@ -72,20 +72,25 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
-def block(ask: str, folder: Path) -> str:
-    """The table that a marker asks for."""
+def block(ask: str, folder: Path) -> str | None:
+    """The table that a marker asks for; None if its topic was not measured."""
     topic, *rest = ask.split()
     what = "memory" if "memory" in rest else "time"
     tables = [word for word in rest if word not in {"time", "memory"}]
     path = path_of(topic, folder=folder)
     if not path.exists():
-        return MISSING
+        return None
     return markdown(read(path), table=tables[0] if tables else None, what=what)
 
 
 def filled(page: str, folder: Path = FOLDER) -> str:
-    """A page with its tables written anew."""
-    return BLOCK.sub(lambda m: f"{m[1]}{block(m['ask'], folder)}\n{m[3].lstrip()}", page)
+    """A page with its tables written anew; what stands where nothing is measured is left."""
+
+    def replaced(match: re.Match[str]) -> str:
+        table = block(match["ask"], folder)
+        return match[0] if table is None else f"{match[1]}{table}\n{match[3].lstrip()}"
+
+    return BLOCK.sub(replaced, page)
 
 
 def pages() -> list[Path]:
