@@ -54,7 +54,8 @@ class TestInit:
                 return torch.sin(self.fc(x))
 
         edited = gonio.init_(Odd(), init.orthogonal_)
-        assert "gain 1 where the following activation is not known" in str(edited)
+        assert "the function's own gain where the following activation is not known" in str(edited)
+        assert "fc  orthogonal_()" in str(edited)
 
     def test_undo_brings_every_value_back(self):
         model = network()

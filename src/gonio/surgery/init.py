@@ -30,8 +30,8 @@ def init_(
     Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
     that two models which share a layer's path start with the same weight there, whatever else
     differs. If the function takes a `gain` and none is given, the gain of the activation that follows
-    the layer is used, found by tracing the model; where that is not possible the gain is 1, and the
-    result says so.
+    the layer is used, found by tracing the model; where that is not possible the function's own default
+    stands, and the result says so.
 
     Args:
         model: changed in place.
@@ -61,7 +61,7 @@ def init_(
     gains = _gains(model, function, options)
     with Edit(model, "init_") as edit:
         if gains is not None and any(site.path not in gains for site in found):
-            edit.note("gain 1 where the following activation is not known")
+            edit.note("the function's own gain where the following activation is not known")
         done: set[int] = set()
         for site in found:
             weight: Tensor = site.module.weight  # type: ignore[assignment]
@@ -69,7 +69,7 @@ def init_(
                 edit.changed(site.path, "tied: initialised above")
                 continue
             done.add(id(weight))
-            own = options if gains is None else {**options, "gain": gains.get(site.path, 1.0)}
+            own = {**options, "gain": gains[site.path]} if gains is not None and site.path in gains else options
             edit.set_data_(weight, _fresh(site, weight, function, seed, own))
             edit.changed(site.path, f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})")
     return edit.done()
@@ -78,7 +78,7 @@ def init_(
 def _fresh(site: Site, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]) -> Tensor:
     """A new value for the weight, drawn beside it, so that a failure leaves the weight as it was."""
     value = torch.empty_like(weight, requires_grad=False)
-    random = generator(seed, "init", site.path, device=weight.device)
+    random = generator(seed, "init", site.path)  # of the CPU: the same weights on every device
     function(value, layout=layout_of(site.module), generator=random, **options)
     if not torch.isfinite(value).all():
         raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")

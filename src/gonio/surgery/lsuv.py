@@ -94,8 +94,7 @@ def _scale_one_(
     weight: Tensor = site.module.weight  # type: ignore[assignment]
     edit.set_data_(weight, weight)
     if function is not None:
-        random = generator(seed, "init", site.path, device=weight.device)
-        function(weight, layout=layout_of(site.module), generator=random)
+        function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
     std = _output_std(edit.model, site.module, batch)
     steps = 0
     while abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
