@@ -15,6 +15,7 @@ from nn.ranks import CASES, LOCAL, joined, run_rank, step
 from tolerances import close
 
 CLOSE = close(torch.float64)
+pytestmark = pytest.mark.slow  # two processes that import torch: 10 to 16 s
 
 
 @pytest.fixture(scope="module")
