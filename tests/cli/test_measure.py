@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import pty
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from cli.shell import invoke, write_task
+from cli.shell import COMMAND, invoke, write_task
 from gonio import models
 from gonio.cli import progress
 from gonio.cli.measure import Level
@@ -120,3 +123,34 @@ def test_an_unknown_rule_gives_the_closest() -> None:
     result = invoke("explain", "G002")
     assert result.exit_code == 2
     assert "no rule named 'G002'. Did you mean" in result.stderr
+
+
+def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = [*COMMAND, "measure", "fine.pt", "--json", "-"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=theirs, text=True, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    stdout, _ = process.communicate(timeout=60)
+    said = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert process.returncode == 0
+    assert "measuring" in said
+    assert stdout == invoke("measure", "fine.pt", "--json", "-").stdout
+
+
+def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [*COMMAND, "measure", "fine.pt"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_names_in_a_checkpoint_cannot_drive_the_terminal(folder: Path) -> None:
+    torch.save({"a\x1b]0;owned\x07.weight": torch.ones(2, 3)}, "names.pt")
+    result = invoke("measure", "names.pt")
+    assert "\x1b" not in result.stdout + result.stderr

@@ -100,6 +100,8 @@ def test_data_that_no_file_could_hold_is_refused() -> None:
         plain({"a": object()}, origin="dict")
     with pytest.raises(RecipeError, match=r"a\[2\]: must be a finite number"):
         plain({"a": [0.0, math.nan]}, origin="dict")
+    with pytest.raises(RecipeError, match=r"a: must be a number of at most 18 digits"):
+        plain({"a": 10**400}, origin="dict")
     with pytest.raises(RecipeError, match=r"a key must be text; found int"):
         plain({"a": {1: 2}}, origin="dict")
     cyclic: dict[str, object] = {}

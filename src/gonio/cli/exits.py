@@ -10,7 +10,10 @@ __all__ = ["ExitCode", "code_of", "message_of"]
 
 
 class ExitCode(IntEnum):
-    """What the shell is told. A defect of gonio itself ends with a traceback and 70, `EX_SOFTWARE`."""
+    """What the shell is told.
+
+    A defect of gonio itself ends with a traceback and 70, `EX_SOFTWARE`: 1 would say that there is a finding.
+    """
 
     FINE = 0
     FINDING = 1
@@ -20,6 +23,7 @@ class ExitCode(IntEnum):
     DEFECT = 70
     INTERRUPTED = 75
     CTRL_C = 130
+    PIPE = 141
 
 
 def code_of(error: GonioError | OSError) -> ExitCode:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -32,9 +34,10 @@ class Commands(TyperGroup):
         try:
             with _terminating():
                 return super().invoke(ctx)
+        except BrokenPipeError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+            raise typer.Exit(ExitCode.PIPE) from error
         except (GonioError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # typer ends quietly when the reader of a pipe has gone
             say(f"gonio: {message_of(error)}")
             raise typer.Exit(code_of(error)) from error
         except KeyboardInterrupt as error:

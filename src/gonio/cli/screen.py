@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from gonio.foreign_text import plain
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -15,19 +17,19 @@ __all__ = ["deliver", "put", "say", "show"]
 
 
 def put(text: str) -> None:
-    """One piece of data, to stdout."""
-    typer.echo(text)
+    """One piece of data for people, to stdout; names in it cannot drive the terminal."""
+    typer.echo(plain(text, longest=len(text)))
 
 
 def say(text: str) -> None:
     """A remark, to stderr."""
-    typer.echo(text, err=True)
+    typer.echo(plain(text, longest=len(text)), err=True)
 
 
 def deliver(text: str, target: str, what: str) -> None:
     """Write a result to a file and say so; `-` is stdout."""
     if target == "-":
-        put(text)
+        typer.echo(text, nl=not text.endswith("\n"))
         return
     Path(target).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
     say(f"{what} written to {target}")

@@ -101,6 +101,8 @@ def check_scalar(value: Any, at: Location, problems: Problems) -> None:
     """Finite numbers, printable text."""
     if isinstance(value, float) and not math.isfinite(value):
         problems.add(at, "must be a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        problems.add(at, "must be a number of at most 18 digits")
     if isinstance(value, str) and not all(c.isprintable() or c in "\n\t" for c in value):
         problems.add(at, "must be printable text; found a control or invisible character")
 

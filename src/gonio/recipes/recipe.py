@@ -72,8 +72,8 @@ class Recipe:
             RecipeError: if the file cannot be read or says something wrong, all of it at once.
 
         Example:
-            >>> gonio.Recipe.load("baseline")
-            Recipe(name='baseline', source='', description='', init=(), swap=(), parametrize=(), penalty=())
+            >>> gonio.Recipe.load("baseline").to_dict()
+            {'name': 'baseline'}
         """
         text = str(name_or_path)
         if text == BASELINE:

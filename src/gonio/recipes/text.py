@@ -56,9 +56,9 @@ def parse(text: str, *, origin: str) -> Document:
 
     Example:
         >>> from gonio.recipes.text import parse
-        >>> document = parse("a:\n  b: 1e-4", origin="demo.yaml")
+        >>> document = parse("a: {b: 1e-4}", origin="demo.yaml")
         >>> document.data, document.line(("a", "b"))
-        ({'a': {'b': 0.0001}}, 2)
+        ({'a': {'b': 0.0001}}, 1)
     """
     if len(text) > _MOST_BYTES:
         raise RecipeError(origin, [f"{origin}: is larger than {_MOST_BYTES // 1024} KiB, the most a recipe may be"])
