@@ -53,7 +53,7 @@ class Edit:
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> with Edit(model, "demo_") as edit:
-        ...     edit.replace_(sites(model)[1], nn.ReLU(), what="a ReLU instead")
+        ...     edit.replace_(gonio.surgery.sites(model)[1], nn.ReLU(), what="a ReLU instead")
         >>> edited = edit.done()
         >>> type(model[0]).__name__
         'ReLU'

@@ -61,7 +61,7 @@ def lsuv_(
         >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
         >>> x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
         >>> edited = gonio.lsuv_(model, x)
-        >>> abs(float(model(x).std()) - 1) < 0.01
+        >>> abs(model(x).std().item() - 1) < 0.01
         True
 
     References:
