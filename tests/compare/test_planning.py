@@ -47,6 +47,12 @@ def test_user_code_is_part_of_the_plan(tmp_path: Path) -> None:
     assert make_plan([], task=f"{path}:task", seeds=1).hash != plan.hash
 
 
+def test_a_model_that_does_not_fit_the_task_is_found_here() -> None:
+    message = r"must take the inputs of the task 'digits', of shape \(2, 1, 8, 8\).*found RuntimeError: mat1"
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_plan([], model=f"{TINY}:model", seeds=1)
+
+
 def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\npenalty:\n  - {where: conv9, use: L2, strength: 1.0e-3}\n")
@@ -95,7 +101,7 @@ def test_dry_run_tells_grid_time_and_power() -> None:
     assert "task " in text
     assert "33 train, 64 validation, 128 test" in text
     assert "4 epochs of batches of 8, sgd (learning rate 0.1 with cosine decay, momentum 0.9" in text
-    assert "3 recipes × 8 seeds = 24 runs:" in text
+    assert "the baseline and 2 recipes, 8 seeds each: 24 runs" in text
     assert "s with 2 runs at a time" in text
     assert "least possible p with 8 pairs after Holm over 2 recipes: 0.016; least effect seen with 80 %" in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -113,6 +114,14 @@ def test_a_study_without_runs_has_results() -> None:
     results = summarise(plan_of(), [], [], [])
     assert (results.baseline_mean, results.baseline_sd, results.missing) == (None, None, 16)
     assert results.effects[0].p is None
+
+
+def test_results_can_be_written_as_json() -> None:
+    results = compare([0.1, "diverged", 0.3])
+    data = json.loads(json.dumps(results.to_dict()))
+    assert data["plan"]["hash"] == results.plan.hash
+    assert data["effects"][0]["differences"] == list(results.effects[0].differences)
+    assert data["runs"][0]["score"] == BASE[0]
 
 
 def test_baseline_mean_and_spread() -> None:

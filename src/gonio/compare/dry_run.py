@@ -38,10 +38,10 @@ def dry_run(plan: Plan, *, jobs: int) -> str:
     lines = [
         f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
         f"model {plan.model}, {_training(plan)}",
-        f"judged by {plan.metric} on the test split ({plan.direction} is better), at the epoch that the "
-        "validation split chooses",
-        f"{counted(len(plan.recipes), 'recipe')} × {counted(len(plan.seeds), 'seed')} = "
-        f"{counted(len(plan.grid), 'run')}:",
+        f"judged by {plan.metric} on the test split ({'larger' if plan.direction == 'max' else 'smaller'} is "
+        "better), at the epoch that the validation split chooses",
+        f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
+        f"{counted(len(plan.grid), 'run')}",
         *(f"  {entry.name}" for entry in plan.recipes),
         f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time",
         _power(plan),

@@ -71,7 +71,9 @@ def make_plan(
     spec = model or data.model
     loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator stays as it was
-        _check_recipes(loaded, resolve_model(spec)(**data.sizes))
+        net = resolve_model(spec)(**data.sizes)
+    _check_model(net, spec, data)
+    _check_recipes(loaded, net)
     return Plan(
         task=task,
         model=spec,
@@ -120,6 +122,21 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
             "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
         )
     return found
+
+
+def _check_model(model: nn.Module, spec: str, task: Task) -> None:
+    """One forward pass and loss of two examples: shapes that do not fit would fail every run."""
+    inputs, targets = task.train.inputs[:2], task.train.targets[:2]
+    try:
+        with torch.no_grad():
+            task.loss(model.eval()(inputs), targets)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
+            "and its outputs the task's loss",
+            f"{type(error).__name__}: {error}",
+            "Choose a model for such inputs and targets.",
+        ) from error
 
 
 def _check_recipes(recipes: Sequence[Recipe], model: nn.Module) -> None:
