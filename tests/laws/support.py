@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +157,11 @@ def assert_finite(tensors: Iterable[Tensor], what: str) -> None:
         assert bool(tensor.isfinite().all()), f"{what}: tensor {index} is not finite"
 
 
+def global_states() -> dict[str, object]:
+    numpy_state = np.random.get_state()[1].tobytes()  # noqa: NPY002  the legacy state is the one to watch
+    return {"torch": torch.get_rng_state().tolist(), "random": random.getstate(), "numpy": numpy_state}
+
+
 def clone(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
 
@@ -171,6 +178,7 @@ __all__ = [
     "differentiate",
     "exact",
     "first_of_kind",
+    "global_states",
     "input_shape",
     "over",
     "parametrizations",

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from catalog import INITS, InitCase
-from laws.support import FULL, HALF, over
+from laws.support import FULL, HALF, global_states, over
 from tolerances import close
 
 DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
-
-
-def global_states() -> dict[str, object]:
-    numpy_state = np.random.get_state()[1].tobytes()  # noqa: NPY002  the legacy state is the one to watch
-    return {"torch": torch.get_rng_state().tolist(), "random": random.getstate(), "numpy": numpy_state}
 
 
 def drawn(case: InitCase, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
