@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,8 @@ from torch import nn
 
 from gonio.errors import GonioError, NotApplicableError, listing
 from gonio.penalty import Penalty
+from gonio.recipes.assign import Assignment
 from gonio.recipes.names import find
-from gonio.recipes.plan import Assignment, assign
-from gonio.recipes.rule import Rule
-from gonio.recipes.where import Ends
 from gonio.surgery import Edited, init_, parametrize_, swap_
 
 __all__ = ["Applied", "apply_"]
@@ -57,10 +55,9 @@ class Applied:
         return "\n".join([f"{self.recipe}:" + ("" if parts else " nothing to do"), *parts])
 
 
-def apply_(name: str, rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str, seed: int) -> Applied:
-    """See :meth:`gonio.Recipe.apply_`."""
-    # Everything is assigned before anything is done, so that `where` speaks about the model as given.
-    assigned = [a for a in assign(rules, model, Ends.of(model), origin=origin) if not a.rule.keeps]
+def apply_(name: str, assignments: Sequence[Assignment], model: nn.Module, *, seed: int) -> Applied:
+    """Apply the rules of a recipe of that name to the modules that they were assigned; all of them or none."""
+    assigned = [assignment for assignment in assignments if not assignment.rule.keeps]
     penalties = [a for a in assigned if a.verb == "penalty"]  # the last verb
     edits: list[Edited] = []
     try:

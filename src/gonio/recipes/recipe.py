@@ -13,6 +13,7 @@ from torch import nn
 
 from gonio.errors import UnknownNameError
 from gonio.recipes.applied import Applied, apply_
+from gonio.recipes.assign import Assignment, assign
 from gonio.recipes.document import plain
 from gonio.recipes.names import VERBS
 from gonio.recipes.plan import Plan, plan
@@ -132,7 +133,7 @@ class Recipe:
         Raises:
             UnmatchedRuleError: if a rule takes no layer, naming the rule, the file and the line.
         """
-        return plan(self.name, self._rules(), model, origin=self.origin or self.name)
+        return plan(self.name, self._assigned(model), model)
 
     def apply_(self, model: nn.Module, *, seed: int = 0) -> Applied:
         """Apply every rule to the model, or none of them.
@@ -147,10 +148,12 @@ class Recipe:
             UnmatchedRuleError: if a rule takes no layer.
             GonioError: what the verbs raise; the verbs that ran before are undone then.
         """
-        return apply_(self.name, self._rules(), model, origin=self.origin or self.name, seed=seed)
+        # Everything is assigned before anything is done, so that `where` speaks about the model as given.
+        return apply_(self.name, self._assigned(model), model, seed=seed)
 
-    def _rules(self) -> dict[str, tuple[Rule, ...]]:
-        return {verb: self.rules(verb) for verb in VERBS}
+    def _assigned(self, model: nn.Module) -> list[Assignment]:
+        rules = {verb: self.rules(verb) for verb in VERBS}
+        return assign(rules, model, origin=self.origin or self.name)
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
