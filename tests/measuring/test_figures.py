@@ -10,7 +10,7 @@ from torch import nn
 
 from gonio.measuring import measure
 from gonio.measuring.pairs import BLOCK, angle_std_at_random, coherence_at_random, expected_above, measure_pairs
-from references.measuring import angle_std_by_chance, coherence_by_chance, figures, groups_of
+from references.measuring import angle_std_by_chance, closest, coherence_by_chance, figures, groups_of
 from tolerances import close
 
 LAYERS = {
@@ -84,6 +84,29 @@ def test_very_many_filters_are_sampled_always_alike_and_it_is_said(monkeypatch: 
     assert "angles from 100 of 1000 filters, drawn at random" in first.notes
     assert first.alignment == pytest.approx(1.0, abs=0.1)
     assert first.filters == 1000
+    assert "near duplicates sought among all of them by hashing" in first.notes
+
+
+def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gonio.measuring.pairs.SAMPLE", 50)
+    weight = torch.randn(6000, 40, generator=torch.Generator().manual_seed(0))
+    weight[5987] = -3 * weight[11]
+    found = measure({"w.weight": weight})
+    assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
+    assert found["w"].coherence == pytest.approx(1.0)
+    assert found.findings[0].found == (
+        "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more, most of all 11 and 5987 with 1.000"
+    )
+    monkeypatch.setattr("gonio.measuring.pairs.HASHED", 0)
+    assert measure({"w.weight": weight})["w"].near_duplicates == 0
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_closest_pair_is_named(groups: int) -> None:
+    layer = nn.Conv2d(6, 12, 3, groups=groups)
+    with torch.no_grad():
+        layer.weight[4] = 0
+    assert measure(layer)["weight"].closest == closest(groups_of(layer.weight.detach().numpy(), "plain", groups))
 
 
 def test_the_largest_singular_value_of_a_large_matrix_comes_from_products(monkeypatch: pytest.MonkeyPatch) -> None:

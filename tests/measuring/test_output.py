@@ -93,7 +93,10 @@ def test_the_data_is_versioned_strict_and_complete() -> None:
     assert conv["nonfinite"] == 1
     assert conv["alignment"] == found["0"].alignment
     assert read["findings"][0]["code"] == "G001"
-    assert set(read) == {"schema", "source", "coverage", "notes", "findings", "tensors", "versions"}
+    assert set(read) == {
+        *("schema", "source", "coverage", "notes", "findings", "tensors", "versions"),
+        *("scale", "mixtures", "signals"),
+    }
 
 
 def test_the_csv_reads_back_and_no_cell_is_a_formula() -> None:

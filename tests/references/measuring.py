@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-__all__ = ["angle_std_by_chance", "coherence_by_chance", "figures", "groups_of"]
+__all__ = ["angle_std_by_chance", "closest", "coherence_by_chance", "figures", "groups_of"]
 
 Matrix = NDArray[np.float64]
 
@@ -24,6 +24,18 @@ def groups_of(weight: NDArray, kind: str, groups: int = 1) -> list[Matrix]:
         return [np.stack([part[:, o].reshape(-1) for o in range(w.shape[1])]) for part in parts]
     share = w.shape[0] // groups
     return [np.stack([row.reshape(-1) for row in w[g * share : (g + 1) * share]]) for g in range(groups)]
+
+
+def closest(matrices: list[Matrix]) -> tuple[int, int]:
+    """The two filters with the largest |cos|, counted over all groups."""
+    n = len(matrices[0])
+    best = (-1.0, (0, 0))
+    for g, matrix in enumerate(matrices):
+        for i, j in combinations(range(n), 2):
+            size = sqrt(matrix[i] @ matrix[i]) * sqrt(matrix[j] @ matrix[j])
+            if size > 0:
+                best = max(best, (abs(float(matrix[i] @ matrix[j])) / size, (g * n + i, g * n + j)))
+    return best[1]
 
 
 def pairs(matrices: list[Matrix]) -> Iterator[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,14 +20,16 @@ from gonio.measuring.from_model import entries_of_model
 from gonio.measuring.from_state import entries_of_state, state_in
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.rules import findings_of
-from gonio.measuring.tensor import measure_tensor
+from gonio.measuring.signals import measure_signals
+from gonio.measuring.structure import Structure, structure_of
+from gonio.measuring.tensor import TensorMeasurement, measure_tensor
 
 __all__ = ["Source", "entries_of", "measure"]
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def measure(source: Source, *, progress: Callable[[int, int], None] | None = None) -> Measurements:
+def measure(source: Source, *, batch: Any = None, progress: Callable[[int, int], None] | None = None) -> Measurements:
     r"""Norms, angles and spectra of all weights, each beside what random weights would show.
 
     For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
@@ -40,13 +43,16 @@ def measure(source: Source, *, progress: Callable[[int, int], None] | None = Non
             checkpoint that holds one; the path of a `.safetensors` file, of the index of a sharded one, of a
             torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
             of these. Without the model, layouts are read off the shapes; each tensor's `notes` say so.
+        batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
+            the outputs of all layers are measured too, in evaluation mode: `signals`.
         progress: called after each tensor with how many are done and how many there are.
 
     Returns:
         :class:`Measurements`: printable, a mapping from paths, exportable.
 
     Raises:
-        InvalidArgumentError: if the source is none of these or holds no tensors.
+        InvalidArgumentError: if the source is none of these or holds no tensors, or if a batch is given
+            without a model.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
     Example:
@@ -61,13 +67,38 @@ def measure(source: Source, *, progress: Callable[[int, int], None] | None = Non
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
+    if batch is not None and not isinstance(source, nn.Module):
+        raise InvalidArgumentError(
+            "measure() runs a batch through a model", type(source).__name__, "Pass the model, or no batch."
+        )
     name, entries, notes = entries_of(source)
     tensors = []
     for done, entry in enumerate(entries, start=1):
         tensors.append(measure_tensor(entry))
         if progress is not None:
             progress(done, len(entries))
-    return Measurements(name, tuple(tensors), findings_of(tensors), notes, _versions())
+    found = findings_of(tensors)
+    if not isinstance(source, nn.Module):
+        return Measurements(name, tuple(tensors), found, notes=notes, versions=_versions())
+    structure = structure_of(source)
+    return Measurements(
+        name,
+        tuple(_annotated(tensor, structure) for tensor in tensors),
+        found,
+        scale=structure.scale,
+        mixtures=structure.mixtures,
+        signals=() if batch is None else measure_signals(source, batch),
+        notes=(*notes, *structure.notes),
+        versions=_versions(),
+    )
+
+
+def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:
+    norm = structure.followed.get(tensor.path)
+    if norm is None or tensor.status != "measured":
+        return tensor
+    note = f"followed by {norm}: the function does not depend on its norm"
+    return replace(tensor, notes=(*tensor.notes, note))
 
 
 def entries_of(source: Source) -> tuple[str, list[Entry], tuple[str, ...]]:

@@ -19,6 +19,8 @@ from gonio.measuring.export import csv_of, markdown_of
 from gonio.measuring.findings import Finding
 from gonio.measuring.page import page_of
 from gonio.measuring.screen import screen
+from gonio.measuring.signals import Signal
+from gonio.measuring.structure import MovableScale
 from gonio.measuring.tensor import TensorMeasurement
 
 __all__ = ["Measurements"]
@@ -36,6 +38,10 @@ class Measurements:
         source: what was measured.
         tensors: one :class:`TensorMeasurement` per parameter and buffer, in the model's order.
         findings: what does not look like working weights, worst first.
+        scale: how much squared norm could be saved by moving scale between layers: the wasted L2. None for a
+            source without a graph, or where no scale can move.
+        mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
+        signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
         notes: how the source was read.
 
     Example:
@@ -49,6 +55,9 @@ class Measurements:
     source: str
     tensors: tuple[TensorMeasurement, ...]
     findings: tuple[Finding, ...] = ()
+    scale: MovableScale | None = None
+    mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    signals: tuple[Signal, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -113,6 +122,9 @@ class Measurements:
                 "source": self.source,
                 "coverage": self.coverage,
                 "notes": self.notes,
+                "scale": self.scale and {**asdict(self.scale), "wasted": self.scale.wasted},
+                "mixtures": self.mixtures,
+                "signals": [asdict(signal) for signal in self.signals],
                 "findings": [asdict(finding) for finding in self.findings],
                 "tensors": [asdict(tensor) for tensor in self.tensors],
                 "versions": self.versions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 from gonio.foreign_text import plain
 from gonio.geometry import random_angle_density
 from gonio.measuring.columns import COLUMNS
+from gonio.measuring.screen import SIGNAL_TITLES, scale_sentence, signal_cells
 from gonio.measuring.tensor import TensorMeasurement
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def _inner(measured: Measurements) -> str:
     ]
     if measured.layers:
         parts += ["<h2>Layers</h2>\n", _table(measured.layers), _explanations()]
+    parts.append(_model(measured))
     others = [tensor for tensor in measured.tensors if tensor.status == "skipped" or tensor.notes]
     if others:
         parts.append(_notes(others))
@@ -92,6 +95,29 @@ def _table(layers: tuple[TensorMeasurement, ...]) -> str:
         cells = "".join(f"<td>{_text(column.cell(tensor))}</td>" for column in COLUMNS)
         rows.append(f'<tr><th scope="row">{_text(tensor.path)}</th>{cells}<td>{_sparkline(tensor)}</td></tr>')
     return _wrap("", "", head, rows)
+
+
+def _model(measured: Measurements) -> str:
+    """What is said on the model as a whole: movable scale, mixtures, signals."""
+    made = [f"<p>{_text(scale_sentence(measured.scale))}</p>\n"] if measured.scale is not None else []
+    if measured.mixtures:
+        kinds = list(dict.fromkeys(k for shares in measured.mixtures.values() for s in shares.values() for k in s))
+        head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("layer", "of", *kinds))
+        rows = [
+            _row(path, (what, *(f"{share.get(kind, 0):.2f}" for kind in kinds)))
+            for path, shares in measured.mixtures.items()
+            for what, share in shares.items()
+        ]
+        made.append(_wrap("<h2>Switchable norms</h2>\n", "", head, rows))
+    if measured.signals:
+        head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("output of", *SIGNAL_TITLES))
+        rows = [_row(signal.path or signal.kind, signal_cells(signal)) for signal in measured.signals]
+        made.append(_wrap("<h2>Signal</h2>\n", "", head, rows))
+    return "".join(made)
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
 
 
 def _explanations() -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, expm1, lgamma, log, pi, sqrt
 
 import torch
 from torch import Tensor
 
-from gonio.geometry import normalize, random_angle_density
+from gonio.geometry import near_duplicates, normalize, random_angle_density
 from gonio.seeding import generator
 
 __all__ = ["NEAR", "SAMPLE", "Pairs", "angle_std_at_random", "coherence_at_random", "expected_above", "measure_pairs"]
 
 SAMPLE = 4096  # filters per matrix; of more, this many are drawn
+HASHED = 1 << 27  # entries of a weight up to which all its filters are searched for near duplicates
 BLOCK = 1 << 21  # entries of one block of cosines: 8 MiB in float32, which stays in the cache
 NEAR = 0.95  # |cosine| from which two filters count as nearly the same
 BINS = 180  # degrees
@@ -27,9 +28,11 @@ class Pairs:
 
     Attributes:
         mean_square_cosine: 1/d for random directions.
+        coherence: largest absolute cosine; `closest`: the two filters that have it, counted over all groups.
         near: pairs with an absolute cosine of at least :data:`NEAR`.
         histogram: pairs per degree.
         sampled: filters drawn from each matrix, where there are more than :data:`SAMPLE`; else None.
+        hashed: whether, beside the sample, all filters were searched for near duplicates by hashing.
     """
 
     count: int
@@ -37,9 +40,11 @@ class Pairs:
     angle_std: float
     mean_square_cosine: float
     coherence: float
+    closest: tuple[int, int]
     near: int
     histogram: tuple[int, ...]
     sampled: int | None
+    hashed: bool = False
 
 
 def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
@@ -51,21 +56,40 @@ def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
         name: seeds the sample that is drawn of very many filters, so that it is the same every time.
     """
     total = _Totals()
-    sampled = SAMPLE if matrices.shape[1] > SAMPLE else None
+    n = matrices.shape[1]
     for index, matrix in enumerate(matrices):
-        rows = _sample(matrix, f"{name}/{index}") if sampled else matrix
-        for cosines in _blocks(_directions(rows)):
-            total.add(cosines)
-    return total.pairs(sampled)
+        order = _sample(n, f"{name}/{index}").to(matrix.device) if n > SAMPLE else None
+        unit, numbers = _directions(matrix if order is None else matrix[order])
+        numbers = index * n + (numbers if order is None else order[numbers])
+        for cosines, i, j in _blocks(unit):
+            total.add(cosines, numbers, i, j)
+    found = total.pairs()
+    if found is None or n <= SAMPLE:
+        return found
+    found = replace(found, sampled=SAMPLE)
+    return _search_all(matrices, found) if matrices.numel() <= HASHED else found
 
 
-def _sample(matrix: Tensor, name: str) -> Tensor:
-    order = torch.randperm(len(matrix), generator=generator(0, "measure", name))
-    return matrix[order[:SAMPLE].to(matrix.device)]
+def _search_all(matrices: Tensor, found: Pairs) -> Pairs:
+    """Near duplicates among all filters, of which the sample holds only some."""
+    near, coherence, closest = 0, found.coherence, found.closest
+    for index, matrix in enumerate(matrices):
+        pairs = near_duplicates(matrix, cosine=NEAR)
+        near += len(pairs.pairs)
+        if len(pairs.pairs) and float(pairs.cosines.abs().max()) >= coherence:
+            best = int(pairs.cosines.abs().argmax())
+            coherence = float(pairs.cosines[best].abs())
+            i, j = (int(v) + index * matrices.shape[1] for v in pairs.pairs[best])
+            closest = (i, j)
+    return replace(found, near=near, coherence=coherence, closest=closest, hashed=True)
 
 
-def _directions(rows: Tensor) -> Tensor:
-    """Unit vectors of the rows that are not 0, in float32 at least, with one copy of the rows in memory."""
+def _sample(n: int, name: str) -> Tensor:
+    return torch.randperm(n, generator=generator(0, "measure", name))[:SAMPLE]
+
+
+def _directions(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors of the rows that are not 0, and which rows these are; one copy of them in memory."""
     unit = torch.empty(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     step = max(1, BLOCK // max(1, rows.shape[-1]))
     alive = []
@@ -73,19 +97,20 @@ def _directions(rows: Tensor) -> Tensor:
         part = normalize(rows[start : start + step].to(unit.dtype))
         unit[start : start + step] = part
         alive.append(part.any(-1))
-    kept = torch.cat(alive) if alive else rows.new_zeros(0, dtype=torch.bool)
-    return unit if bool(kept.all()) else unit[kept]
+    kept = torch.cat(alive).nonzero().squeeze(-1) if alive else rows.new_zeros(0, dtype=torch.long)
+    return (unit if len(kept) == len(unit) else unit[kept]), kept
 
 
-def _blocks(unit: Tensor) -> Iterator[Tensor]:
-    """The cosines of all unordered pairs of rows, a flat block at a time."""
+def _blocks(unit: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The cosines of all unordered pairs of rows, a flat block at a time, with both rows of each."""
     n = len(unit)
     start = 0
     while start < n - 1:
         stop = min(n, start + max(1, BLOCK // (n - start)))
         block = unit[start:stop] @ unit[start:].mT
         upper = torch.ones_like(block, dtype=torch.bool).triu_(1)
-        yield block[upper].clamp_(-1.0, 1.0)
+        i, j = upper.nonzero(as_tuple=True)
+        yield block[i, j].clamp_(-1.0, 1.0), i + start, j + start
         start = stop
 
 
@@ -95,23 +120,27 @@ class _Totals:
     def __init__(self) -> None:
         self.count = self.near = 0
         self.angle = self.square_angle = self.square_cosine = self.coherence = 0.0
+        self.closest = (0, 0)
         self.histogram = torch.zeros(BINS, dtype=torch.float64)
 
-    def add(self, cosines: Tensor) -> None:
+    def add(self, cosines: Tensor, numbers: Tensor, i: Tensor, j: Tensor) -> None:
         if not cosines.numel():
             return
         size = cosines.abs()
         degrees = torch.rad2deg(torch.acos(cosines))
         self.count += cosines.numel()
         self.near += int((size >= NEAR).sum())
-        self.coherence = max(self.coherence, float(size.max()))
+        best = size.argmax()
+        if float(size[best]) > self.coherence:
+            self.coherence = float(size[best])
+            self.closest = (int(numbers[i[best]]), int(numbers[j[best]]))
         self.square_cosine += float(cosines.square().sum(dtype=torch.float64))
         shifted = degrees - 90  # a spread of 1° about 90° would lose digits in a sum of squares
         self.angle += float(shifted.sum(dtype=torch.float64))
         self.square_angle += float(shifted.square().sum(dtype=torch.float64))
         self.histogram += torch.histc(degrees, BINS, 0, 180).double().cpu()
 
-    def pairs(self, sampled: int | None) -> Pairs | None:
+    def pairs(self) -> Pairs | None:
         if not self.count:
             return None
         shift = self.angle / self.count
@@ -123,9 +152,10 @@ class _Totals:
             angle_std=sqrt(variance),
             mean_square_cosine=self.square_cosine / self.count,
             coherence=self.coherence,
+            closest=self.closest,
             near=self.near,
             histogram=counts,
-            sampled=sampled,
+            sampled=None,
         )
 
 
@@ -156,7 +186,7 @@ def coherence_at_random(pairs: int, dim: int, *, quantile: float = 0.5) -> float
     Example:
         >>> from gonio.measuring.pairs import coherence_at_random
         >>> round(coherence_at_random(64 * 63 // 2, 576), 3)
-        0.15
+        0.149
     """
     if dim < 2 or pairs < 1:
         return 1.0

@@ -142,9 +142,14 @@ def _shared(t: TensorMeasurement) -> str | None:
 
 
 def _alike(t: TensorMeasurement) -> str | None:
-    if not t.near_duplicates or not t.pairs or not t.dim or expected_above(NEAR, t.pairs, t.dim) > 1e-4:
+    total = (t.groups or 0) * (t.filters or 0) * ((t.filters or 0) - 1) // 2
+    if not t.near_duplicates or not t.closest or not t.dim or expected_above(NEAR, total, t.dim) > 1e-4:
         return None
-    return f"{t.near_duplicates} of {t.pairs} pairs of filters have an absolute cosine of {NEAR} or more"
+    first, second = t.closest
+    return (
+        f"{t.near_duplicates} of {total} pairs of filters have an absolute cosine of {NEAR} or more, "
+        f"most of all {first} and {second} with {t.coherence:.3f}"
+    )
 
 
 def _one_direction(t: TensorMeasurement) -> str | None:

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.foreign_text import plain, shorten
-from gonio.measuring.columns import columns_for
+from gonio.measuring.columns import columns_for, number
+from gonio.measuring.signals import Signal
+from gonio.measuring.structure import MovableScale
 
 if TYPE_CHECKING:
     from gonio.measuring.measurements import Measurements
 
-__all__ = ["screen"]
+__all__ = ["SIGNAL_TITLES", "scale_sentence", "screen", "signal_cells"]
 
 TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -31,6 +33,7 @@ def screen(measured: Measurements, width: int) -> Iterator[RenderableType]:
     if measured.layers:
         yield _table(measured, width)
         yield Text("")
+    yield from _model(measured)
     yield Text(measured.coverage, style="dim")
 
 
@@ -43,6 +46,52 @@ def _findings(measured: Measurements) -> Iterator[RenderableType]:
     if measured.findings:
         yield Text("gonio explain CODE says what a finding means and what to do.", style="dim")
     yield Text("")
+
+
+def _model(measured: Measurements) -> Iterator[RenderableType]:
+    """What is said on the model as a whole: movable scale, mixtures, signals."""
+    if measured.scale is not None:
+        yield Text(scale_sentence(measured.scale))
+        yield Text("")
+    for path, shares in measured.mixtures.items():
+        said = "; ".join(f"{what} {_shares(share)}" for what, share in shares.items())
+        yield Text(f"{plain(path)} mixes {said}")
+    if measured.mixtures:
+        yield Text("")
+    if measured.signals:
+        yield _signals(measured)
+        yield Text("")
+
+
+def scale_sentence(scale: MovableScale) -> str:
+    """The wasted L2 in one sentence."""
+    return (
+        f"Σ‖W‖² of the {scale.layers} layers between which scale can move is {number(scale.sum)} and could be "
+        f"{number(scale.least)} for the same function: {scale.wasted:.1%} of it is wasted (gonio.balance_)."
+    )
+
+
+def _shares(share: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in share.items())
+
+
+def _signals(measured: Measurements) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("output of", no_wrap=True)
+    for title in SIGNAL_TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for signal in measured.signals:
+        table.add_row(Text(shorten(signal.path or signal.kind)), *signal_cells(signal))
+    return table
+
+
+SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead")
+
+
+def signal_cells(signal: Signal) -> tuple[str, ...]:
+    """A signal's figures as text, in the order of :data:`SIGNAL_TITLES`."""
+    figures = (number(signal.mean), number(signal.std), number(signal.rms), number(signal.gain))
+    return (*figures, f"{signal.zeros:.0%}", f"{signal.dead_units} of {signal.units}")
 
 
 def _table(measured: Measurements, width: int) -> Table:

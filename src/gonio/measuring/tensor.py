@@ -45,7 +45,8 @@ class TensorMeasurement:
             `alignment_z`: its distance from 1 in standard deviations of random weights.
         coherence: largest absolute cosine. `coherence_random`: median of random directions;
             `welch_bound`: the least that is possible.
-        near_duplicates: pairs with an absolute cosine of at least 0.95.
+        near_duplicates: pairs with an absolute cosine of at least 0.95. `closest`: the two filters whose
+            absolute cosine is the coherence, counted over all groups.
         sigma_max, stable_rank, effective_rank: of the matrices as one block-diagonal matrix.
             `sigma_random`, `stable_rank_random`: for independent entries of the same root mean square.
         angle_histogram: pairs per degree.
@@ -82,6 +83,7 @@ class TensorMeasurement:
     coherence_random: float | None = None
     welch_bound: float | None = None
     near_duplicates: int | None = None
+    closest: tuple[int, int] | None = None
     sigma_max: float | None = None
     sigma_random: float | None = None
     stable_rank: float | None = None
@@ -164,6 +166,8 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
     values |= _chance(pairs, n, d) if pairs else {"pairs": 0}
     if pairs and pairs.sampled:
         notes = (*notes, f"angles from {pairs.sampled} of {n} filters, drawn at random")
+        if pairs.hashed:
+            notes = (*notes, "near duplicates sought among all of them by hashing")
     if whole and bool((norms > 0).any()):
         values |= _spectrum(matrices, norms)
     return {**values, "notes": notes}
@@ -212,6 +216,7 @@ def _chance(pairs: Pairs, n: int, d: int) -> dict[str, Any]:
         "coherence_random": coherence_at_random(pairs.count, d),
         "welch_bound": welch_bound(n, d),
         "near_duplicates": pairs.near,
+        "closest": pairs.closest,
         "angle_histogram": pairs.histogram,
     }
 

@@ -1,0 +1,158 @@
+"""What a model tells beyond its tensors: movable scale, norms that follow, mixtures, signals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gonio
+from gonio.errors import InvalidArgumentError
+from gonio.measuring import measure
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
+    with torch.no_grad():
+        made[2].weight.mul_(20)
+    return made
+
+
+def total(model: nn.Module) -> float:
+    return sum(float(p.detach().square().sum()) for p in model.parameters() if p.ndim > 1)
+
+
+def test_the_wasted_norm_is_what_balancing_saves() -> None:
+    made = chain()
+    found = measure(made).scale
+    assert found is not None
+    assert (found.layers, found.sum) == (3, pytest.approx(total(made), rel=1e-5))
+    gonio.balance_(made)
+    assert found.least == pytest.approx(total(made), rel=1e-3)
+    assert 0.5 < found.wasted < 1
+    after = measure(made).scale
+    assert after is not None
+    assert after.wasted == pytest.approx(0, abs=1e-4)
+    assert "0.0% of it is wasted" in str(measure(made))
+
+
+def test_where_no_scale_can_move_nothing_is_said() -> None:
+    assert measure(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))).scale is None
+    assert measure(chain().state_dict()).scale is None
+
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else self.layer(x)
+
+    found = measure(Loops())
+    assert found.scale is None
+    assert "Nothing is said on scale between layers: the model cannot be traced" in str(found)
+
+
+def test_weights_before_a_normalisation_say_so() -> None:
+    made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    found = measure(made)
+    assert found["0"].notes == ("followed by 1: the function does not depend on its norm",)
+    assert found["3"].notes == ()
+    assert measure(nn.DataParallel(made))["0"].notes == found["0"].notes
+
+
+def test_the_mixture_of_each_switchable_norm_is_shown() -> None:
+    made = nn.Sequential(nn.Conv2d(3, 8, 3), gonio.nn.SwitchableNorm2d(8))
+    with torch.no_grad():
+        made[1].mean_logits.copy_(torch.tensor([0.0, 1.0, 2.0]))
+    found = measure(made)
+    shares = found.mixtures["1"]["mean"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert list(shares.values()) == pytest.approx([math.exp(i) / sum(map(math.exp, range(3))) for i in range(3)])
+    assert "1 mixes mean" in str(found)
+    assert "Switchable norms" in found.to_html()
+
+
+def test_signals_are_the_outputs_of_the_layers() -> None:
+    made = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        made[0].bias[2] = -100
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    found = {s.path: s for s in measure(made, batch=x).signals}
+    y = made[0](x).detach().double()
+    assert list(found) == ["0", "1", "2"]
+    assert found["0"].rms == pytest.approx(float(y.square().mean().sqrt()), rel=1e-5)
+    assert found["0"].gain == pytest.approx(found["0"].rms / float(x.square().mean().sqrt()), rel=1e-5)
+    assert found["0"].std == pytest.approx(float(y.std(correction=0)), rel=1e-5)
+    assert found["1"].zeros == pytest.approx(float((y <= 0).double().mean()))
+    assert (found["1"].units, found["1"].dead_units) == (8, 1)
+    assert "1 of 8" in str(measure(made, batch=x))
+    assert json.loads(measure(made, batch=x).to_json())["signals"][1]["dead_units"] == 1
+
+
+def test_measuring_a_batch_leaves_the_model_as_it_was() -> None:
+    made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(32, 2)).train()
+    before = copy.deepcopy(made.state_dict())
+    x = torch.randn(4, 3, 4, 4)
+    first, second = measure(made, batch=x), measure(made, batch=x)
+    assert first.signals == second.signals
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
+    assert all(m.training for m in made.modules())
+    with pytest.raises(RuntimeError, match="size"):
+        measure(made, batch=torch.randn(4, 5, 4, 4))
+    assert not any(m._forward_hooks for m in made.modules())
+    assert all(m.training for m in made.modules())
+
+
+class Branches(nn.Module):
+    """Outputs that are no tensors, a layer that runs twice, one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.twice, self.never = nn.LSTM(4, 5), nn.Linear(5, 5), nn.Linear(2, 2)
+        self.nothing = Nothing()
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, object]:
+        y, (h, _) = self.rnn(x * scale)
+        self.nothing(y)
+        return {"y": self.twice(self.twice(y)), "rest": [h, None]}
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(3, 2, 4), (torch.ones(3, 2, 4),), {"x": torch.ones(3, 2, 4), "scale": 2.0}]
+)
+def test_any_call_and_any_output(batch: object) -> None:
+    found = measure(Branches(), batch=batch).signals
+    assert [(s.path, s.calls) for s in found] == [("rnn", 1), ("twice", 2)]
+    assert found[0].shape == (3, 2, 5)
+
+
+def test_a_compiled_model_is_measured_as_the_plain_one() -> None:
+    made = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+    x = torch.randn(5, 6)
+    compiled = torch.compile(made, backend="eager")
+    compiled(x)
+    assert measure(compiled, batch=x).signals == measure(made, batch=x).signals
+
+
+def test_non_finite_outputs_are_counted_and_left_out() -> None:
+    made = nn.Sequential(nn.Linear(2, 2))
+    x = torch.tensor([[float("inf"), 1.0], [1.0, 1.0]])
+    signal = measure(made, batch=x).signals[0]
+    assert signal.nonfinite == 2
+    assert math.isfinite(signal.rms)
+
+
+def test_a_batch_needs_a_model() -> None:
+    with pytest.raises(InvalidArgumentError, match="runs a batch through a model; found dict"):
+        measure({"w": torch.ones(2)}, batch=torch.ones(2))
