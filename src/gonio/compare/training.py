@@ -132,7 +132,9 @@ def batches(task: Task, size: int, *, seed: int, epoch: int) -> Iterator[tuple[T
 def evaluate(model: nn.Module, task: Task, split: Split) -> float | None:
     """The task's metric on a split, in evaluation mode; None if an output is not finite."""
     outputs = outputs_of(model, split.inputs)
-    return task.metric.function(outputs, split.targets) if bool(torch.isfinite(outputs).all()) else None
+    if not bool(torch.isfinite(outputs).all()):
+        return None
+    return float(task.metric.function(outputs, split.targets))
 
 
 @torch.no_grad()
