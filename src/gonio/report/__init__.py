@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gonio.report.example import example
 from gonio.report.page import html, write_html
 from gonio.report.tables import to_csv, to_json, to_markdown
 from gonio.report.terminal import text
 
-__all__ = ["html", "text", "to_csv", "to_json", "to_markdown", "write_html"]
+__all__ = ["example", "html", "text", "to_csv", "to_json", "to_markdown", "write_html"]

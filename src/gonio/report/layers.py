@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from gonio.foreign_text import shorten
 from gonio.geometry import random_angle_density
 from gonio.report import svg
 from gonio.report.intervals import Axis, Row, intervals
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Layer", "Pooled", "angle_chart", "law", "layers", "norm_chart"]
 
@@ -105,28 +108,7 @@ def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: in
     with svg.drawing():
         made = svg.figure(width, 240)
         axes = svg.panel(made, 12, 38, 12, 8)
-        base = layer.recipes.get(BASELINE)
-        if base is not None:
-            axes.stairs(base.density, layer.edges, fill=True, color=svg.COLORS["band"], linewidth=0)
-            axes.stairs(base.density, layer.edges, color=svg.COLORS["base"], linewidth=1.2)
-        if layer.dim >= 2:
-            axes.stairs(
-                law(layer.dim, layer.edges),
-                layer.edges,
-                color=svg.COLORS["ink"],
-                linewidth=1.3,
-                linestyle=(0, (2, 2)),
-                zorder=5,
-            )
-        for recipe, color in colors.items():
-            if recipe in layer.recipes:
-                axes.stairs(
-                    layer.recipes[recipe].density,
-                    layer.edges,
-                    color=svg.COLORS[color],
-                    linewidth=1.7,
-                    baseline=None,
-                )
+        _densities(axes, layer, colors)
         axes.set_xlim(*_shown(layer))
         axes.set_ylim(bottom=0)
         axes.set_yticks([])
@@ -136,6 +118,21 @@ def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: in
         path = shorten(layer.path, longest=60)
         label = f"Angles between the filters of {path}, each recipe against random directions"
         return svg.inline(made, name=name, label=label, css="fill")
+
+
+def _densities(axes: Axes, layer: Layer, colors: Mapping[str, str]) -> None:
+    """The baseline filled, recipes as lines, the random law dotted on top."""
+    base, edges = layer.recipes.get(BASELINE), layer.edges
+    if base is not None:
+        axes.stairs(base.density, edges, fill=True, color=svg.COLORS["band"], linewidth=0)
+        axes.stairs(base.density, edges, color=svg.COLORS["base"], linewidth=1.2)
+    for recipe, color in colors.items():
+        if recipe in layer.recipes:
+            density = layer.recipes[recipe].density
+            axes.stairs(density, edges, color=svg.COLORS[color], linewidth=1.7, baseline=None)
+    if layer.dim >= 2:
+        dotted = (0, (2, 2))
+        axes.stairs(law(layer.dim, edges), edges, color=svg.COLORS["ink"], linewidth=1.3, linestyle=dotted, zorder=5)
 
 
 def _shown(layer: Layer) -> tuple[float, float]:

@@ -33,13 +33,30 @@ def html(results: Results) -> str:
 
     Raises:
         MissingExtraError: if matplotlib or jinja2 is not installed.
+
+    Example:
+        >>> page = gonio.report.html(gonio.report.example())
+        >>> "decoupled-tanh helps" in page, "<script" in page, len(page) < 200_000
+        (True, False, True)
     """
     template = environment().get_template("page.html.j2")
     return template.render(page=page_of(results))
 
 
 def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
-    """The page of :func:`html` as a file; a reader sees the old file or the new one, never half of it."""
+    """The page of :func:`html` as a file; a reader sees the old file or the new one, never half of it.
+
+    Returns:
+        The path.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> gonio.report.write_html(gonio.report.example(), folder / "page.html").name
+        'page.html'
+        >>> [path.name for path in folder.iterdir()]
+        ['page.html']
+    """
     return write_text(html(results), path)
 
 

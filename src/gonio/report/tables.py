@@ -21,6 +21,12 @@ def to_json(results: Results) -> str:
     """Everything in the results as strict JSON: `schema` names the version, a non-finite number is null.
 
     Home directories and credentials in URLs are left out of every text, as on the page.
+
+    Example:
+        >>> import json
+        >>> read = json.loads(gonio.report.to_json(gonio.report.example()))
+        >>> read["schema"], read["effects"][1]["verdict"]
+        ('gonio.results/1', 'helps')
     """
     content = {"schema": SCHEMA, "headline": headline(results), **results.to_dict()}
     return json.dumps(_safe(content), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
@@ -44,7 +50,13 @@ COLUMNS = (
 
 
 def to_csv(results: Results) -> str:
-    """One line per recipe; no cell runs as a formula in a spreadsheet."""
+    """One line per recipe; no cell runs as a formula in a spreadsheet.
+
+    Example:
+        >>> lines = gonio.report.to_csv(gonio.report.example()).splitlines()
+        >>> lines[2].split(",")[:2]
+        ['decoupled-tanh', 'helps']
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -66,7 +78,12 @@ def _three(cost: Ratio | None) -> tuple[float | None, float | None, float | None
 
 
 def to_markdown(results: Results) -> str:
-    """The verdict table for an issue or a README; names are escaped, so that none is markup."""
+    """The verdict table for an issue or a README; names are escaped, so that none is markup.
+
+    Example:
+        >>> print(gonio.report.to_markdown(gonio.report.example()).splitlines()[0])
+        **decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).**
+    """
     scale = Scale.of(results)
     head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
     lines = [f"**{markdown_cell(headline(results))}**", ""]

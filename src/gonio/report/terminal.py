@@ -24,6 +24,14 @@ def text(results: Results) -> RenderableType:
 
     A table where the terminal is wide enough, else two lines per recipe. Names are shown as they are:
     nothing in them is read as markup or as an escape sequence.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> console = Console(file=io.StringIO(), width=100)
+        >>> console.print(gonio.report.text(gonio.report.example()))
+        >>> print(console.file.getvalue().splitlines()[0])
+        decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).
     """
     return _Verdicts(results)
 
