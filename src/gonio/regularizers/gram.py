@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-__all__ = ["accumulate_symmetric", "mirror", "small_side", "symmetric_product"]
+__all__ = ["accumulate_symmetric", "mirror", "product_like", "small_side", "symmetric_product"]
 
 # Below this many rows the blocks are too small for their products to be efficient.
 BLOCKED_FROM = 192
@@ -47,6 +47,14 @@ def mirror(gram: Tensor) -> Tensor:
     for start, stop in _blocks(gram.shape[-1]):
         gram[:, stop:, start:stop] = gram[:, start:stop, stop:].mT
     return gram
+
+
+def product_like(like: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with rows or columns running through memory as they do in `like`.
+
+    Elementwise work on two tensors that lie differently costs more than the product itself.
+    """
+    return (b.mT @ a.mT).mT if like.stride(-2) == 1 else a @ b
 
 
 def _blocked(matrix: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gonio.regularizers.base import require
 from gonio.regularizers.closed_form import Formula
+from gonio.regularizers.gram import product_like
 from gonio.regularizers.sharding import identity_like
 from gonio.regularizers.soft_signs import Channels, SoftSigns
 
@@ -108,7 +109,8 @@ class TallPairs(Formula):
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
         slope, channels = saved[0] * (factor * _processes(self.pairs)), Channels(*saved[1:])
-        return self.pairs.signs.pull_back(x, channels, lambda signs: slope @ signs)
+        slope = slope * channels.gain.view(*slope.shape[:2], 1)
+        return self.pairs.signs.pull_back(x, channels, lambda signs: product_like(signs, slope, signs))
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,16 @@ class WidePairs(Formula):
         on_mean, on_spread = (4 * factor * w.view(-1, 1, 1) for w in self.pairs.weights(alive))
         first = (total.square().sum(-1) - alive).view(-1, 1, 1)
         across, total = on_spread * across, on_mean * first * total.unsqueeze(-2)
+        channels = Channels(*rest)
+        stretch = (scale * channels.gain.view_as(scale)).unsqueeze(-1)
 
         def slope(signs: Tensor) -> Tensor:
             unit = signs * scale.unsqueeze(-1)
-            back = (unit @ across).add_(total)
+            back = product_like(unit, unit, across).add_(total)
             back.sub_((unit * back).sum(-1, keepdim=True) * unit)
-            return back.mul_(scale.unsqueeze(-1))
+            return back.mul_(stretch)
 
-        return self.pairs.signs.pull_back(x, Channels(*rest), slope)
+        return self.pairs.signs.pull_back(x, channels, slope)
 
 
 def _unit(t: Tensor, noise: Tensor) -> Tensor:

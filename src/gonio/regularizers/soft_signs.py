@@ -8,7 +8,7 @@ forgotten; the backward makes it again. So nothing of the size of the outputs is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,8 @@ CHUNK = 4096  # samples; with 512 channels 8 MiB in float32
 class Channels:
     """What shifts and stretches each channel before it is bent: gain · ((x − high) − low).
 
-    The mean is held in two parts, so that subtracting it from float32 outputs is exact to float64.
+    The mean is held in two parts, because its rounding to float32 may be as large as the spread. (A sum in
+    float64 would cost as much as the Gram matrix on CPU.)
 
     Attributes:
         high, low: the parts of the mean, (k,); zero if outputs are not centred.
@@ -44,7 +45,7 @@ class Channels:
 
     def noise(self, least: float) -> Tensor:
         """The size of a soft sign that means nothing: of rounding, or of a spread below `least`."""
-        rounding = 64 * torch.finfo(widest(self.gain)).eps * self.high.abs()
+        rounding = 64 * torch.finfo(self.gain.dtype).eps ** 2 * self.high.abs()
         return self.gain * rounding.clamp_min(least)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -69,23 +70,25 @@ class SoftSigns:
         wide = widest(x)
         own = torch.full((), x.shape[0] * x.shape[2], dtype=wide, device=x.device)
         samples = self.total(own).clamp_min(1)
-        mean = torch.zeros(x.shape[1], dtype=wide, device=x.device)
+        zero = x.new_zeros(x.shape[1])
+        unit = Channels(zero, zero, torch.ones_like(zero), samples)
         if self.center:
-            mean = self.total(x.sum((0, 2), dtype=wide)) / samples
-        high = mean.to(x.dtype)
-        low = (mean - high).to(x.dtype)
-        plain = Channels(high, low, x.new_full((x.shape[1],), self.gamma), samples)
-        return self._standardized(x, plain) if self.standardize else plain
+            unit = replace(unit, high=(self.total(x.sum((0, 2))) / samples).to(x.dtype))
+            unit = replace(unit, low=self._mean(x, unit, lambda y: y))
+        gain = torch.full_like(zero, self.gamma)
+        if self.standardize:
+            deviation = self._mean(x, unit, lambda y: y.sub_(self._spread(unit.low)).square_()).sqrt()
+            flat = deviation <= unit.noise(self.least)
+            gain = (gain / deviation.masked_fill(flat, 1)).masked_fill(flat, 0)
+        return replace(unit, gain=gain)
 
-    def _standardized(self, x: Tensor, plain: Channels) -> Channels:
-        unit = Channels(plain.high, plain.low, torch.ones_like(plain.gain), plain.samples)
-        square = torch.zeros_like(plain.gain, dtype=widest(x))
+    def _mean(self, x: Tensor, channels: Channels, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mean over samples of a function of outputs less the first part of their mean."""
+        total = torch.zeros_like(channels.gain, dtype=widest(x))
         for piece in self.pieces(x):
-            square += self.shifted(piece, unit).square_().sum(-1).flatten()
-        deviation = (self.total(square) / plain.samples).sqrt().to(x.dtype)
-        flat = deviation <= unit.noise(self.least)
-        gain = (self.gamma / deviation.masked_fill(flat, 1)).masked_fill(flat, 0)
-        return Channels(plain.high, plain.low, gain, plain.samples)
+            shifted = torch.sub(self.grouped(piece), self._spread(channels.high), out=self._buffer(piece))
+            total += of(shifted).sum((-1, -2)).flatten()
+        return (self.total(total) / channels.samples).to(x.dtype)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over all processes; in place."""
@@ -102,9 +105,13 @@ class SoftSigns:
     def shifted(self, piece: Tensor, channels: Channels) -> Tensor:
         """gain · (piece − mean) as a new tensor (groups, k/groups, samples)."""
         buffer, gain = self._buffer(piece), self._spread(channels.gain)
+        if not self.center:
+            return torch.mul(self.grouped(piece), gain, out=buffer).flatten(2)
         torch.sub(self.grouped(piece), self._spread(channels.high), out=buffer)
-        torch.addcmul(self._spread(-channels.gain * channels.low), buffer, gain, out=buffer)
-        return buffer.flatten(2)
+        low = self._spread(channels.low)
+        if self.standardize:
+            return buffer.sub_(low).mul_(gain).flatten(2)
+        return torch.add(-self.gamma * low, buffer, alpha=self.gamma, out=buffer).flatten(2)
 
     def grouped(self, piece: Tensor) -> Tensor:
         """(n, k, p) seen as (groups, k/groups, n, p)."""
@@ -130,20 +137,27 @@ class SoftSigns:
         return self.total(mirror(gram))
 
     def pull_back(self, x: Tensor, channels: Channels, slope: Callable[[Tensor], Tensor]) -> Tensor:
-        """The derivative by the outputs, given `slope`, that by a piece of soft signs as a function of it."""
+        """The derivative by the outputs.
+
+        Args:
+            x: the outputs.
+            channels: how they were shifted and stretched.
+            slope: gain × the derivative by a piece of soft signs, as a function of the piece; laid out like it.
+        """
         out = torch.empty_like(x)
         first, second = x.new_zeros(2, x.shape[1])
         for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
             bent = self.shifted(piece, channels)
             linear = bent.clone() if self.standardize else None
             back = slope(bent.tanh_())
-            back.mul_(bent.square_().neg_().add_(1))
-            first += back.sum(-1).flatten()
+            back.addcmul_(back, bent.square_(), value=-1)
+            if self.center:
+                first += back.sum(-1).flatten()
             if linear is not None:
-                second += (back * linear).sum(-1).flatten()
+                second += linear.mul_(back).sum(-1).flatten()
             self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], piece.shape[2])))
         self._project(x, out, channels, first, second)
-        return out.mul_(channels.gain.view(1, -1, 1))
+        return out
 
     def _project(self, x: Tensor, out: Tensor, channels: Channels, first: Tensor, second: Tensor) -> None:
         """Take out what moving the means and the deviations undoes; in place."""
