@@ -148,8 +148,10 @@ def test_a_compiled_model_is_measured_as_the_plain_one() -> None:
 def test_non_finite_outputs_are_counted_and_left_out() -> None:
     made = nn.Sequential(nn.Linear(2, 2))
     x = torch.tensor([[float("inf"), 1.0], [1.0, 1.0]])
-    signal = measure(made, batch=x).signals[0]
+    found = measure(made, batch=x)
+    signal = found.signals[0]
     assert signal.nonfinite == 2
+    assert "2 values NaN or infinite" in str(found)
     assert math.isfinite(signal.rms)
 
 

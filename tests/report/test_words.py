@@ -34,7 +34,7 @@ def outcome(*verdicts: str, **changes):
         (
             ("no evidence", "helps"),
             "r1 helps: +0.61 points (95 % interval +0.41 to +0.81).",
-            "The other: 1 with no evidence.",
+            "r0: no evidence.",
         ),
         (
             ("helps", "helps", "hurts", "no evidence"),

@@ -91,7 +91,9 @@ SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead")
 def signal_cells(signal: Signal) -> tuple[str, ...]:
     """A signal's figures as text, in the order of :data:`SIGNAL_TITLES`."""
     figures = (number(signal.mean), number(signal.std), number(signal.rms), number(signal.gain))
-    return (*figures, f"{signal.zeros:.0%}", f"{signal.dead_units} of {signal.units}")
+    dead = f"{signal.dead_units} of {signal.units}"
+    broken = f", {signal.nonfinite} values NaN or infinite" if signal.nonfinite else ""
+    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}")
 
 
 def _table(measured: Measurements, width: int) -> Table:

@@ -132,7 +132,11 @@ def others(results: Results) -> str:
     rest = tuple(e for e in effects if e.verdict != lead)
     if len(effects) == 1 or not named or not rest:
         return ""
-    return f"The other: {_tally(rest)}." if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
+    return (
+        f"{plain(rest[0].recipe)}: {plain(rest[0].verdict)}."
+        if len(rest) == 1
+        else f"Of the other {len(rest)}: {_tally(rest)}."
+    )
 
 
 def _tally(effects: tuple[Effect, ...]) -> str:
