@@ -42,7 +42,9 @@ def linear(num_classes=3):
 
 class Broken(nn.Linear):
     def forward(self, x):
-        raise RuntimeError("the network is broken")
+        if self.training:
+            raise RuntimeError("the network is broken")
+        return super().forward(x)
 
 
 def broken():

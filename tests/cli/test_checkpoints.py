@@ -57,7 +57,7 @@ def test_the_recipe_travels_with_the_checkpoint(plain: nn.Module) -> None:
 
 
 def test_fold_compares_on_an_input(plain: nn.Module) -> None:
-    result = invoke("fold", "plain.pt", *MODEL, "-o", "folded.pt", "--input", "2x1x8x8")
+    result = invoke("fold", "plain.pt", *MODEL, "-o", "folded.pt", "--batch", "2x1x8x8")
     assert result.exit_code == 0
     assert "norm1  BatchNorm2d folded into conv1" in result.stdout
     assert "largest deviation" in result.stdout
@@ -71,7 +71,7 @@ def test_fold_is_told_the_recipe_of_a_checkpoint_that_does_not_say(plain: nn.Mod
     assert refused.exit_code == 3
     assert "fc1.weight_parametrization" in refused.stderr
     assert not Path("b.pt").exists()
-    result = invoke("fold", "trained.pt", *MODEL, "-o", "b.pt", "--recipe", "normed.yaml", "--input", "2x1x8x8")
+    result = invoke("fold", "trained.pt", *MODEL, "-o", "b.pt", "--recipe", "normed.yaml", "--batch", "2x1x8x8")
     assert result.exit_code == 0
 
 
@@ -112,7 +112,7 @@ def test_a_tied_weight_is_written_and_read_back(tmp_path: Path, monkeypatch: pyt
     torch.save(model.state_dict(), "plain.pt")
     words = ("--model", "tied.py:make")
     assert invoke("apply", "normed.yaml", "plain.pt", *words, "-o", "a.safetensors").exit_code == 0
-    folded = invoke("fold", "a.safetensors", *words, "-o", "b.safetensors", "--input", "3x4")
+    folded = invoke("fold", "a.safetensors", *words, "-o", "b.safetensors", "--batch", "3x4")
     assert folded.exit_code == 0, folded.stderr
     assert torch.allclose(load_file("b.safetensors")["2.weight"], model[0].weight)
 
@@ -136,9 +136,9 @@ class Gadget:
         (("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"), 3, "Unexpected key"),
         (("apply", "norm.yaml", "plain.pt", *MODEL, "-o", "o.pt"), 3, "norm.yaml: cannot be read"),
         (("apply", "normed.yaml", "hostile.safetensors", *MODEL, "-o", "o.pt"), 3, "the recipe in hostile"),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"), 3, "can be folded"),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--input", "2,1"), 2, "positive sizes joined by x"),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--input", "2x3x8x8"), 2, "must be a shape that the model takes"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"), 3, "fold_ was asked for"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2,1"), 2, "positive sizes joined by x"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2x3x8x8"), 2, "must be an input that the model takes"),
     ],
 )
 def test_bad_input_is_one_message_and_a_code(plain: nn.Module, words: tuple[str, ...], code: int, message: str) -> None:

@@ -9,8 +9,10 @@ import pty
 import subprocess
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
@@ -61,6 +63,41 @@ def test_json_and_html(folder: Path) -> None:
     assert result.stdout == ""
     assert result.stderr == "page written to page.html\nJSON written to out.json\n"
     assert Path("page.html").read_text().startswith("<!")
+
+
+def test_a_batch_is_a_shape_or_a_file(folder: Path) -> None:
+    torch.save(torch.randn(4, 1, 8, 8), "batch.pt")
+    numpy.save("batch.npy", numpy.ones((4, 1, 8, 8), dtype=numpy.float32))
+    save_file({"input": torch.randn(4, 1, 8, 8)}, "batch.safetensors")
+    for batch in ("4x1x8x8", "batch.pt", "batch.npy", "batch.safetensors"):
+        result = invoke("measure", "digits-cnn", "--batch", batch, "--json", "-")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["signals"]
+    assert json.loads(invoke("measure", "digits-cnn", "--json", "-").stdout)["signals"] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "batch", "code", "message"),
+    [
+        ("digits-cnn", "4,1,8,8", 2, "positive sizes joined by x"),
+        ("digits-cnn", "4x0x8", 2, "positive sizes joined by x"),
+        ("digits-cnn", "9999999x9999999x9999999", 2, "positive sizes joined by x"),
+        ("digits-cnn", "4x3x8x8", 2, "must be an input that the model takes; found Given groups=1"),
+        ("digits-cnn", "missing.pt", 3, "there is no such file"),
+        ("digits-cnn", "gadget.pt", 3, "damaged or holds more than tensors"),
+        ("digits-cnn", "cut.safetensors", 3, "damaged or holds more than tensors"),
+        ("digits-cnn", "objects.npy", 3, "damaged or holds more than tensors"),
+        ("digits-cnn", "list.pt", 3, "it holds a list"),
+        ("fine.pt", "4x1x8x8", 2, "Pass the model, or no batch"),
+    ],
+)
+def test_a_wrong_batch_is_refused(folder: Path, source: str, batch: str, code: int, message: str) -> None:
+    numpy.save("objects.npy", numpy.array([Gadget()], dtype=object), allow_pickle=True)
+    torch.save([1, 2], "list.pt")
+    result = invoke("measure", source, "--batch", batch)
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert not Path("CANARY").exists()
 
 
 @pytest.mark.parametrize(("level", "code"), [("info", 1), ("warn", 1), ("error", 1)])

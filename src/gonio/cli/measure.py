@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +37,14 @@ def command(
         ),
     ],
     *,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            help="Measure the signals of this input too: a shape such as 2x3x224x224, or a file.",
+            metavar="SHAPE|FILE",
+        ),
+    ] = None,
     html: Annotated[
         str | None, typer.Option("--html", help="Write one self-contained page there; - is stdout.", metavar="FILE")
     ] = None,
@@ -54,8 +62,10 @@ def command(
     from gonio.cli.progress import counting
     from gonio.measuring import measure
 
+    measured = _source(source)
+    example = _batch(batch, measured)
     with counting("measuring") as progress:
-        found = measure(_source(source), progress=progress)
+        found = measure(measured, batch=example, progress=progress)
     if html is not None:
         deliver(found.to_html(), html, "page")
     if json is not None:
@@ -73,6 +83,18 @@ def _source(words: str) -> str | nn.Module:
     path = Path(words)
     file_like = path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
     return words if file_like and not is_user_code(words) else build_model(words)
+
+
+def _batch(words: str | None, measured: str | nn.Module) -> Any:
+    """The input, tried on the model."""
+    if words is None:
+        return None
+    from gonio.cli.batch import check_runs, read_batch
+
+    example = read_batch(words, option="--batch")
+    if not isinstance(measured, str):
+        check_runs(measured, example, option="--batch")
+    return example
 
 
 def _fail(found: Measurements, fail_on: Level | None) -> None:
