@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         surgery,
     )
     from gonio.errors import GonioError
-    from gonio.measuring import Measurements, measure
+    from gonio.measuring import Measurements
+    from gonio.measuring.measure import measure
     from gonio.penalty import Penalty
     from gonio.recipes import Recipe
     from gonio.surgery import (
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
         Regex,
         balance_,
         calibrate_,
-        equivalent,
         fold_,
         init_,
         lsuv_,
         parametrize_,
         swap_,
     )
+    from gonio.surgery.equivalent import equivalent
 
 _HOME = {
     "Edited": "gonio.surgery",
@@ -89,9 +90,9 @@ __all__ = [
     "calibrate_",
     "compare",
     "equivalent",
+    "fold_",
     "geometry",
     "init",
-    "fold_",
     "init_",
     "lsuv_",
     "measure",
