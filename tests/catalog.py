@@ -511,12 +511,14 @@ def _on_corners(
     reference: Callable[[nn.Module, Tensor], Tensor],
     *,
     keeps_weight: bool = False,
+    corners: tuple[str, ...] = tuple(_CORNERS),
 ) -> list[ParametrizationCase]:
     return [
         ParametrizationCase(
             name=f"{name} on {corner}", make=make, layer=layer, reference=reference, keeps_weight=keeps_weight
         )
         for corner, layer in _CORNERS.items()
+        if corner in corners
     ]
 
 
@@ -531,8 +533,14 @@ PARAMETRIZATIONS += _on_corners(
     "scaled WeightStandardization",
     lambda: P.WeightStandardization(scale="fan_in", gain=1.7, learn_gain=True),
     ref_P.centred,
+    corners=("Linear", "ConvTranspose2d"),
 )
-PARAMETRIZATIONS += _on_corners("SpectralNorm of conv", lambda: P.SpectralNorm(view="conv"), ref_P.conv_spectral)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm of conv",
+    lambda: P.SpectralNorm(view="conv"),
+    ref_P.conv_spectral,
+    corners=("Conv2d", "grouped Conv2d", "ConvTranspose2d"),
+)
 
 # --- initialisation -------------------------------------------------------------------------------
 
@@ -591,41 +599,8 @@ INITS += [
 # --- verbs ----------------------------------------------------------------------------------------
 
 
-def _images() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
-        *(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)),
-    )
-
-
-def _vectors() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.LeakyReLU(), nn.Linear(7, 3))
-
-
-def _on_images(name: str, apply: Callable[[nn.Module], Any], **claims: bool) -> VerbCase:
-    return VerbCase(name=name, model=_images, inputs=lambda: seeded(4, 3, 6, 6), apply=apply, **claims)
-
-
-def _on_vectors(name: str, apply: Callable[[nn.Module], Any], **claims: bool) -> VerbCase:
-    return VerbCase(name=name, model=_vectors, inputs=lambda: seeded(5, 6), apply=apply, **claims)
-
-
-VERBS += [
-    _on_images("init_", lambda m: S.init_(m, init.orthogonal_, where=nn.Conv2d, gain="relu"), idempotent=True),
-    _on_vectors("lsuv_", lambda m: S.lsuv_(m, seeded(64, 6)), idempotent=True),
-    _on_images("swap_: SwitchableNorm2d", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
-    _on_images("swap_: DecoupledConv2d", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv, where=nn.Conv2d)),
-    _on_images("parametrize_: SpectralNorm", lambda m: S.parametrize_(m, P.SpectralNorm(), where=nn.Conv2d)),
-    _on_vectors("parametrize_: WeightNorm", lambda m: S.parametrize_(m, P.WeightNorm()), keeps_function=True),
-    _on_vectors("balance_", S.balance_, keeps_function=True, idempotent=True),
-    _on_vectors("balance_: layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
-    _on_images("calibrate_", lambda m: S.calibrate_(m, [seeded(4, 3, 6, 6, seed=s) for s in (1, 2)]), idempotent=True),
-    _on_images("fold_", S.fold_, keeps_function=True),
-]
-
-
 def _small_network() -> nn.Module:
-    """What every verb can act on: a convolution, a batch norm, activations and two linear gnn."""
+    """What every verb can act on: a convolution, a batch norm, activations and two linear layers."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         nn.BatchNorm2d(4),
