@@ -88,6 +88,37 @@ def test_memory_format_does_not_matter(regularizer: R.WeightRegularizer) -> None
     torch.testing.assert_close(regularizer.value(last), regularizer.value(weight))
 
 
+@OVER_LAYERS
+@OVER_WEIGHTS
+def test_gradients_added_in_place_are_those_of_autograd(
+    regularizer: R.WeightRegularizer, layer: Callable[[], nn.Module]
+) -> None:
+    weight, layout = weight_and_layout(layer)
+    leaf = weight.clone().requires_grad_()
+    evaluation = regularizer.evaluate(leaf, layout)
+    (expected,) = torch.autograd.grad(evaluation.value, leaf)
+    grad = torch.ones_like(weight)
+    added = regularizer.add_gradient_(grad, weight, layout, factor=0.25)
+    torch.testing.assert_close(grad - 1, 0.25 * expected, **close(torch.float64))
+    torch.testing.assert_close(added.value, evaluation.value)
+    assert added.terms.keys() == evaluation.terms.keys()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "channels last", "mixed formats"])
+@OVER_WEIGHTS
+def test_gradients_are_added_to_any_layout(regularizer: R.WeightRegularizer, kind: str) -> None:
+    weight = seeded(4, 3, 3, 3, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float64)
+    leaf = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(regularizer.value(leaf), leaf)
+    if kind == "channels last":
+        weight = weight.to(memory_format=torch.channels_last)
+    grad = torch.zeros_like(expected)
+    if kind == "mixed formats":
+        grad = grad.to(memory_format=torch.channels_last)
+    regularizer.add_gradient_(grad, weight, Layout(), factor=1.0)
+    torch.testing.assert_close(grad, expected, **close(weight.dtype))
+
+
 def test_transposed_convolutions_have_their_filters_on_dim_1() -> None:
     module = nn.ConvTranspose2d(4, 6, 3)
     matrix = matrix_view(module.weight, layout_of(module))[0]

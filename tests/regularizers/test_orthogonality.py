@@ -147,7 +147,7 @@ def test_srip_with_opposite_extremes() -> None:
 def test_srip_follows_a_weight_with_one_iteration_per_step() -> None:
     regularizer, weight, state = R.SRIP(1.0), 0.3 * seeded(10, 16, dtype=DOUBLE), None
     for step in range(60):
-        evaluation = regularizer.advance(weight, state)
+        evaluation = regularizer.evaluate(weight, state=state)
         state = evaluation.state
         weight = weight + 1e-3 * seeded(10, 16, seed=step, dtype=DOUBLE)
     assert float(evaluation.value) == pytest.approx(spectral_defect(weight), rel=0.02)
@@ -157,14 +157,14 @@ def test_srip_follows_a_weight_with_one_iteration_per_step() -> None:
 def test_srip_reads_without_moving() -> None:
     regularizer, weight = R.SRIP(1.0, iterations=3), seeded(4, 6)
     assert torch.equal(regularizer.value(weight), regularizer.value(weight))
-    state = regularizer.advance(weight, None).state
+    state = regularizer.evaluate(weight).state
     kept = state.clone()
-    regularizer.advance(weight, state)
+    regularizer.evaluate(weight, state=state)
     assert torch.equal(state, kept)
 
 
 def test_srip_survives_an_orthogonal_weight() -> None:
-    evaluation = R.SRIP(1.0).advance(torch.eye(3), None)
+    evaluation = R.SRIP(1.0).evaluate(torch.eye(3))
     assert float(evaluation.value) == 0
     assert float(evaluation.state.norm()) == pytest.approx(1.0), "a zero vector could never leave zero again"
 

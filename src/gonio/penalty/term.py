@@ -13,7 +13,6 @@ from gonio.penalty.binding import Binding, Slot
 from gonio.penalty.tap import Tap
 from gonio.regularizers import (
     Evaluation,
-    IterativeRegularizer,
     OutputRegularizer,
     Regularizer,
     ScaleShift,
@@ -63,28 +62,21 @@ class WeightTerm(Term):
     def evaluate(self, *, active: bool) -> Evaluation | None:
         if not active or self.slot.frozen:
             return None
-        return self._of(self.slot.tensor())
+        evaluation = self._regularizer.evaluate(self.slot.tensor(), self.slot.layout, state=self._state)
+        self._state = evaluation.state
+        return _gathered(evaluation)
 
     def add_grad_(self, strength: float) -> Evaluation:
         """Add strength × the gradient to `.grad` of what the weight is made from."""
         weight = self.slot.tensor()
-        leaf = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            evaluation = self._of(leaf)
-            (gradient,) = torch.autograd.grad(evaluation.value, leaf)
-        if not weight.is_leaf:  # a parametrization makes it: go on to what it is made from
-            weight.backward(gradient * strength)
-        elif weight.grad is None:
-            weight.grad = gradient.mul_(strength)
-        else:
-            weight.grad.add_(gradient, alpha=strength)
-        return evaluation
-
-    def _of(self, weight: Tensor) -> Evaluation:
-        if not isinstance(self._regularizer, IterativeRegularizer):
-            return _gathered(self._regularizer.evaluate(weight, self.slot.layout))
-        evaluation = self._regularizer.advance(weight, self._state, self.slot.layout)
+        made = not weight.is_leaf  # by a parametrization: its parts get the gradient
+        grad = torch.zeros_like(weight) if made or weight.grad is None else weight.grad
+        evaluation = self._regularizer.add_gradient_(grad, weight, self.slot.layout, factor=strength, state=self._state)
         self._state = evaluation.state
+        if made:
+            weight.backward(grad)
+        else:
+            weight.grad = grad
         return _gathered(evaluation)
 
     def state(self) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from gonio.regularizers.base import (
     Evaluation,
-    IterativeRegularizer,
     OutputRegularizer,
     Regularizer,
     WeightRegularizer,
@@ -25,7 +24,6 @@ __all__ = [
     "DoubleOrthogonality",
     "Evaluation",
     "HypersphericalEnergy",
-    "IterativeRegularizer",
     "Milestones",
     "MutualCoherence",
     "Orthogonality",

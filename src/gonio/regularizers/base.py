@@ -13,15 +13,16 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.precision import full_precision, widen
 from gonio.geometry.views import Layout
+from gonio.regularizers.closed_form import Closed
 from gonio.regularizers.schedules import Schedule
-from gonio.regularizers.sharding import with_placed_gradient
+from gonio.regularizers.sharding import is_sharded, with_placed_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "ClosedFormRegularizer",
     "Evaluation",
-    "IterativeRegularizer",
     "OutputRegularizer",
     "Regularizer",
     "WeightRegularizer",
@@ -116,10 +117,17 @@ class WeightRegularizer(Regularizer):
         """strength × :meth:`value`."""
         return self.strength * self.value(weight, layout)
 
-    def evaluate(self, weight: Tensor, layout: Layout = PLAIN) -> Evaluation:
-        """The value together with its summands."""
+    def evaluate(self, weight: Tensor, layout: Layout = PLAIN, *, state: Tensor | None = None) -> Evaluation:
+        """The value together with its summands, and what an iteration carries on to the next step.
+
+        Args:
+            weight: as the layer stores it.
+            layout: how that is.
+            state: of the last evaluation; None to start from the weight alone. Never changed, and held fixed in
+                the backward. `Penalty` keeps one per layer.
+        """
         with full_precision(weight):
-            return self._evaluate(_widened(weight), layout)
+            return self._evaluate(_widened(weight), layout, state)
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """A value below which no weight of this shape (and, where it matters, these filter norms) can come.
@@ -134,8 +142,27 @@ class WeightRegularizer(Regularizer):
         with torch.no_grad():
             return (self.value(weight, layout) - self.lower_bound(weight, layout)).clamp_min(0)
 
+    def add_gradient_(
+        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
+    ) -> Evaluation:
+        """Add factor × the gradient at `weight` to `grad`, in place and without a graph.
+
+        Args:
+            grad: of the shape, dtype and placement of the weight.
+            weight: as the layer stores it.
+            layout: how that is.
+            factor: the coefficient.
+            state: see :meth:`evaluate`.
+        """
+        with torch.enable_grad():
+            leaf = weight.detach().requires_grad_()
+            evaluation = self.evaluate(leaf, layout, state=state)
+            (gradient,) = torch.autograd.grad(evaluation.value, leaf)
+        grad.add_(gradient, alpha=factor)
+        return evaluation
+
     @abstractmethod
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         """The value of a weight in float32 or float64."""
 
     @abstractmethod
@@ -168,30 +195,31 @@ def _widened(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class IterativeRegularizer(WeightRegularizer):
-    """A regularizer of a weight that follows it with a state of its own, such as a singular vector.
-
-    The state is never inside the regularizer: `Penalty` keeps one per layer and moves it once per step, so
-    that reading a value changes nothing.
-    """
-
-    def advance(self, weight: Tensor, state: Tensor | None, layout: Layout = PLAIN) -> Evaluation:
-        """The value for a state, which is held fixed in the backward, and the next state.
-
-        Args:
-            weight: as the layer stores it.
-            state: what the last call returned; None to start from the weight alone.
-            layout: how the weight is stored.
-        """
-        with full_precision(weight):
-            return self._advance(_widened(weight), state, layout)
+class ClosedFormRegularizer(WeightRegularizer):
+    """A regularizer whose value is a closed form of the weight's matrices."""
 
     @abstractmethod
-    def _advance(self, weight: Tensor, state: Tensor | None, layout: Layout) -> Evaluation:
-        """The value for a weight in float32 or float64, and the next state."""
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
+        """The closed form at a weight."""
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
-        return self._advance(weight, None, layout)
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        return Evaluation(*self._closed(weight, layout).evaluate())
+
+    def add_gradient_(
+        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
+    ) -> Evaluation:
+        weight = weight.detach()
+        plain = weight.dtype in (torch.float32, torch.float64) and not is_sharded(weight)
+        if plain and grad.dtype is weight.dtype:
+            closed, target = self._closed(weight, layout), self._closed(grad, layout).x
+            if _shares(closed.x, weight) and _shares(target, grad):
+                with full_precision(weight):
+                    return Evaluation(*closed.add_gradient_(target, factor))
+        return super().add_gradient_(grad, weight, layout, factor=factor, state=state)
+
+
+def _shares(view: Tensor, whole: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True)

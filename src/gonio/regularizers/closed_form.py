@@ -10,6 +10,7 @@ Note [Second derivatives]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from gonio.errors import SecondDerivativeError
 from gonio.regularizers.sharding import is_sharded
 
-__all__ = ["Formula", "apply"]
+__all__ = ["Closed", "Formula", "apply"]
 
 
 class Formula(ABC):
@@ -38,6 +39,40 @@ class Formula(ABC):
     @abstractmethod
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
         """factor × the derivative of the value; a new tensor that the caller may keep."""
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        """Add factor × the derivative to `target`; formulas that can do it without a new tensor override it."""
+        target.add_(self.gradient(x, saved, x.new_tensor(factor)))
+
+
+@dataclass(frozen=True)
+class Closed:
+    """scale × the formula's value at x + offset, where x is a view of a weight or made from it.
+
+    Attributes:
+        names: of the formula's further results, which are the value's summands.
+    """
+
+    formula: Formula
+    x: Tensor
+    scale: float = 1.0
+    offset: float = 0.0
+    names: tuple[str, ...] = ()
+
+    def evaluate(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value and its summands."""
+        return self._named(apply(self.formula, self.x))
+
+    @torch.no_grad()
+    def add_gradient_(self, target: Tensor, factor: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """:meth:`evaluate`, adding factor × its derivative by x to `target` instead of recording a graph."""
+        results, saved = self.formula.fast(self.x)
+        self.formula.add_gradient_(target, self.x, saved, factor * self.scale)
+        return self._named(results)
+
+    def _named(self, results: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        value = results[0] if self.scale == 1 and not self.offset else self.scale * results[0] + self.offset
+        return value, dict(zip(self.names, results[1:], strict=False))
 
 
 def apply(formula: Formula, x: Tensor) -> tuple[Tensor, ...]:

@@ -60,7 +60,7 @@ class ConvOrthogonality(WeightRegularizer):
         hand, and a list of layers by name.
     """
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         weight = _whole(weight)
         kernel = weight.shape[2:]
         if kernel.numel() == 1:

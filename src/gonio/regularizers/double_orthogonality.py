@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer
-from gonio.regularizers.closed_form import apply
+from gonio.regularizers.base import ClosedFormRegularizer
+from gonio.regularizers.closed_form import Closed
 from gonio.regularizers.orthogonality import FromIdentity
 
 __all__ = ["DoubleOrthogonality"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoubleOrthogonality(WeightRegularizer):
+class DoubleOrthogonality(ClosedFormRegularizer):
     r"""Squared Frobenius distance from orthogonality of rows and of columns together.
 
     .. math:: \lVert W^\top W - I \rVert_F^2 + \lVert W W^\top - I \rVert_F^2
@@ -36,9 +36,9 @@ class DoubleOrthogonality(WeightRegularizer):
         deep CNNs?", NeurIPS 2018, §3.2. https://arxiv.org/abs/1810.09102
     """
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
         matrix = matrix_view(weight, layout)
-        return Evaluation(2 * apply(FromIdentity(), matrix)[0] + _surplus(matrix), {})
+        return Closed(FromIdentity(), matrix, scale=2.0, offset=_surplus(matrix))
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_tensor(_surplus(matrix_view(weight, layout)))

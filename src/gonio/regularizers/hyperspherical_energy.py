@@ -75,7 +75,7 @@ class HypersphericalEnergy(WeightRegularizer):
             )
         require(self.eps >= 0, "HypersphericalEnergy() needs eps >= 0", f"eps={self.eps}", "Use 0 for none.")
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
         if self.half_space:
             matrix = torch.cat([matrix, -matrix], -2)

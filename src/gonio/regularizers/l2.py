@@ -48,7 +48,7 @@ class L2(WeightRegularizer):
         super().__post_init__()
         check_before_norm(self.before_norm, "L2")
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         return Evaluation(0.5 * weight.square().sum(), {})
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from gonio.geometry.chance import welch_bound
 from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer
-from gonio.regularizers.closed_form import Formula, apply
+from gonio.regularizers.base import ClosedFormRegularizer
+from gonio.regularizers.closed_form import Closed, Formula
 from gonio.regularizers.gram import small_side, symmetric_product
 from gonio.regularizers.orthogonality import Filters, check_filters
 from gonio.regularizers.sharding import identity_like
@@ -20,7 +20,7 @@ __all__ = ["MutualCoherence"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MutualCoherence(WeightRegularizer):
+class MutualCoherence(ClosedFormRegularizer):
     r"""Largest deviation of an entry of the Gram matrix from the identity.
 
     .. math:: \lVert W W^\top - I \rVert_\infty = \max_{i, j} \lvert \langle w_i, w_j \rangle - \delta_{ij} \rvert
@@ -63,11 +63,11 @@ class MutualCoherence(WeightRegularizer):
         super().__post_init__()
         check_filters(self.filters, "MutualCoherence")
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return Evaluation(apply(_WorstEntry(diagonal=False), normalize(matrix))[0], {})
-        return Evaluation(apply(_WorstEntry(diagonal=True), small_side(matrix))[0], {})
+            return Closed(_WorstEntry(diagonal=False), normalize(matrix))
+        return Closed(_WorstEntry(diagonal=True), small_side(matrix))
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         count, rows, cols = matrix_view(weight, layout).shape
@@ -97,11 +97,17 @@ class _WorstEntry(Formula):
         return (worst.abs().sum(),), (index, worst.sign())
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        index, sign = saved
-        rows = x.shape[1]
-        which = torch.arange(len(x), device=x.device)
-        one, other = index // rows, index % rows
-        out, scale = torch.zeros_like(x), (sign * factor).unsqueeze(1)
-        out[which, one] += scale * x[which, other]
-        out[which, other] += scale * x[which, one]
+        out = torch.zeros_like(x)
+        self._add(out, x, saved, factor)
         return out
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        self._add(target, x, saved, factor)
+
+    def _add(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor | float) -> None:
+        index, sign = saved
+        which = torch.arange(len(x), device=x.device)
+        one, other = index // x.shape[1], index % x.shape[1]
+        scale = (sign * factor).unsqueeze(1)
+        target[which, one] += scale * x[which, other]
+        target[which, other] += scale * x[which, one]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.closed_form import Formula, apply
+from gonio.regularizers.base import ClosedFormRegularizer, require
+from gonio.regularizers.closed_form import Closed, Formula
 from gonio.regularizers.gram import small_side, symmetric_product
 from gonio.regularizers.sharding import identity_like
 
@@ -21,7 +21,7 @@ Filters = Literal["raw", "unit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orthogonality(WeightRegularizer):
+class Orthogonality(ClosedFormRegularizer):
     r"""Squared Frobenius distance of the filters' Gram matrix from orthogonality.
 
     With one filter per row of :math:`W` (per group),
@@ -76,12 +76,11 @@ class Orthogonality(WeightRegularizer):
         super().__post_init__()
         check_filters(self.filters, "Orthogonality")
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return Evaluation(apply(OffDiagonal(), normalize(matrix))[0], {})
-        formula = FromIdentity() if self.diagonal else OffDiagonal()
-        return Evaluation(apply(formula, matrix)[0], {})
+            return Closed(OffDiagonal(), normalize(matrix))
+        return Closed(FromIdentity() if self.diagonal else OffDiagonal(), matrix)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         if self.diagonal and self.filters == "raw":
@@ -132,6 +131,9 @@ class FromIdentity(Formula):
         product = residual @ x if x.shape[-2] <= x.shape[-1] else x @ residual
         return product.mul_(4 * factor)
 
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        target.baddbmm_(*_in_order(saved[0], x), alpha=4 * factor)
+
 
 class OffDiagonal(Formula):
     """Σ_{i≠j} ⟨w_i, w_j⟩²; gradient 4 (G W − diag(G) W) with the Gram matrix of either side."""
@@ -154,6 +156,17 @@ class OffDiagonal(Formula):
         if not square:
             return (gram @ x).mul_(4 * factor)
         return (x @ gram).addcmul_(x, square[0], value=-1).mul_(4 * factor)
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        gram, *square = saved
+        target.baddbmm_(*_in_order(gram, x), alpha=4 * factor)
+        if square:
+            target.addcmul_(x, square[0], value=-4 * factor)
+
+
+def _in_order(gram: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gram matrix of the smaller side on the side where it belongs."""
+    return (gram, x) if x.shape[-2] <= x.shape[-1] else (x, gram)
 
 
 def _squared_norm(x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.closed_form import Formula, apply
+from gonio.regularizers.base import ClosedFormRegularizer, require
+from gonio.regularizers.closed_form import Closed, Formula
 from gonio.regularizers.l2 import check_before_norm
 
 __all__ = ["ScaleShift"]
@@ -22,7 +22,7 @@ USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleShift(WeightRegularizer):
+class ScaleShift(ClosedFormRegularizer):
     r"""The logarithm of a weight's norm, and optionally the L1 norm of its direction.
 
     .. math::
@@ -114,10 +114,11 @@ class ScaleShift(WeightRegularizer):
         check_before_norm(self.before_norm, "ScaleShift")
 
     @classmethod
-    def paper(cls, strength: float, direction_strength: float) -> ScaleShift:
+    def paper(cls, strength: float = 1.0, direction_strength: float = 1.0) -> ScaleShift:
         """The published form: no floor to speak of, the plain L1 norm, weights before normalisation included.
 
-        Unsafe as published: see Note [Floor]. The floor of 1e-12 only keeps zero weights finite.
+        Unsafe as published: see Note [Floor]. The floor of 1e-12 only keeps zero weights finite. The paper's own
+        strengths are not known to us; the defaults take the formula as printed.
         """
         return cls(strength, direction_strength=direction_strength, floor=1e-12, before_norm="keep")
 
@@ -143,19 +144,25 @@ class ScaleShift(WeightRegularizer):
         safe = 2 * math.sqrt(USUAL_RATE * self.strength * self.every)
         return dataclasses.replace(self, floor=max(LEAST_FLOOR, min(norm / 2, safe)))
 
-    def _evaluate(self, weight: Tensor, layout: Layout) -> Evaluation:
-        flat = weight.unflatten(0, (layout.blocks, -1)).flatten(1)
-        share = self.direction_strength / self.strength if self.strength else 0.0
-        if self.direction_scale == "sqrt_numel":
-            share /= math.sqrt(flat.shape[1])
-        value, scale, direction = apply(_LogNorm(self.effective_floor, share), flat)
-        return Evaluation(value, {"scale": scale, "direction": direction} if share else {})
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
+        rows = weight.unflatten(0, (layout.blocks, -1)).flatten(1)
+        formula = _LogNorm(self.effective_floor, self._share(rows.shape[1]))
+        return Closed(formula, rows, names=("scale", "direction") if formula.share else ())
+
+    def _share(self, entries: int) -> float:
+        """The coefficient of the L1 norm at strength 1."""
+        if not self.strength:
+            return 0.0
+        unit = math.sqrt(entries) if self.direction_scale == "sqrt_numel" else 1.0
+        return self.direction_strength / (self.strength * unit)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        share = self.direction_strength / self.strength if self.strength else 0.0
-        if self.direction_scale == "sqrt_numel":
-            share /= math.sqrt(weight.numel() / layout.blocks)
-        return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + share))
+        least = math.log(self.effective_floor) + self._share(weight.numel() // layout.blocks)
+        return weight.new_tensor(layout.blocks * least)
+
+
+# The L1 norm and the signs are taken in pieces that stay in cache: their temporaries cost more than the reading.
+PIECE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class _LogNorm(Formula):
         on_weight = (inverse * inverse).masked_fill(low, 0)
         direction, on_sign = torch.zeros_like(scale), torch.zeros_like(norm)
         if self.share:
-            absolute = torch.linalg.vector_norm(x, ord=1, dim=-1)
+            absolute = torch.stack([piece.abs().sum(-1) for piece in x.split(PIECE, -1)]).sum(0)
             direction = self.share * (absolute * inverse).sum()
             on_sign = self.share * inverse
             on_weight = on_weight - self.share * absolute * inverse**3
@@ -193,4 +200,15 @@ class _LogNorm(Formula):
         on_weight, on_sign = ((factor * s).unsqueeze(-1) for s in saved)
         if not self.share:
             return x * on_weight
-        return (x.sign() * on_sign).addcmul_(x, on_weight)
+        return x.sign().mul_(on_sign).addcmul_(x, on_weight)
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        if x.device.type != "cpu":  # reading the coefficients would wait for the device
+            target.add_(self.gradient(x, saved, x.new_tensor(factor)))
+            return
+        coefficients = ((factor * s).tolist() for s in saved)
+        for row, goal, on_weight, on_sign in zip(x, target, *coefficients, strict=True):
+            for piece, part in zip(row.split(PIECE), goal.split(PIECE), strict=True):
+                part.add_(piece, alpha=on_weight)
+                if self.share:
+                    part.add_(piece.sign(), alpha=on_sign)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, IterativeRegularizer, require
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
 from gonio.regularizers.closed_form import Formula, apply
 from gonio.regularizers.gram import small_side
 from gonio.regularizers.sharding import is_sharded, replicated_like
@@ -21,7 +21,7 @@ GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, kw_only=True)
-class SRIP(IterativeRegularizer):
+class SRIP(WeightRegularizer):
     r"""Spectral restricted isometry: the largest distance of a squared singular value from 1.
 
     .. math:: \sigma(W W^\top - I) = \max_i \lvert \sigma_i^2 - 1 \rvert
@@ -65,7 +65,7 @@ class SRIP(IterativeRegularizer):
         super().__post_init__()
         require(self.iterations >= 1, "SRIP() needs iterations >= 1", f"iterations={self.iterations}", "Use 1 or more.")
 
-    def _advance(self, weight: Tensor, state: Tensor | None, layout: Layout) -> Evaluation:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
         vector = replicated_like(_start(a) if state is None else state.to(a), a)
         with torch.no_grad():
