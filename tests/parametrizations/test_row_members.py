@@ -13,7 +13,7 @@ from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.parametrizations.weight_norm import _rescaled
+from gonio.parametrizations.rescaling import _formula
 from parametrizations.layers import LAYERS, make, sample
 from tolerances import exact
 
@@ -56,7 +56,7 @@ def test_kernel_and_formula_of_weight_norm_agree(name: str) -> None:
     raw, magnitude = layer._parameters["weight"], norm.magnitude
     cotangent = seeded(*raw.shape, seed=1, dtype=torch.float64)
     found = torch.autograd.grad((layer.weight * cotangent).sum(), (raw, magnitude))
-    formula = _rescaled(raw, magnitude, norm.bound_layout)
+    formula = _formula(raw, magnitude, norm.bound_layout, None)
     torch.testing.assert_close(layer.weight, formula)
     expected = torch.autograd.grad((formula * cotangent).sum(), (raw, magnitude))
     torch.testing.assert_close(found, expected)
@@ -145,3 +145,13 @@ def test_refusals() -> None:
         P.WeightStandardization(scale="fan_out")
     with pytest.raises(InvalidArgumentError, match="finite gain > 0; found 0"):
         P.WeightStandardization(gain=0)
+
+
+def test_torchs_second_derivative_of_weight_norm_is_wrong() -> None:
+    """The negative control, and the reason why the kernel's own derivative is not used twice."""
+    point = (
+        seeded(4, 6, dtype=torch.float64).requires_grad_(),
+        seeded(4, 1, seed=1, dtype=torch.float64).requires_grad_(),
+    )
+    assert gradcheck(lambda v, g: torch._weight_norm(v, g, 0), point)
+    assert not gradgradcheck(lambda v, g: torch._weight_norm(v, g, 0), point, raise_exception=False)

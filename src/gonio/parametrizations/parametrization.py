@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -62,8 +61,16 @@ class Parametrization(nn.Module, ABC):
         """The effective weight of `raw`, in its shape and dtype; changes no state."""
         if self._unset:
             raise UnsetStateError(type(self).__name__)
-        with _no_autocast(raw):
-            return self.weight_of(_normal(widen(raw), raw.dtype)).to(raw.dtype)
+        # Only where autocast is on: to enter the context costs as much as a small layer, and shows in graphs.
+        if not raw.is_meta and torch.is_autocast_enabled(raw.device.type):
+            with full_precision(raw):
+                return self._widened(raw)
+        return self._widened(raw)
+
+    def _widened(self, raw: Tensor) -> Tensor:
+        if raw.dtype in (torch.float32, torch.float64):
+            return self.weight_of(raw)
+        return self.weight_of(_normal(widen(raw), raw.dtype)).to(raw.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """A trained tensor whose effective weight is `weight`, or the nearest that the map can reach."""
@@ -190,10 +197,3 @@ def _normal(wide: Tensor, dtype: torch.dtype) -> Tensor:
         return wide
     small = wide.detach().abs() < torch.finfo(dtype).tiny
     return wide - wide.detach() * small
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    # Only where autocast is on: entering the context costs as much as a small layer, and shows in graphs.
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        return full_precision(x)
-    return nullcontext()

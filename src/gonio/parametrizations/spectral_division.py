@@ -38,10 +38,11 @@ def gains(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> tupl
 
 def divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
     """`raw` times `norm` over the largest of the groups' gains; a zero weight as it is."""
-    if is_eager(raw, u, v):
-        weight: Tensor = _Divided.apply(raw, u, v, length, view, norm)[0]
-        return weight
-    return _plainly_divided(raw, u, v, length, view, norm)
+    if not is_eager(raw, u, v):
+        return _plainly_divided(raw, u, v, length, view, norm)
+    alone = raw.device.type == "cpu" and len(u) == 1 and u.dtype is v.dtype is raw.dtype
+    weight: Tensor = (_DividedAlone if alone else _Divided).apply(raw, u, v, length, view, norm)
+    return weight
 
 
 def _plainly_divided(
@@ -60,44 +61,77 @@ def _is_zero(gain: Tensor) -> Tensor:
 
 
 class _Divided(torch.autograd.Function):
-    r"""With :math:`c = n/\sigma`: value :math:`cW`, gradient :math:`c(G - \langle G,W\rangle\, uv^\top/\sigma)`.
+    r"""With :math:`c = n/\sigma`: value :math:`cW`, gradient :math:`c(G - \langle G,W\rangle\, uv^\top/\sigma)`."""
 
-    The weight is read twice forward, for Wv and for the product, and no temporary of its size is made.
+    @staticmethod
+    def forward(
+        ctx: Any, raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float
+    ) -> Tensor:
+        ctx.view, ctx.norm = view, norm
+        gain, left, right = gains(view.matrices(raw), u, v, length)
+        # Not the buffers: a tick, or DDP's broadcast of buffers, may come between forward and backward.
+        ctx.save_for_backward(raw, gain, left, right)
+        return raw * _factor(gain.amax(), norm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raw, gain, left, right = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _again(raw, left, right, ctx.view, ctx.norm, grad), *[None] * 5
+        top, factor = gain.amax(), _factor(gain.amax(), ctx.norm)
+        share = -((grad * raw).sum() / top).masked_fill(_is_zero(top), 0)
+        if len(gain) > 1:  # only the group with the largest gain feels the norm
+            left = left * torch.nn.functional.one_hot(gain.argmax(), len(gain))[:, None, None]
+        of_raw = (ctx.view.matrices(grad) * factor).baddbmm_(left.mT * (factor * share), right)
+        return ctx.view.weight_of(of_raw), *[None] * 5
+
+
+class _DividedAlone(torch.autograd.Function):
+    """The same for one group on CPU, where reading a number is free and passes over the weight are not.
+
+    Forward reads the weight twice and writes once; backward reads weight and gradient, and writes once.
     """
 
     @staticmethod
     def forward(
-        raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gain, left, right = gains(view.matrices(raw), u, v, length)
-        return raw * _factor(gain.amax(), norm), gain, left, right
+        ctx: Any, raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float
+    ) -> Tensor:
+        left, right = u[0], v[0]
+        image = right @ view.matrices(raw)[0].mT
+        scale = (1.0 if length is None else length.item()) / (_norm(right) or 1.0)
+        reached, size = _norm(image) * scale, _norm(left)
+        gain = torch.dot(left.reshape(-1), image.reshape(-1)).item() * scale / size if size else 0.0
+        if gain < _STALE * reached:
+            gain, left, size = reached, image, reached / scale
+        ctx.gain = gain if gain >= torch.finfo(raw.dtype).tiny ** 0.5 else 0.0
+        ctx.factor = norm / gain if ctx.gain else 1.0
+        ctx.view, ctx.norm, ctx.per_left, ctx.per_right = view, norm, 1 / (size or 1.0), scale
+        ctx.save_for_backward(raw, left.clone(), right.clone())
+        return raw * ctx.factor
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        raw, _, _, _, ctx.view, ctx.norm = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        # Not the buffers: a tick, or DDP's broadcast of buffers, may come between forward and backward.
-        ctx.save_for_backward(raw, *output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        raw, gain, left, right = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again
-            shown = (left * (right @ ctx.view.matrices(raw).mT)).sum((1, 2))
-            again = raw * _factor(shown.amax(), ctx.norm)
-            return torch.autograd.grad(again, raw, grad, create_graph=True)[0], *[None] * 5
-        top, factor = gain.amax(), _factor(gain.amax(), ctx.norm)
-        inner = (grad * raw).sum() if grad.stride() != raw.stride() else grad.flatten().dot(raw.flatten())
-        share = -(inner / top).masked_fill(_is_zero(top), 0)
-        if len(gain) > 1:  # only the group with the largest gain feels the norm
-            left = left * torch.nn.functional.one_hot(gain.argmax(), len(gain))[:, None, None]
-        of_raw = _with_product(ctx.view.matrices(grad), left, right, factor, factor * share)
-        return ctx.view.weight_of(of_raw), *[None] * 5
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raw, left, right = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            unit = (left * ctx.per_left).unsqueeze(0), (right * ctx.per_right).unsqueeze(0)
+            return _again(raw, *unit, ctx.view, ctx.norm, grad), *[None] * 5
+        if not ctx.gain:
+            return grad, *[None] * 5
+        matrix = ctx.view.matrices(grad)[0]
+        inner = torch.dot(matrix.reshape(-1), ctx.view.matrices(raw).reshape(-1)).item()
+        share = -inner / ctx.gain * ctx.factor * ctx.per_left * ctx.per_right
+        if len(left) == 1:
+            of_raw = torch.addr(matrix, left[0], right[0], beta=ctx.factor, alpha=share)
+        else:
+            of_raw = torch.addmm(matrix, left.mT, right, beta=ctx.factor, alpha=share)
+        return ctx.view.weight_of(of_raw.unsqueeze(0)), *[None] * 5
 
 
-def _with_product(matrices: Tensor, left: Tensor, right: Tensor, scale: Tensor, share: Tensor) -> Tensor:
-    """scale · matrices + share · leftᵀ right."""
-    if left.shape[:2] == (1, 1) and matrices.device.type == "cpu":  # one pass; reading a number is free there
-        one = torch.addr(matrices[0], left[0, 0], right[0, 0], beta=scale.item(), alpha=share.item())
-        return one.unsqueeze(0)
-    return (matrices * scale).baddbmm_(left.mT * share, right)
+def _norm(x: Tensor) -> float:
+    return float(torch.dot(x.reshape(-1), x.reshape(-1)).item() ** 0.5)
+
+
+def _again(raw: Tensor, left: Tensor, right: Tensor, view: SpectralView, norm: float, grad: Tensor) -> Tensor:
+    """The gradient in operations that can be differentiated again."""
+    shown = (left * (right @ view.matrices(raw).mT)).sum((1, 2))
+    return torch.autograd.grad(raw * _factor(shown.amax(), norm), raw, grad, create_graph=True)[0]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import normalize, safe_norm
-from gonio.parametrizations.filters import by_filter
+from gonio.geometry.norms import safe_norm
+from gonio.parametrizations.filters import by_filter, filter_size
 from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["Sphere"]
 
@@ -68,8 +69,8 @@ class Sphere(Parametrization):
         self.radius = float(radius)
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        filters, dims = by_filter(raw, self.bound_layout)
-        return (normalize(filters, dims) * self.radius).view_as(raw)
+        filters = raw.numel() // filter_size(raw, self.bound_layout)
+        return rescaled(raw, raw.new_full((filters,), self.radius), self.bound_layout)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether every filter has norm `radius`, up to rounding."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.norms import safe_norm
 from gonio.geometry.views import Layout
-from gonio.parametrizations.eager import is_eager
 from gonio.parametrizations.filters import by_filter
 from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["WeightNorm"]
 
@@ -45,8 +44,8 @@ class WeightNorm(Parametrization):
     References:
         T. Salimans and D. P. Kingma, "Weight normalization", NeurIPS 2016, equations (2) and (3).
         https://arxiv.org/abs/1602.07868
-        Differs: torch's ``weight_norm`` is NaN at a zero filter, and by default has one gain per *input*
-        channel of a transposed convolution.
+        Differs: torch's ``weight_norm`` is NaN at a zero filter, by default has one gain per *input* channel of a
+        transposed convolution, and its second derivative is wrong (2.13, CPU).
     """
 
     def __init__(self) -> None:
@@ -62,11 +61,7 @@ class WeightNorm(Parametrization):
     def weight_of(self, raw: Tensor) -> Tensor:
         if self.magnitude is None:
             return raw  # a template keeps every weight
-        magnitude = self.magnitude.to(raw.dtype)
-        if _has_kernel(raw, magnitude, self.bound_layout):
-            weight: Tensor = _WeightNorm.apply(raw, magnitude)[0]
-            return weight
-        return _rescaled(raw, magnitude, self.bound_layout)
+        return rescaled(raw, self.magnitude.to(raw.dtype), self.bound_layout)
 
     def holds(self, weight: Tensor) -> bool:
         """Every finite weight is of this form."""
@@ -88,67 +83,3 @@ class WeightNorm(Parametrization):
             return None
         filters = 1 if self.bound_layout.transposed else 0
         return torch.Size(n if d == filters else 1 for d, n in enumerate(raw.shape))
-
-
-def _rescaled(raw: Tensor, magnitude: Tensor, layout: Layout) -> Tensor:
-    """The formula in plain operations: for compiled graphs, transforms, other devices and layouts."""
-    filters, dims = by_filter(raw, layout)
-    each = [1 if d in dims else n for d, n in enumerate(filters.shape)]
-    return (normalize(filters, dims) * magnitude.view(each)).view_as(raw)
-
-
-def _has_kernel(raw: Tensor, magnitude: Tensor, layout: Layout) -> bool:
-    """Whether torch's fused CPU kernels apply, which have filters on dim 0.
-
-    They read the weight once forward and write it once; plain operations need twice the time.
-    """
-    on_cpu = raw.device.type == "cpu" and magnitude.device.type == "cpu"
-    return on_cpu and not layout.transposed and raw.is_contiguous() and is_eager(raw, magnitude)
-
-
-class _WeightNorm(torch.autograd.Function):
-    """torch's kernels, made safe at zero filters and twice differentiable."""
-
-    @staticmethod
-    def forward(raw: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-        weight, norms = torch._weight_norm_interface(raw, _each(magnitude, raw), 0)
-        zero = norms < _smallest_norm(norms)
-        if bool(zero.any()):  # costs nothing on CPU, and a pass over the weight is saved
-            weight.masked_fill_(zero, 0)
-        return weight, norms
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        raw, magnitude, norms = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _gradients(raw, magnitude, grad)
-        zero = norms < _smallest_norm(norms)
-        some = bool(zero.any())
-        norms = norms.masked_fill(zero, 1) if some else norms
-        kernel = torch.ops.aten._weight_norm_interface_backward
-        of_raw, of_magnitude = kernel(grad.contiguous(), raw, _each(magnitude, raw), norms, 0)
-        return of_raw.masked_fill_(zero, 0) if some else of_raw, of_magnitude.flatten()
-
-
-def _gradients(raw: Tensor, magnitude: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The backward pass in operations that can be differentiated again."""
-    dims = tuple(range(1, raw.dim()))
-    norm = safe_norm(raw, dims, keepdim=True)
-    inverse = norm.masked_fill(norm == 0, torch.inf).reciprocal()
-    direction = raw * inverse
-    along = (grad * direction).sum(dims, keepdim=True)
-    return _each(magnitude, raw) * inverse * (grad - direction * along), along.flatten()
-
-
-def _each(magnitude: Tensor, raw: Tensor) -> Tensor:
-    return magnitude.view(-1, *[1] * (raw.dim() - 1))
-
-
-def _smallest_norm(norms: Tensor) -> float:
-    """As in Note [Zero vectors] of gonio.geometry.norms."""
-    return float(torch.finfo(norms.dtype).tiny ** 0.5)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.norms import safe_norm
 from gonio.geometry.precision import widen
 from gonio.geometry.views import Layout
+from gonio.parametrizations.eager import is_eager
 from gonio.parametrizations.filters import by_filter, filter_size
 from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["WeightStandardization"]
 
@@ -92,17 +94,20 @@ class WeightStandardization(Parametrization):
             )
         super().bind(weight, layout)
         if self.learn_gain:
-            filters, dims = self._centred(widen(weight))
-            std = safe_norm(filters, dims) / (size - 1) ** 0.5
+            filters, dims = by_filter(widen(weight), layout)
+            std = safe_norm(filters - filters.mean(dims, keepdim=True), dims) / (size - 1) ** 0.5
             self.gains = nn.Parameter((std / self._constant(size)).flatten().to(weight.dtype))
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        filters, dims = self._centred(raw)
+        filters, dims = by_filter(raw, self.bound_layout)
         size = filter_size(raw, self.bound_layout)
-        weight = normalize(filters, dims) * ((size - 1) ** 0.5 * self._constant(size))
-        if self.gains is not None:
-            weight = weight * self.gains.to(raw.dtype).view([1 if d in dims else n for d, n in enumerate(weight.shape)])
-        return weight.view_as(raw)
+        mean = filters.detach().mean(dims, keepdim=True)
+        norm = (size - 1) ** 0.5 * self._constant(size)
+        norms = raw.new_full((mean.numel(),), norm) if self.gains is None else self.gains.to(raw.dtype) * norm
+        # What is left of a constant filter is rounding of its mean, not a direction.
+        floor = mean.abs().flatten() * (16 * size**0.5 * torch.finfo(raw.dtype).eps)
+        centred = _Centred.apply(filters, mean, dims) if is_eager(raw) else filters - filters.mean(dims, keepdim=True)
+        return rescaled(centred.view_as(raw), norms, self.bound_layout, floor=floor)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether every filter has mean 0 and, unless gains are learned, its standard deviation within 1 %."""
@@ -114,15 +119,19 @@ class WeightStandardization(Parametrization):
         scaled = (std / expected - 1).abs() <= 0.01
         return bool(centred.all()) and (self.learn_gain or bool(scaled.all()))
 
-    def _centred(self, raw: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Filters without their means; what is left of a constant filter is rounding, and counts as zero."""
-        filters, dims = by_filter(raw, self.bound_layout)
-        mean = filters.mean(dims, keepdim=True)
-        centred = filters - mean
-        spread = centred.detach().square().mean(dims, keepdim=True)
-        constant = spread <= (16 * torch.finfo(raw.dtype).eps * mean.detach()).square()
-        return centred.masked_fill(constant, 0), dims
-
     def _constant(self, size: int) -> float:
         """The standard deviation that a filter gets, without learned gains."""
         return self.gain / size**0.5 if self.scale == "fan_in" else self.gain
+
+
+class _Centred(torch.autograd.Function):
+    """Filters minus their means; a projection, so the gradient is centred as well."""
+
+    @staticmethod
+    def forward(ctx: Any, filters: Tensor, mean: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.dims = dims
+        return filters - mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad - grad.mean(ctx.dims, keepdim=True), None, None
