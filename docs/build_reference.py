@@ -33,7 +33,7 @@ def packages() -> list[str]:
     """
     folder = Path(str(importlib.util.find_spec("gonio").origin)).parent
     found = [path for path in folder.glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()]
-    found += [folder / "nn" / name for name in ("angular.py", "magnitude.py")]
+    found += [folder / "nn" / name for name in ("angular.py", "magnitude")]
     names = {".".join(["gonio", *path.relative_to(folder).with_suffix("").parts]): path for path in found}
     public = [name for name, path in names.items() if not path.name.startswith("_") and _exports(path)]
     return ["gonio", *sorted(set(public) - {"gonio.cli"})]
@@ -200,14 +200,13 @@ def _first_line(name: str) -> str:
 
 
 def contents(folder: Path) -> str:
-    """The pages below a folder with their titles, sub-folder by sub-folder; the reference is one entry."""
+    """The pages below a folder with their titles, sub-folder by sub-folder, the reference left out."""
     pages = [path for path in sorted(folder.rglob("*.md")) if path != folder / "index.md"]
-    chosen = [path for path in pages if path.parent.name != "reference" or path.name == "index.md"]
     lines = []
-    for path in chosen:
+    for path in (path for path in pages if path.parent.name != "reference"):
         title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
         name = path.relative_to(folder).as_posix()
-        lines.append(f"- [{title[1] if title and 'reference' not in name else name}]({name})")
+        lines.append(f"- [{title[1] if title else name}]({name})")
     return "\n".join(lines)
 
 

@@ -88,5 +88,5 @@ def test_the_index_lists_the_pages(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     (tmp_path / "reference" / "nn.md").write_text("# nn\n", encoding="utf-8")
     text = builder.index("# Docs\n<!-- pages -->\nold\n<!-- /pages -->\n", tmp_path)
-    expected = "- [Fold](howto/fold.md)\n- [reference/index.md](reference/index.md)"
+    expected = "- [Fold](howto/fold.md)"
     assert text == f"# Docs\n<!-- pages -->\n{expected}\n<!-- /pages -->\n"
