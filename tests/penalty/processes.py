@@ -30,7 +30,7 @@ RULES: dict[str, R.Regularizer] = {
     "ConvOrthogonality": R.ConvOrthogonality(1.0),
     "energy": R.HypersphericalEnergy(1.0),
     "energy of angles": R.HypersphericalEnergy(1.0, distance="angle", half_space=True),
-    "ScaleShift": R.ScaleShift(1.0, direction_strength=0.1, floor=0.01),
+    "ScaleShift": R.ScaleShift(1e-2, direction_strength=0.1),
     "SelfOrthogonality": R.SelfOrthogonality(1.0),
     "SelfOrthogonality standardised": R.SelfOrthogonality(1.0, standardize=True),
     "SelfOrthogonality paper": R.SelfOrthogonality.paper(1e-3),

@@ -226,6 +226,34 @@ def test_loss_scaling_scales_the_penalty() -> None:
         torch.testing.assert_close(a / 1024, b, **exact(DOUBLE))
 
 
+@pytest.mark.parametrize("way", ["in the loss", "added"])
+def test_under_a_gradient_scaler(way: str) -> None:
+    rules = [(None, R.Orthogonality(0.1))]
+    plain, scaled = network().float(), network().float()
+    (plain(batch().float()).square().mean() + Penalty(plain, rules)()).backward()
+    penalty = Penalty(scaled, rules)
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = scaled(batch().float()).square().mean()
+    scaler.scale(loss + penalty() if way == "in the loss" else loss).backward()
+    scaler.unscale_(optimizer)
+    if way == "added":
+        penalty.add_grads_()
+    for a, b in zip(gradients(scaled), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, **close(torch.float32))
+
+
+def test_models_without_storage_can_be_bound() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    penalty = Penalty(model, [(None, R.ScaleShift(1e-3)), (None, R.Orthogonality(1e-3))])
+    assert penalty().is_meta
+    model.to_empty(device="cpu")
+    for layer in (model[0], model[2]):
+        layer.reset_parameters()
+    assert penalty().isfinite()
+
+
 def test_autocast_does_not_touch_the_penalty() -> None:
     model = network().float()
     penalty = Penalty(model, [(None, R.Orthogonality(0.1)), ("4", R.SRIP(0.1))])

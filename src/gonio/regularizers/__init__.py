@@ -2,7 +2,6 @@
 
 from gonio.regularizers.base import (
     Evaluation,
-    OutputRegularizer,
     Regularizer,
     WeightRegularizer,
 )
@@ -12,6 +11,7 @@ from gonio.regularizers.hyperspherical_energy import HypersphericalEnergy
 from gonio.regularizers.l2 import L2
 from gonio.regularizers.mutual_coherence import MutualCoherence
 from gonio.regularizers.orthogonality import Orthogonality
+from gonio.regularizers.outputs import OutputRegularizer
 from gonio.regularizers.scale_shift import ScaleShift
 from gonio.regularizers.schedules import Milestones, Schedule, Warmup
 from gonio.regularizers.self_orthogonality import SelfOrthogonality

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.precision import widen
-from gonio.regularizers.base import Evaluation, OutputRegularizer, require
+from gonio.regularizers.base import Evaluation, require
 from gonio.regularizers.closed_form import apply
+from gonio.regularizers.outputs import OutputRegularizer
 from gonio.regularizers.pairs import Pairs, TallPairs, WidePairs
 from gonio.regularizers.soft_signs import CHUNK, SoftSigns
 
