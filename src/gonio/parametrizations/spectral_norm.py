@@ -37,7 +37,7 @@ class SpectralNorm(Parametrization):
         or circular padding: the exact circular norm on a grid of 8r points per dimension (r the kernel's
         reach), times the 2 % per dimension by which a frequency between grid points can exceed it. The
         effective operator norm therefore lies in :math:`[0.96\,n, n]` for a 3×3 kernel, up to the convergence
-        of the power iteration. A linear layer is its matrix in either view.
+        of the power iteration. A linear layer and a 1×1 convolution are their matrix in either view.
 
     :math:`\sigma = u^\top V v` with unit vectors that a power iteration improves. The vectors are constants in
     the backward pass, whose gradient goes through :math:`u^\top V v`. **They move only in a tick**: call
@@ -164,7 +164,8 @@ class SpectralNorm(Parametrization):
 
 
 def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
-    kind = FilterView if view == "filters" or weight.dim() == 2 else ConvolutionView
+    matrix = weight[0, 0].numel() == 1  # without neighbours the map on images is the matrix at each pixel
+    kind = FilterView if view == "filters" or matrix else ConvolutionView
     if kind is ConvolutionView and layout.padding_mode not in ("zeros", "circular"):
         raise InvalidArgumentError(
             'SpectralNorm(view="conv") bounds layers with zero or circular padding',
