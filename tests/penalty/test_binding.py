@@ -123,6 +123,13 @@ def test_a_model_that_cannot_be_traced_is_said_to_be() -> None:
     assert "exclude them in `where`" in str(penalty)
 
 
+def test_activations_that_are_not_homogeneous_are_said() -> None:
+    """E3: where moving scale changes the function, invariance under it means nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    lines = str(Penalty(model, [(None, R.ScaleShift(1e-3))])).splitlines()
+    assert [("gelu follows, which is not homogeneous" in line) for line in lines[1:]] == [False, True, False]
+
+
 def test_weights_that_start_at_zero_are_left_out_of_the_logarithm() -> None:
     model = network()
     nn.init.zeros_(model[5].weight)

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrize
 
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.views import Layout, layout_of
-from gonio.regularizers import OutputRegularizer, Regularizer, WeightRegularizer
-from gonio.surgery.graph import followed_by_norm, trace
+from gonio.penalty.surroundings import HOMOGENEOUS, Surroundings
+from gonio.regularizers import OutputRegularizer, Regularizer, ScaleShift, WeightRegularizer
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where, as_selector
 
@@ -57,11 +57,17 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """One regularizer on one tensor; `skipped` says why it does nothing there."""
+    """One regularizer on one tensor.
+
+    Attributes:
+        skipped: why it does nothing there, if so.
+        note: what to know about it there.
+    """
 
     slot: Slot
     regularizer: Regularizer
     skipped: str | None = None
+    note: str = ""
 
 
 def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[list[Binding], list[str]]:
@@ -71,15 +77,15 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
         NoMatchError: if a rule reads nothing.
         InvalidArgumentError: if a rule is not a pair of a `where` and a regularizer.
     """
-    norms = _Norms(unwrapped(model))
+    around = Surroundings(unwrapped(model))
     bindings = []
     for where, regularizer in map(_checked, rules):
-        found = list(_bindings(model, where, regularizer, norms))
+        found = list(_bindings(model, where, regularizer, around))
         if all(b.skipped for b in found):
             refused = [f"{b.slot.label} ({b.skipped})" for b in found]
             raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
         bindings += found
-    return bindings, norms.remarks()
+    return bindings, around.remarks()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -101,7 +107,7 @@ def _checked(rule: tuple[Where, Regularizer]) -> tuple[Where, Regularizer]:
     return rule
 
 
-def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, norms: _Norms) -> Iterator[Binding]:
+def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, around: Surroundings) -> Iterator[Binding]:
     reads_outputs = isinstance(regularizer, OutputRegularizer)
 
     def can_act(module: nn.Module) -> str | None:
@@ -115,23 +121,31 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, norms: _
     for site in select(model, where, verb=type(regularizer).__name__, can_act=can_act):
         for slot in _slots(site):
             key = tuple(id(p) for p in slot.parameters())
-            skipped = _why_skipped(slot, regularizer, norms)
+            skipped = _why_skipped(slot, regularizer, around)
             if skipped is None and not reads_outputs and key in owners:
                 skipped = f"is the same tensor as {owners[key]}, where it counts"
             owners.setdefault(key, slot.label)
-            yield Binding(slot, regularizer, skipped)
+            yield Binding(slot, regularizer, skipped, _note(slot, regularizer, around))
 
 
-def _why_skipped(slot: Slot, regularizer: Regularizer, norms: _Norms) -> str | None:
+def _why_skipped(slot: Slot, regularizer: Regularizer, around: Surroundings) -> str | None:
     if not isinstance(regularizer, WeightRegularizer):
         return None
     if regularizer.scale_only and getattr(regularizer, "before_norm", "keep") == "skip":
-        norm = norms.after(slot.module)
+        norm = around.norm_after(slot.module)
         if norm is not None:
             return f"its scale does not matter: {norm} normalises what it puts out"
     if regularizer.logarithmic and _is_zero(slot):
         return "is zero at the start, and its logarithm has nothing to hold on to"
     return None
+
+
+def _note(slot: Slot, regularizer: Regularizer, around: Surroundings) -> str:
+    if isinstance(regularizer, ScaleShift):
+        activation = around.activation_after(slot.module)
+        if activation is not None and activation not in HOMOGENEOUS:
+            return f"{activation} follows, which is not homogeneous: moving scale changes the function"
+    return ""
 
 
 @torch.no_grad()
@@ -158,29 +172,3 @@ def _weights(module: nn.Module) -> dict[str, Layout]:
         if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
             found[name] = layout
     return found
-
-
-class _Norms:
-    """The normalisation layer after each layer, traced when first asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._after: dict[int, str] | None = None
-
-    def after(self, module: nn.Module) -> str | None:
-        if self._after is None:
-            found = followed_by_norm(self.model)
-            self._after = {id(self.model.get_submodule(path)): norm for path, norm in found.items()}
-        return self._after.get(id(module))
-
-    def remarks(self) -> list[str]:
-        """Why nothing is known about normalisation, where it was asked for."""
-        if self._after is None or self._after:
-            return []
-        reason = trace(self.model).reason
-        if not reason:
-            return []
-        return [
-            f"the model cannot be traced ({reason}), so weights before a normalisation layer were not told "
-            "apart; exclude them in `where`"
-        ]

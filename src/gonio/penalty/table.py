@@ -37,7 +37,8 @@ def _state_of(term: Term) -> str:
         return "frozen: passed over"
     if isinstance(term.regularizer, ScaleShift):
         floor, rate = term.regularizer.effective_floor, term.regularizer.largest_rate
-        return f"constant below norm {floor:.3g}; safe for lr / (1 - momentum)² up to {rate:.3g}"
+        also = f"; {term.note}" if term.note else ""
+        return f"constant below norm {floor:.3g}; safe for lr / (1 - momentum)² up to {rate:.3g}{also}"
     if isinstance(term, OutputTerm):
         width = term.slot.tensor().shape[1 if term.slot.layout.transposed else 0]
         if term.samples is not None and term.samples < width:

@@ -27,7 +27,7 @@ from gonio.errors import NoActivationError
 __all__ = ["Tap"]
 
 # More forward passes than this without penalty() keep as many sets of activations alive.
-MOST_KEPT = 512
+MOST_KEPT = 64
 
 
 class Tap:

@@ -29,10 +29,11 @@ __all__ = ["OutputTerm", "Term", "WeightTerm", "terms_of"]
 class Term(ABC):
     """A summand of the penalty."""
 
-    def __init__(self, slot: Slot, regularizer: Regularizer, label: str) -> None:
+    def __init__(self, slot: Slot, regularizer: Regularizer, label: str, note: str = "") -> None:
         self.slot = slot
         self.regularizer = regularizer
         self.label = label
+        self.note = note
 
     @abstractmethod
     def evaluate(self, *, active: bool) -> Evaluation | None:
@@ -54,8 +55,8 @@ class Term(ABC):
 class WeightTerm(Term):
     """A regularizer of a weight."""
 
-    def __init__(self, slot: Slot, regularizer: WeightRegularizer, label: str) -> None:
-        super().__init__(slot, regularizer, label)
+    def __init__(self, slot: Slot, regularizer: WeightRegularizer, label: str, note: str) -> None:
+        super().__init__(slot, regularizer, label, note)
         self._regularizer = regularizer
         self._state: Tensor | None = None
 
@@ -147,7 +148,7 @@ def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup
             own = generator(seed, "penalty", label)
             terms.append(OutputTerm(slot, regularizer, label, generator=own, process_group=process_group))
         elif isinstance(regularizer, WeightRegularizer):
-            terms.append(WeightTerm(slot, _fitted(regularizer, slot), label))
+            terms.append(WeightTerm(slot, _fitted(regularizer, slot), label, binding.note))
     return terms
 
 
