@@ -27,6 +27,8 @@ from laws.support import (
 from tolerances import close
 
 CALLS = 3
+# dynamo makes an instance of every autograd.Function that it traces, against which torch itself warns
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
