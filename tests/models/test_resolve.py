@@ -64,9 +64,7 @@ def test_digest_follows_the_file(user_file: Path) -> None:
         ("absent.py:make", InvalidArgumentError, "no file '.*absent.py'"),
     ],
 )
-def test_wrong_names_say_what_is_there(
-    user_file: Path, spec: str, error: type[Exception], message: str
-) -> None:
+def test_wrong_names_say_what_is_there(user_file: Path, spec: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         resolve(spec.format(file=user_file))
 
