@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes of `make test`; a worker takes about 0.7 GB.
+WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
@@ -12,7 +14,7 @@ compare: $(VENV)/.lab
 
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
