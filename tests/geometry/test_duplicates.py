@@ -12,10 +12,17 @@ from torch import Tensor
 
 from geometry.examples import THOROUGH
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import angles, cosines, near_duplicates, normalize, sign_hash, sign_similarity
-from gonio.geometry import duplicates as module
+from gonio.geometry import angles, banding, cosines, duplicates, near_duplicates, normalize, sign_hash, sign_similarity
+from gonio.geometry.banding import cheapest_search
 
-LARGE = 6000  # above the size that is searched exactly
+LARGE = 6000
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets small enough to know the truth are hashed all the same."""
+    monkeypatch.setattr(duplicates, "EXACT_SIZE", 1000)
+    monkeypatch.setattr(banding, "ENTRY", 1e9)
 
 
 def planted(n: int, d: int, *, shift: float = 0.0, seed: int = 0) -> Tensor:
@@ -30,6 +37,24 @@ def planted(n: int, d: int, *, shift: float = 0.0, seed: int = 0) -> Tensor:
     x[:count] = sign * (cosine * source + (1 - cosine**2).sqrt() * other)
     x = x + shift * normalize(torch.randn(d, generator=g))
     return x[torch.randperm(n, generator=g)] * (0.5 + torch.rand(n, 1, generator=g))
+
+
+def anisotropic(n: int, d: int, shift: float, power: float) -> Tensor:
+    """Directions with a common part and a spectrum that falls as a power."""
+    g = torch.Generator().manual_seed(0)
+    x = normalize(torch.randn(n, d, generator=g) * torch.arange(1, d + 1) ** -power)
+    return x + shift * normalize(torch.randn(d, generator=g))
+
+
+def with_partners(x: Tensor, count: int, cosine: Tensor) -> Tensor:
+    """The first `count` rows replaced by partners of the next `count`, at the given cosines."""
+    g = torch.Generator().manual_seed(1)
+    unit = normalize(x)
+    source = unit[count : 2 * count]
+    other = torch.randn(source.shape, generator=g)
+    other = normalize(other - (other * source).sum(-1, keepdim=True) * source)
+    unit[:count] = cosine[:, None] * source + (1 - cosine[:, None] ** 2).sqrt() * other
+    return unit
 
 
 def all_pairs(vectors: Tensor, cosine: float) -> set[tuple[int, int]]:
@@ -87,8 +112,8 @@ def test_equal_rows_are_found_at_a_cosine_of_one() -> None:
 
 
 def test_blocks_cover_the_whole_triangle() -> None:
-    n = 2 * module.BLOCK + 300
-    assert n <= module.EXACT_SIZE
+    n = 2 * duplicates.BLOCK + 300
+    assert n <= duplicates.EXACT_SIZE
     vectors = planted(n, 16)
     found = near_duplicates(vectors)
     assert found.method == "exact"
@@ -97,6 +122,7 @@ def test_blocks_cover_the_whole_triangle() -> None:
     torch.testing.assert_close(found.cosines, cosines(vectors)[found.pairs[:, 0], found.pairs[:, 1]])
 
 
+@pytest.mark.usefixtures("hashing")
 @pytest.mark.parametrize("shift", [0.0, 0.4])
 def test_large_sets_are_hashed_to_the_asked_recall(shift: float) -> None:
     vectors = planted(LARGE, 64, shift=shift)
@@ -109,6 +135,7 @@ def test_large_sets_are_hashed_to_the_asked_recall(shift: float) -> None:
         assert float((found.cosines < 0).float().mean()) > 0.2  # antipodes are found too
 
 
+@pytest.mark.usefixtures("hashing")
 def test_expected_recall_is_the_share_found_at_the_threshold() -> None:
     """Pairs planted exactly at the threshold, with a low target so that misses can be counted."""
     g = torch.Generator().manual_seed(0)
@@ -124,19 +151,53 @@ def test_expected_recall_is_the_share_found_at_the_threshold() -> None:
 
 
 def test_a_tight_cone_or_a_low_threshold_falls_back_to_the_exact_search() -> None:
-    assert near_duplicates(planted(LARGE, 32, shift=2.0), cosine=0.95).method == "exact"
-    assert near_duplicates(planted(LARGE, 32), cosine=0.6).method == "exact"
+    assert cheapest_search(normalize(planted(9000, 64)), 0.95, 0.999, 0) is not None
+    assert cheapest_search(normalize(planted(9000, 64, shift=2.0)), 0.95, 0.999, 0) is None
+    assert cheapest_search(normalize(planted(9000, 64)), 0.6, 0.999, 0) is None
+    assert near_duplicates(planted(9000, 64, shift=2.0)).method == "exact"
 
 
+@pytest.mark.parametrize(("pool", "bits", "apart"), [(256, 10, 0.1), (512, 16, 0.05), (256, 8, 0.3)])
+def test_foreseen_recall_is_that_of_simulated_bands(pool: int, bits: int, apart: float) -> None:
+    """Bands that read one pool are not independent; treated as if they were, recall would be overstated."""
+    share = banding._separating(torch.tensor([apart], dtype=torch.float64), pool)
+    assert float(share.sum()) == pytest.approx(1, abs=1e-9)
+    bands, recall = banding._bands(share, pool, bits, 0.9)
+    g = torch.Generator().manual_seed(0)
+    separated = torch.rand(4000, pool, generator=g) < apart
+    places = torch.rand(bands, pool, generator=g).topk(bits).indices
+    found = (~separated[:, places].any(-1)).any(-1).double().mean()
+    assert recall >= 0.9
+    assert abs(float(found) - recall) < 4.5 * sqrt(0.9 * 0.1 / 4000) + 0.01
+    assert banding._bands(share, pool, bits, 0.9)[0] > 1
+    assert 1 - (1 - (1 - apart) ** bits) ** bands > recall
+
+
+@pytest.mark.usefixtures("hashing")
+@pytest.mark.parametrize(("shift", "power"), [(0.0, 0.0), (0.7, 0.0), (0.0, 0.7)])
+def test_foreseen_number_of_candidates_is_the_real_one(shift: float, power: float) -> None:
+    unit = normalize(anisotropic(LARGE, 64, shift, power))
+    search = cheapest_search(unit, 0.95, 0.99, 0)
+    assert search is not None
+    hashing = (search.pool * (64 + search.bands) + banding.KEY * search.bands) * (1 if search.mean is None else 2)
+    foreseen = (search.cost - hashing) / (banding.CANDIDATE + 64 * banding.GATHER) * LARGE
+    keys = banding._keys(unit, search, 0)
+    entries = torch.arange(keys.shape[1])
+    real = sum(len(banding._meetings(band, entries, LARGE)[0]) for band in keys)
+    assert real == pytest.approx(foreseen, rel=0.4)
+
+
+@pytest.mark.usefixtures("hashing")
 def test_crowded_buckets_are_capped_and_reported() -> None:
     vectors = planted(LARGE, 32)
     vectors[:1000] = vectors[0]
     found = near_duplicates(vectors, cosine=0.99)
-    assert found.capped >= 1000 - module.BUCKET_LIMIT
+    assert found.capped >= 1000 - banding.BUCKET_LIMIT
     assert "in crowded buckets compared with 256 neighbours" in str(found)
-    assert len(found.pairs) >= 1000 * module.BUCKET_LIMIT * 0.8
+    assert len(found.pairs) >= 1000 * banding.BUCKET_LIMIT * 0.8
 
 
+@pytest.mark.usefixtures("hashing")
 def test_zero_vectors_are_in_no_pair_and_crowd_no_bucket() -> None:
     vectors = planted(LARGE, 32)
     vectors[:1000] = 0
@@ -147,12 +208,59 @@ def test_zero_vectors_are_in_no_pair_and_crowd_no_bucket() -> None:
     assert len(near_duplicates(torch.zeros(5, 3)).pairs) == 0
 
 
+def test_nothing_but_zero_vectors() -> None:
+    vectors = torch.zeros(3000, 4)
+    assert len(near_duplicates(vectors).pairs) == 0
+    vectors[7] = 1
+    assert len(near_duplicates(vectors).pairs) == 0
+    vectors[2000] = -2
+    assert near_duplicates(vectors).pairs.tolist() == [[7, 2000]]
+    assert len(near_duplicates(torch.zeros(3000, 0)).pairs) == 0
+
+
+@pytest.mark.usefixtures("hashing")
 def test_result_is_reproducible_and_readable() -> None:
     vectors = planted(LARGE, 32)
     first, second = near_duplicates(vectors, seed=3), near_duplicates(vectors, seed=3)
     assert torch.equal(first.pairs, second.pairs)
     assert str(first).endswith(f"expected recall {first.recall:.4f} at the threshold")
     assert near_duplicates(vectors.half(), cosine=0.99).pairs.shape[1] == 2
+
+
+def test_a_set_of_copies_ends_early_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "EXACT_SIZE", 1000)
+    found = near_duplicates(torch.ones(4000, 3))
+    assert (found.method, found.capped) == ("exact", 4000)
+    assert len(found.pairs) > 4000 * banding.BUCKET_LIMIT
+    assert str(found).endswith("exact search, ended before the last 4000 vectors")
+    monkeypatch.setattr(banding, "ENTRY", 1e9)
+    found = near_duplicates(torch.ones(4000, 3))
+    assert (found.method, found.capped) == ("hashed", 4000 - banding.BUCKET_LIMIT - 1)
+    last = banding.BUCKET_LIMIT + 1
+    assert len(found.pairs) == (4000 - last) * banding.BUCKET_LIMIT + last * (last - 1) // 2
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e30, torch.float32), (1e-11, torch.float32), (1e200, torch.float64)])
+def test_scale_plays_no_part(scale: float, dtype: torch.dtype) -> None:
+    vectors = planted(1000, 16).to(dtype)
+    assert torch.equal(near_duplicates(scale * vectors).pairs, near_duplicates(vectors).pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_planted_duplicates_and_antipodes_among_200_000_vectors(shift: float) -> None:
+    """The promise: 99.9 % of them, of which a fifth lie exactly at the threshold."""
+    n, d, count = 200_000, 256, 10_000
+    g = torch.Generator().manual_seed(2)
+    cosine = (0.95 + 0.0625 * torch.rand(count, generator=g)).clamp_max(1)
+    cosine[: count // 5] = 0.9501
+    cosine[::2] *= -1
+    found = near_duplicates(with_partners(anisotropic(n, d, shift, 0.0), count, cosine))
+    assert found.method == "hashed"
+    expected = torch.stack([torch.arange(count), torch.arange(count, 2 * count)], -1)
+    codes = found.pairs[:, 0] * n + found.pairs[:, 1]
+    hit = torch.isin(expected[:, 0] * n + expected[:, 1], codes)
+    assert float(hit.double().mean()) >= 0.999
 
 
 def test_refusals() -> None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import acos, ceil, inf, log, log1p, log2, pi
+from itertools import combinations_with_replacement
+from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.banding import BUCKET_LIMIT, candidates, cheapest_search
 from gonio.geometry.norms import least_norm
 from gonio.geometry.precision import full_precision, whole, widen
-from gonio.geometry.signs import hyperplanes
 
 __all__ = ["NearDuplicates", "near_duplicates"]
 
-EXACT_SIZE = 4096  # below it the Gram matrix is as fast as any index
+EXACT_SIZE = 8192  # up to it the Gram matrix costs no more than planning a search
 BLOCK = 1024  # rows and columns of one Gram block
-MAX_BANDS = 128  # beyond it the exact search is cheaper
-MAX_BITS = 24  # keys are summed in float32, whose integers are exact to 2^24
-BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
-CENTRED = 0.2  # length of the mean direction above which vectors are centred before hashing
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
-ROW_CHUNK = 1 << 11  # vectors hashed at once
 ROUNDING = 1e-6  # of a float32 cosine
-MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class NearDuplicates:
     vectors: int
     method: Literal["exact", "hashed"]
     recall: float  # expected share of pairs at exactly the threshold that is found; pairs above fare better
-    capped: int  # vectors in buckets too large to be compared fully; 0 means none
+    capped: int  # vectors that were not compared with all candidates, because too many are alike; 0 means none
 
     def __str__(self) -> str:
         opposite = int((self.cosines < 0).sum())
@@ -54,22 +48,26 @@ class NearDuplicates:
             f"({len(self.pairs) - opposite} parallel, {opposite} opposite)"
         )
         if self.method == "exact":
-            return f"{head}; exact search"
-        capped = (
-            f", {self.capped} vectors in crowded buckets compared with {BUCKET_LIMIT} neighbours" if self.capped else ""
-        )
-        return f"{head}; sign hashing, expected recall {self.recall:.4f} at the threshold{capped}"
+            return f"{head}; exact search" + (f", ended before the last {self.capped} vectors" if self.capped else "")
+        crowds = f", {self.capped} vectors in crowded buckets compared with {BUCKET_LIMIT} neighbours"
+        expected = f"sign hashing, expected recall {self.recall:.4f} at the threshold"
+        return f"{head}; {expected}{crowds if self.capped else ''}"
 
 
-def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.995, seed: int = 0) -> NearDuplicates:
+def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
-    Small sets, and thresholds too low for hashing to pay, are searched exactly in blocks of the Gram matrix,
-    never holding it whole. Larger sets are searched by sign hashing: each of several bands of :math:`k` sign
-    bits sorts the vectors into buckets, vectors in one bucket are compared exactly. A pair at angle
-    :math:`\theta` is found with probability :math:`1 - (1 - p^k)^L`, :math:`p = 1 - \theta/\pi`; bits and bands
-    are chosen for the asked recall at the threshold. What is returned is always verified, so there are no
-    false pairs. Vectors with a common direction are centred, for hashing only.
+    Small sets, and those in which hashing would cost more, are searched exactly in blocks of the Gram matrix,
+    never holding it whole. Others are searched by sign hashing: of a pool of :math:`m` sign bits each of
+    :math:`L` bands reads :math:`k` and sorts the vectors into buckets; vectors in one bucket are compared
+    exactly, so there are no false pairs. A pair at angle :math:`\theta` is found with probability
+
+    .. math::
+        1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi),
+
+    and the cheapest :math:`m, k, L` of the asked recall at the threshold are taken, foreseen from a sample of
+    the vectors' own pairs. Vectors with a common direction are centred, for hashing only, where that is
+    cheaper. Of more than 256 copies of one vector each is compared with 256 others, which the result says.
 
     An antipode computes the same feature up to sign under odd or linear units, and another one under ReLU;
     the sign of the cosine tells which it is. Zero vectors have no direction and are in no pair.
@@ -100,16 +98,16 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     _check(vectors, cosine, recall)
     with torch.no_grad(), full_precision(vectors):
         unit = _unit(vectors.detach())
-        search = _plan(unit, cosine, recall)
+        kept = unit.any(-1).nonzero().squeeze(-1)  # zero vectors would crowd one bucket
+        unit = unit if len(kept) == len(unit) else unit[kept]
         least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
+        search = cheapest_search(unit, cosine, recall, seed) if len(unit) > EXACT_SIZE else None
         if search is None:
-            pairs, cosines = _exact(unit, least)
-            return NearDuplicates(pairs, cosines, cosine, len(unit), "exact", 1.0, 0)
-        kept = (unit.abs().amax(-1) > 0).nonzero().squeeze(-1)
-        dense = unit if len(kept) == len(unit) else unit[kept]  # zero vectors would crowd one bucket
-        candidates, capped = _candidates(dense, search, seed)
-        pairs, cosines = _verified(dense, candidates, least)
-        return NearDuplicates(kept[pairs], cosines, cosine, len(unit), "hashed", search.recall, capped)
+            pairs, cosines, capped = _exact(unit, least)
+            return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "exact", 1.0, capped)
+        codes, capped = candidates(unit, search, seed)
+        pairs, cosines = _verified(unit, codes, least)
+        return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
 
 
 def _check(vectors: Tensor, cosine: float, recall: float) -> None:
@@ -131,110 +129,41 @@ def _unit(vectors: Tensor) -> Tensor:
     """Unit rows, zero where a row is; few passes, for sets of gigabytes."""
     wide = widen(vectors)
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    unit = wide / norms.masked_fill(norms < least_norm(vectors.dtype), inf)
-    if not bool(unit.sum().isfinite()):  # infinite entries became NaN
-        raise InvalidArgumentError("near_duplicates() needs finite entries", "NaN or infinity", "Remove those rows.")
-    return unit
+    if not bool(norms.isfinite().all()):  # NaN and infinity, or squares beyond the dtype
+        if not bool(wide.isfinite().all()):
+            raise InvalidArgumentError(
+                "near_duplicates() needs finite entries", "NaN or infinity", "Remove those rows."
+            )
+        wide = wide / wide.abs().amax(-1, keepdim=True).clamp_min(1)
+        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide / norms.masked_fill(norms < least_norm(vectors.dtype), inf)
 
 
-def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor]:
-    """Blocks of the upper triangle; only hits are kept."""
+def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
+    """Blocks of the upper triangle; only hits are kept. Also how many rows were left when memory had no room."""
+    n = len(unit)
     pairs, cosines = [unit.new_zeros(0, 2, dtype=torch.long)], [unit.new_zeros(0)]
-    for i in range(0, len(unit), BLOCK):
-        for j in range(i, len(unit), BLOCK):
-            gram = unit[i : i + BLOCK] @ unit[j : j + BLOCK].mT
-            hit = (gram.abs() >= cosine).nonzero()
-            if i == j:
-                hit = hit[hit[:, 0] < hit[:, 1]]
-            pairs.append(hit + torch.tensor([i, j], device=hit.device))
-            cosines.append(gram[hit[:, 0], hit[:, 1]])
-    return _in_order(torch.cat(pairs), torch.cat(cosines), len(unit))
+    room, left = max(EXACT_SIZE**2 // 2, n * BUCKET_LIMIT), 0
+    for i, j in combinations_with_replacement(range(0, n, BLOCK), 2):
+        if room < 0:
+            left = n - i
+            break
+        gram = unit[i : i + BLOCK] @ unit[j : j + BLOCK].mT
+        # Most rows have no hit; two reductions find those that have in a quarter of the time.
+        rows = ((gram.amax(1) >= cosine) | (gram.amin(1) <= -cosine)).nonzero()
+        hit = (gram[rows[:, 0]].abs() >= cosine).nonzero()
+        hit[:, :1] = rows[hit[:, 0]]
+        if i == j:
+            hit = hit[hit[:, 0] < hit[:, 1]]
+        pairs.append(hit + hit.new_tensor([i, j]))
+        cosines.append(gram[hit[:, 0], hit[:, 1]])
+        room -= len(hit)
+    return *_in_order(torch.cat(pairs), torch.cat(cosines), n), left
 
 
 def _in_order(pairs: Tensor, cosines: Tensor, n: int) -> tuple[Tensor, Tensor]:
     order = (pairs[:, 0] * n + pairs[:, 1]).argsort()
     return pairs[order], cosines[order].clamp(-1, 1)
-
-
-@dataclass(frozen=True)
-class _Search:
-    bits: int  # per band
-    bands: int
-    recall: float
-    mean: Tensor | None  # subtracted before hashing
-
-
-def _plan(unit: Tensor, cosine: float, recall: float) -> _Search | None:
-    """Bits and bands for the asked recall, or None if the exact search is the better one."""
-    n = len(unit)
-    if n <= EXACT_SIZE:
-        return None
-    mean = unit.mean(0)
-    length = float(mean.norm())
-    centred = length > CENTRED
-    # Centring leaves differences as they are and shortens the vectors, which widens their angle.
-    seen = 1 - (1 - cosine) / (1 - length * length) if centred else cosine
-    if seen <= 0:
-        return None
-    bits = min(MAX_BITS, ceil(log2(n)) + 4)  # about n/16 occupied buckets per vector: few chance meetings
-    together = (1 - acos(seen) / pi) ** bits
-    bands = 1 if together == 1 else ceil(log(1 - recall) / log1p(-together))
-    if bands > MAX_BANDS:
-        return None
-    return _Search(bits, bands, 1 - (1 - together) ** bands, mean if centred else None)
-
-
-def _candidates(unit: Tensor, search: _Search, seed: int) -> tuple[Tensor, int]:
-    """Distinct codes i·n + j, i < j, of vectors that share a bucket; how many were in crowded buckets."""
-    n = len(unit)
-    capped = torch.zeros(n, dtype=torch.bool, device=unit.device)
-    codes: list[Tensor] = []
-    for keys in _keys(unit, search, seed):
-        found, crowded = _meetings(keys, n)
-        codes.append(found)
-        capped[crowded] = True
-        if sum(map(len, codes)) > MERGE:  # crowded buckets yield the same pairs in every band
-            codes = [torch.unique(torch.cat(codes))]
-    return torch.unique(torch.cat(codes)), int(capped.sum())
-
-
-def _keys(unit: Tensor, search: _Search, seed: int) -> Iterator[Tensor]:
-    """Integer keys of each band, (n,), or (2n,) with those of the negated vectors after those of the vectors.
-
-    Without centring a negated vector has the complementary bits, so key and complement share the smaller of
-    the two as bucket, and antipodes meet without a second copy.
-    """
-    normals = hyperplanes(unit.shape[-1], search.bits * search.bands, unit, seed)
-    powers = 2.0 ** torch.arange(search.bits, dtype=unit.dtype, device=unit.device)
-    rows = []
-    signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
-    for part in (p for vectors in signed for p in vectors.split(ROW_CHUNK)):
-        bits = (part @ normals >= 0).to(unit.dtype).unflatten(-1, (search.bands, search.bits))
-        rows.append((bits @ powers).to(torch.int32))
-    keys = torch.cat(rows).mT.contiguous()  # (bands, count)
-    if search.mean is None:
-        keys = torch.minimum(keys, (1 << search.bits) - 1 - keys)
-    return iter(keys)
-
-
-def _meetings(keys: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Codes of pairs in equal buckets, and the vectors of buckets above the limit."""
-    ordered, order = keys.sort(stable=True)  # stable: crowded buckets then yield the same pairs in every band
-    codes: list[Tensor] = []
-    for shift in range(1, min(BUCKET_LIMIT, len(keys) - 1) + 1):
-        same = (ordered[shift:] == ordered[:-shift]).nonzero().squeeze(-1)
-        if not len(same):
-            return torch.cat(codes) if codes else order[:0], order[:0]
-        codes.append(_codes(order[same], order[same + shift], n))
-    crowded = (ordered[BUCKET_LIMIT + 1 :] == ordered[: -BUCKET_LIMIT - 1]).nonzero().squeeze(-1)
-    return torch.cat(codes), order[crowded] % n
-
-
-def _codes(a: Tensor, b: Tensor, n: int) -> Tensor:
-    """i·n + j for entries of which at most one is a negated copy (index ≥ n) of another vector."""
-    useful = ((a < n) | (b < n)) & (a % n != b % n)
-    a, b = a[useful] % n, b[useful] % n
-    return torch.minimum(a, b) * n + torch.maximum(a, b)
 
 
 def _verified(unit: Tensor, codes: Tensor, cosine: float) -> tuple[Tensor, Tensor]:
