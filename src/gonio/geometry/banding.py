@@ -136,7 +136,7 @@ def candidates(unit: Tensor, search: Search, seed: int) -> tuple[Tensor, int]:
     # Copies of one vector share every bucket. Those that agree in many bands are compared once, and all
     # but the last of a crowd left out of the bands.
     together = range(min(len(keys), 62 // search.bits))
-    first, crowd = _meetings(sum(keys[k].long() << (k * search.bits) for k in together), entries, n)
+    first, crowd = _meetings(torch.stack([keys[k].long() << (k * search.bits) for k in together]).sum(0), entries, n)
     capped = torch.zeros(n, dtype=torch.bool, device=unit.device)
     capped[crowd] = True
     kept = (~capped[entries % n]).nonzero().squeeze(-1)
