@@ -629,6 +629,8 @@ VERBS += [
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
+    _verb("swap_ group norm", lambda m: S.swap_(m, gnn.to_group_norm)),
+    _verb("swap_ layer norm", lambda m: S.swap_(m, gnn.to_layer_norm, positions=(5, 5))),
     *[
         _verb(f"parametrize_ {kind.__name__}", lambda m, kind=kind: S.parametrize_(m, kind()))
         for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.WeightStandardization)

@@ -28,6 +28,7 @@ LAYERS = [
     nn.BatchNorm1d(4),
     nn.BatchNorm2d(4),
     nn.BatchNorm3d(4),
+    nn.InstanceNorm2d(4),
 ]
 REQUIRED = {"strength": 0.5, "direction_strength": 0.5, "steps": 10, "steps_per_epoch": 10}
 
@@ -45,7 +46,7 @@ def model_for(verb: str, use: str) -> nn.Sequential:
 def _arguments(layer: nn.Module) -> tuple[Any, ...]:
     if isinstance(layer, nn.Linear):
         return 6, 6
-    return (4,) if isinstance(layer, nn.modules.batchnorm._BatchNorm) else (4, 4, 3)
+    return (4,) if isinstance(layer, nn.modules.batchnorm._NormBase) else (4, 4, 3)
 
 
 @pytest.mark.parametrize(("verb", "use"), ENTRIES)
@@ -98,7 +99,8 @@ def test_the_catalogue_is_what_the_packages_export() -> None:
     assert {name.partition(".")[0] for name in catalogue("swap")} == {
         name
         for name in layers.__all__
-        if name[0].isupper() and any(m.startswith("from_") for m in dir(getattr(layers, name)))
+        if name.startswith("to_")
+        or (name[0].isupper() and any(m.startswith("from_") for m in dir(getattr(layers, name))))
     }
     for verb, module, base in (
         ("parametrize", parametrizations, parametrizations.Parametrization),

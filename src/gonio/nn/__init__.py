@@ -11,6 +11,7 @@ from gonio.nn.decoupled_conv_transpose import (
     DecoupledConvTranspose3d,
 )
 from gonio.nn.decoupled_linear import DecoupledLinear
+from gonio.nn.norm_conversion import to_batch_norm, to_group_norm, to_instance_norm, to_layer_norm
 from gonio.nn.projection import Projection, project_weights_
 from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
@@ -31,4 +32,8 @@ __all__ = [
     "convert_gradually_",
     "magnitude",
     "project_weights_",
+    "to_batch_norm",
+    "to_group_norm",
+    "to_instance_norm",
+    "to_layer_norm",
 ]

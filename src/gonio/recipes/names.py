@@ -112,12 +112,13 @@ def _initialisers() -> Iterator[Entry]:
 
 
 def _converters() -> Iterator[Entry]:
-    """`Class.from_x` for every converter."""
+    """`Class.from_x` for every converter of a class, and the functions `to_x`."""
     for name, value in _public(layers):
-        if not (isinstance(value, type) and issubclass(value, nn.Module)):
-            continue
-        for method in _own_classmethods(value, "from_"):
-            yield _converter(name, method, getattr(value, method))
+        if name.startswith("to_") and inspect.isfunction(value):
+            yield _converter(name, value)
+        elif isinstance(value, type) and issubclass(value, nn.Module):
+            for method in _own_classmethods(value, "from_"):
+                yield _converter(f"{name}.{method}", getattr(value, method))
 
 
 def _short(found: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -126,12 +127,12 @@ def _short(found: Mapping[str, Entry]) -> dict[str, Entry]:
     return {o: e for o, e in zip(owners, found.values(), strict=True) if owners.count(o) == 1}
 
 
-def _converter(class_name: str, method: str, target: Callable[..., Any]) -> Entry:
+def _converter(name: str, target: Callable[..., Any]) -> Entry:
     options = options_of(target, skip=1, objects=objects())
     first = next(iter(inspect.signature(target).parameters))
     accepts = type_hints(target).get(first, nn.Module)
     arms = getattr(accepts, "__args__", (accepts,))
-    return Entry(f"{class_name}.{method}", target, options, tuple(arm for arm in arms if isinstance(arm, type)))
+    return Entry(name, target, options, tuple(arm for arm in arms if isinstance(arm, type)))
 
 
 def _classes(namespace: ModuleType, base: type) -> Iterator[Entry]:
