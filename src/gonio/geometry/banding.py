@@ -163,9 +163,14 @@ def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     reading = torch.zeros(search.bands, search.pool).scatter_(1, places, powers).mT.to(unit)
     signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
     parts = (part for vectors in signed for part in vectors.split(ROW_CHUNK))
-    keys = torch.cat([((part @ normals >= 0).to(unit) @ reading).to(torch.int32) for part in parts])
+    keys = torch.cat([(_bits(part @ normals) @ reading).to(torch.int32) for part in parts])
     keys = keys.mT.contiguous()
     return torch.minimum(keys, (1 << search.bits) - 1 - keys) if search.mean is None else keys
+
+
+def _bits(projections: Tensor) -> Tensor:
+    """1 where a projection is ≥ 0, else 0, as numbers; over the projections."""
+    return torch.ge(projections, 0, out=projections)
 
 
 def _meetings(keys: Tensor, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from math import inf
 from typing import Literal
 
 import torch
@@ -97,9 +96,7 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     vectors = whole(vectors)
     _check(vectors, cosine, recall)
     with torch.no_grad(), full_precision(vectors):
-        unit = _unit(vectors.detach())
-        kept = unit.any(-1).nonzero().squeeze(-1)  # zero vectors would crowd one bucket
-        unit = unit if len(kept) == len(unit) else unit[kept]
+        unit, kept = _directions(vectors.detach())
         least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
         search = cheapest_search(unit, cosine, recall, seed) if len(unit) > EXACT_SIZE else None
         if search is None:
@@ -125,18 +122,17 @@ def _check(vectors: Tensor, cosine: float, recall: float) -> None:
         )
 
 
-def _unit(vectors: Tensor) -> Tensor:
-    """Unit rows, zero where a row is; few passes, for sets of gigabytes."""
+def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit rows, and which rows these are: zero rows have none. Few passes, for sets of gigabytes."""
     wide = widen(vectors)
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     if not bool(norms.isfinite().all()):  # NaN and infinity, or squares beyond the dtype
         if not bool(wide.isfinite().all()):
-            raise InvalidArgumentError(
-                "near_duplicates() needs finite entries", "NaN or infinity", "Remove those rows."
-            )
+            raise InvalidArgumentError("near_duplicates() needs finite entries", "NaN or infinity", "Remove such rows.")
         wide = wide / wide.abs().amax(-1, keepdim=True).clamp_min(1)
         norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return wide / norms.masked_fill(norms < least_norm(vectors.dtype), inf)
+    kept = (norms >= least_norm(vectors.dtype)).nonzero()[:, 0]
+    return (wide / norms if len(kept) == len(wide) else wide[kept] / norms[kept]), kept
 
 
 def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
