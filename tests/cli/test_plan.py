@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,6 @@ def test_a_model_of_the_users_own(folder: Path) -> None:
         ("scale-shift", "missing.py:make", 2, "missing.py"),
         ("scale-shift", "syntax.py:make", 3, "it raised SyntaxError"),
         ("scale-shift", "exits.py:make", 3, "it raised SystemExit"),
-        ("scale-shift", "timm:resnet18", 3, "pip install 'gonio[models]'"),
     ],
 )
 def test_bad_input_is_one_message_and_a_code(folder: Path, recipe: str, model: str, code: int, message: str) -> None:
@@ -64,3 +64,10 @@ def test_bad_input_is_one_message_and_a_code(folder: Path, recipe: str, model: s
     assert result.exit_code == code
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_a_library_that_is_not_installed_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    result = invoke("plan", "scale-shift", "--model", "timm:resnet18")
+    assert "pip install 'gonio[models]'" in result.stderr
+    assert result.exit_code == 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
 from gonio.models import resolve
 from gonio.models.user_code import code_digest
 
@@ -79,6 +79,14 @@ def test_absent_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, source:
     monkeypatch.setitem(sys.modules, source, None)
     with pytest.raises(MissingExtraError, match=rf"needs the package '{source}'.*gonio\[models\]"):
         resolve(f"{source}:resnet18")
+
+
+def test_a_library_for_another_torch_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(NotApplicableError, match="the installed torchvision cannot be imported .*nms does not exist"):
+        resolve("torchvision:resnet18")
 
 
 def test_timm_factory_maps_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

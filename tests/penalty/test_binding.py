@@ -35,7 +35,7 @@ def tensors(penalty: Penalty) -> list[str]:
         ("re:[03]", ["0.weight", "3.weight"]),
         ("type:Linear", ["5.weight"]),
         (gonio.OfType(nn.Conv2d) & ~gonio.Path("0"), ["3.weight"]),
-        (lambda path, module: getattr(module, "groups", 0) == 1, ["0.weight", "3.weight"]),
+        pytest.param(lambda path, module: getattr(module, "groups", 0) == 1, ["0.weight", "3.weight"], id="function"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
 from gonio.models.digits_cnn import digits_cnn
 from gonio.models.user_code import accepted, is_user_code, load_function
 
@@ -54,6 +54,7 @@ def resolve(spec: str) -> ModelFactory:
     Raises:
         UnknownNameError: no such model; gives the closest names.
         MissingExtraError: timm or torchvision is not installed.
+        NotApplicableError: it is installed, but cannot be imported beside this torch.
         InvalidArgumentError: a Python file or a function in it is missing.
 
     Example:
@@ -98,5 +99,12 @@ def _library(package: str, spec: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
-            raise  # installed, but something that it needs is not
+            raise _unusable(package, spec, error) from error
         raise MissingExtraError(f"the model {spec!r}", package, "models") from error
+    except Exception as error:  # installed, but for another torch: operators or symbols are missing
+        raise _unusable(package, spec, error) from error
+
+
+def _unusable(package: str, spec: str, error: Exception) -> NotApplicableError:
+    why = f"the installed {package} cannot be imported ({type(error).__name__}: {error})"
+    return NotApplicableError("a model", spec, why, f"Install a {package} that fits this torch.")
