@@ -80,7 +80,8 @@ def invoke(*words: str) -> Result:
     """The command in this process; an exception that the command line let through is raised here."""
     from gonio.cli import app
 
-    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    wide = {"COLUMNS": "100"}  # what a table shows depends on it
+    return CliRunner().invoke(app, [str(word) for word in words], env=wide, catch_exceptions=False)
 
 
 def shell(*words: str, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:

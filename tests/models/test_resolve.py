@@ -85,7 +85,7 @@ def test_a_library_for_another_torch_is_said_to_be_one(monkeypatch: pytest.Monke
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    with pytest.raises(NotApplicableError, match="the installed torchvision cannot be imported .*nms does not exist"):
+    with pytest.raises(NotApplicableError, match=r"the installed torchvision cannot be imported .*nms does not exist"):
         resolve("torchvision:resnet18")
 
 
