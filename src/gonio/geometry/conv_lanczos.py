@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
-from gonio.geometry.conv_norm import check_finite, grid_of
+from gonio.geometry.conv_norm import grid_of, largest_entry
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.precision import full_precision, whole, widen, widest
 from gonio.geometry.symbol import Taps, taps_of
@@ -20,29 +19,30 @@ __all__ = ["conv_spectral_norm_estimate"]
 # Note [Racing]
 # One Golub–Kahan step at every frequency is two real matrix products with the taps, so a few steps
 # everywhere are cheap and the symbol is never formed. Each round takes more steps at the frequencies that
-# lead. Large grids are first walked coarsely: the symbol is a trigonometric polynomial of low degree,
-# which cannot hide a peak between points that close; then the gaps around the leaders are filled in.
+# lead; the norm at the last few is computed exactly. Large grids are first walked coarsely: the symbol is a
+# trigonometric polynomial of low degree, which cannot hide a peak between points that close; then the
+# gaps around the leaders are filled in.
 COARSE = 32  # points per period of the first walk
-COARSE_ROUNDS = ((6, 48), (12, 8))  # (steps, frequencies kept)
-ROUNDS = ((6, 48), (12, 8), (24, 2))
+# Fewer steps in the first round lose the top frequency: 6 did in 3 % of 265 Gaussian kernels of 64 to 256
+# channels, by up to 6e-3; 8 and more did in none.
+FIRST, FINAL = (12, 24), (24, 4)  # (steps, frequencies kept)
 CHUNK_ENTRIES = 1 << 22
 
 
 def conv_spectral_norm_estimate(
-    weight: Tensor, size: Sequence[int], *, steps: int = 48, layout: Layout = PLAIN, seed: int = 0
+    weight: Tensor, size: Sequence[int], *, layout: Layout = PLAIN, seed: int = 0
 ) -> Tensor:
     r"""Operator norm of a convolution with circular padding on a grid, as a tight lower bound.
 
-    The same quantity as :func:`conv_spectral_norm`, several times faster for many channels: no decomposition
-    per frequency, but Golub–Kahan steps at all frequencies at once, more of them where the norm is large.
-    Above the exact value by rounding only, and on Gaussian kernels below it by less than 1e-5 relative. When
-    two frequencies lead by nearly the same amount it may take the second, and is then below by that small
-    difference. Where a guarantee is needed take :func:`conv_spectral_norm_bound`.
+    The same quantity as :func:`conv_spectral_norm`, in a third of its time for 256 channels and more: no
+    decomposition per frequency, but Golub–Kahan steps at all frequencies at once, and more of them where the
+    norm is large. The value is exact at the frequency that it settles on, which in hundreds of Gaussian
+    kernels was always the top one. Where a guarantee is needed take :func:`conv_spectral_norm`, or
+    :func:`conv_spectral_norm_bound` for every grid.
 
     Args:
         weight: of a convolution or transposed convolution.
         size: the grid of the fine side, as for :func:`conv_spectral_norm`.
-        steps: of the last round.
         layout: how the weight is stored and applied.
         seed: of the start vectors.
 
@@ -50,27 +50,32 @@ def conv_spectral_norm_estimate(
         A scalar in float32 at least, without gradient.
 
     Raises:
-        InvalidArgumentError: as :func:`conv_spectral_norm`, and for `steps` below 1.
+        InvalidArgumentError: as :func:`conv_spectral_norm`.
 
     Example:
         >>> round(gonio.geometry.conv_spectral_norm_estimate(torch.ones(1, 1, 3, 3), (8, 8)).item(), 4)
         9.0
     """
-    if steps < 1:
-        raise InvalidArgumentError("conv_spectral_norm_estimate() needs steps >= 1", f"steps={steps}", "Use 48.")
-    grid = torch.tensor(grid_of(size, layout, weight))
-    weight = whole(weight)
-    check_finite(weight)
+    weight = whole(weight.detach())
+    scale = largest_entry(weight)
     with torch.no_grad(), full_precision(weight):
-        scale = float(weight.abs().amax()) or 1.0  # products near 1, whatever unit the weights are in
-        taps = taps_of(widen(weight.detach()) / scale, layout).smaller_side()
+        taps = taps_of(widen(weight) / scale, layout).smaller_side()
+        taps = Taps(taps.matrices.contiguous(), taps.positions)  # read twice per step
+        grid = torch.tensor(grid_of(size, layout, weight, taps.reach))
         gaps = (grid // COARSE).clamp_min(1)
         points = _half_plane(grid, gaps)
         if bool((gaps > 1).any()):
-            points = _with_neighbours(_race(taps, points, grid, COARSE_ROUNDS, seed), gaps, grid)
-        points = _race(taps, points, grid, ROUNDS, seed)
-        top = _norms(taps, points, grid, steps, seed).amax() * scale
+            points = _with_neighbours(_best(taps, points, grid, FIRST, seed), gaps, grid)
+        for round_ in (FIRST, FINAL):
+            points = _best(taps, points, grid, round_, seed)
+        double = Taps(taps.matrices.to(widest(weight)), taps.positions)
+        symbol = double.symbol(_omega(points, grid).to(double.matrices))
+        top = torch.linalg.eigvalsh(symbol @ symbol.mH)[..., -1].amax().clamp_min(0).sqrt() * scale
         return top.to(widen(weight).dtype)
+
+
+def _omega(points: Tensor, grid: Tensor) -> Tensor:
+    return points.double() * (2 * torch.pi / grid.double())
 
 
 def _half_plane(grid: Tensor, gaps: Tensor) -> Tensor:
@@ -87,16 +92,16 @@ def _with_neighbours(points: Tensor, gaps: Tensor, grid: Tensor) -> Tensor:
     return torch.unique((points[:, None] + offsets).flatten(0, 1) % grid, dim=0)
 
 
-def _race(taps: Taps, points: Tensor, grid: Tensor, rounds: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    for steps, kept in rounds:
-        if len(points) > kept:
-            points = points[_norms(taps, points, grid, steps, seed).topk(kept).indices.cpu()]
-    return points
+def _best(taps: Taps, points: Tensor, grid: Tensor, round_: tuple[int, int], seed: int) -> Tensor:
+    steps, kept = round_
+    if len(points) <= kept:
+        return points
+    return points[_norms(taps, points, grid, steps, seed).topk(kept).indices.cpu()]
 
 
 def _norms(taps: Taps, points: Tensor, grid: Tensor, steps: int, seed: int) -> Tensor:
     """Largest Ritz value over the groups, at each frequency."""
-    omega = (points.double() * (2 * torch.pi / grid.double())).to(taps.matrices)
+    omega = _omega(points, grid).to(taps.matrices)
     groups, count, out, _ = taps.matrices.shape
     parts = omega.split(max(1, CHUNK_ENTRIES // (groups * count * out)))
     return torch.cat([_ritz(taps, part, min(steps, out), seed).amax(0) for part in parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from math import cos, pi, prod, sqrt
+from math import cos, isfinite, isqrt, pi, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ from gonio.geometry.views import PLAIN, Layout
 
 __all__ = ["conv_spectral_norm", "conv_spectral_norm_bound", "conv_spectral_norm_certificate"]
 
-CHUNK_ENTRIES = 1 << 23  # complex128 entries of the symbol held at once: 128 MiB
+CHUNK_ENTRIES = 1 << 23  # complex entries of the symbol held at once: 128 MiB in double precision
+MARGIN = 1e-4  # of a squared norm: what float32 may not decide, fifty times its error at 512 channels
+
+# Note [Ruling out]
+# s_max(F) < t exactly if t²I − FFᴴ has a Cholesky factor, which costs a third of the singular values. So norms
+# are computed at a few frequencies spread over the grid, and elsewhere only where the factorisation fails
+# at the largest norm found so far: about √N of N frequencies. All of that is done in float32, with a
+# margin; what it cannot tell from the largest is computed in float64.
 
 
 def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = PLAIN) -> Tensor:
@@ -26,10 +33,11 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
     .. math::
         \lVert K \rVert = \max_{\omega \in \text{grid}} s_{\max}(F(\omega)), \; F(\omega) = \sum_t W_t e^{-i \omega t}
 
-    computed in float64 from the blocks of the half of the frequencies that determines the rest. Groups
-    are independent blocks, hence their maximum. A stride is folded into channels, so strided and transposed
-    convolutions are exact too; dilation moves taps apart. The layer's own amount of padding plays no part:
-    circular padding is a shift of the periodic output.
+    the largest norm of the blocks of the half of the frequencies that determines the rest, in float64; other
+    frequencies are ruled out one by one in float32. Groups are independent blocks, hence their maximum. A
+    stride is folded into channels, so strided and transposed convolutions are exact too; dilation moves
+    taps apart. The layer's own amount of padding plays no part: circular padding is a shift of the
+    periodic output.
 
     With zero padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a
     periodic grid approaches from below; :func:`conv_spectral_norm_bound` bounds that.
@@ -56,33 +64,39 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
         [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
         https://arxiv.org/abs/1805.10408
     """
-    taps = _double_taps(weight, layout)
-    omega = frequencies(grid_of(size, layout, weight), taps.matrices)
+    taps, scale = _double_taps(weight, layout)
     small = taps.smaller_side()
-    with torch.no_grad(), full_precision(weight):
-        search = Taps(small.matrices.detach(), small.positions)
-        tops = torch.cat([_top_squares(search.symbol(part)) for part in chunks(search, omega)], -1)
-        group, index = divmod(int(tops.flatten().argmax()), len(omega))
+    omega = frequencies(grid_of(size, layout, weight, taps.reach), taps.matrices)
     with full_precision(weight):
-        return _value_at(small, group, omega[index : index + 1]).to(widen(weight).dtype)
+        with torch.no_grad():
+            detached = Taps(small.matrices.detach(), small.positions)
+            group, index = _leader(detached, omega)
+        return (_value_at(small, group, omega[index : index + 1]) * scale).to(widen(weight).dtype)
 
 
-def _double_taps(weight: Tensor, layout: Layout) -> Taps:
+def _double_taps(weight: Tensor, layout: Layout) -> tuple[Taps, float]:
+    """The taps of the weight divided by its largest entry, in float64, and that entry."""
     weight = whole(weight)
-    check_finite(weight)
-    return taps_of(weight.to(widest(weight)), layout)
+    scale = largest_entry(weight)
+    return taps_of(weight.to(widest(weight)) / scale, layout), scale
 
 
-def check_finite(weight: Tensor) -> None:
-    """Raise for NaN and infinity, which have no norm."""
-    if not bool(torch.isfinite(weight).all()):
+def largest_entry(weight: Tensor) -> float:
+    """Largest absolute entry, 1 if all are 0; raises for what has no norm."""
+    if weight.numel() == 0:
+        raise InvalidArgumentError(
+            "the norm of a convolution needs a weight with entries", f"shape {tuple(weight.shape)}", "Leave it out."
+        )
+    top = float(weight.detach().abs().amax())
+    if not isfinite(top):
         raise InvalidArgumentError(
             "the norm of a convolution needs finite entries", "NaN or infinity", "Find out which step made them."
         )
+    return top or 1.0
 
 
-def grid_of(size: Sequence[int], layout: Layout, weight: Tensor) -> tuple[int, ...]:
-    """The polyphase grid: `size` divided by the stride."""
+def grid_of(size: Sequence[int], layout: Layout, weight: Tensor, reach: Sequence[int]) -> tuple[int, ...]:
+    """The polyphase grid: `size` divided by the stride, and 1 where the symbol does not vary."""
     stride = layout.stride or (1,) * (weight.ndim - 2)
     if len(size) != len(stride) or any(n < 1 or n % s for n, s in zip(size, stride, strict=False)):
         raise InvalidArgumentError(
@@ -90,7 +104,7 @@ def grid_of(size: Sequence[int], layout: Layout, weight: Tensor) -> tuple[int, .
             f"{tuple(size)} for a weight of shape {tuple(weight.shape)}",
             "Choose for example the layer's input size, rounded up to a multiple.",
         )
-    return tuple(n // s for n, s in zip(size, stride, strict=True))
+    return tuple(n // s if r else 1 for n, s, r in zip(size, stride, reach, strict=True))
 
 
 def chunks(taps: Taps, omega: Tensor) -> Iterator[Tensor]:
@@ -99,17 +113,57 @@ def chunks(taps: Taps, omega: Tensor) -> Iterator[Tensor]:
     return iter(omega.split(max(1, CHUNK_ENTRIES // max(1, groups * out * in_))))
 
 
-def _top_squares(symbol: Tensor) -> Tensor:
-    """Largest squared singular value of each (small-side) block."""
-    return torch.linalg.eigvalsh(symbol @ symbol.mH)[..., -1]
+def _leader(taps: Taps, omega: Tensor) -> tuple[int, int]:
+    """Group and frequency of the largest norm; see Note [Ruling out]."""
+    single = Taps(taps.matrices.float(), taps.positions)
+    level, squares = 0.0, []
+    for part in chunks(single, omega.float()):
+        grams = _grams(single, part)
+        found = torch.zeros(grams.shape[:2], device=grams.device)
+        level = _fill_squares_(found, grams, level)
+        squares.append(found)
+    close = torch.cat(squares, -1) >= level * (1 - MARGIN)
+    best, group, index = -1.0, 0, 0
+    for g in close.any(-1).nonzero().squeeze(-1).tolist():
+        members = close[g].nonzero().squeeze(-1)
+        tops = torch.cat([_tops(_grams(taps.group(g), part))[0] for part in chunks(taps.group(g), omega[members])])
+        if float(tops.amax()) > best:
+            best, group, index = float(tops.amax()), g, int(members[tops.argmax()])
+    return group, index
+
+
+def _grams(taps: Taps, omega: Tensor) -> Tensor:
+    symbol = taps.symbol(omega)
+    return symbol @ symbol.mH
+
+
+def _tops(grams: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(grams)[..., -1]
+
+
+def _fill_squares_(found: Tensor, grams: Tensor, level: float) -> float:
+    """Write the squared norms of those (groups, frequencies) blocks that may exceed `level`; the new level."""
+    found, grams = found.view(-1), grams.flatten(0, 1)
+    spread = torch.zeros(len(found), dtype=torch.bool, device=found.device)
+    spread[:: max(1, isqrt(len(found)))] = True
+    found[spread] = _tops(grams[spread])
+    level = max(level, float(found.amax()))
+    rest = (~spread).nonzero().squeeze(-1)
+    slack = grams[rest].neg_()
+    slack.diagonal(dim1=-2, dim2=-1).add_(level * (1 - MARGIN))
+    above = rest[torch.linalg.cholesky_ex(slack).info > 0]
+    found[above] = _tops(grams[above])
+    return max(level, float(found.amax()))
 
 
 def _value_at(taps: Taps, group: int, omega: Tensor) -> Tensor:
     """s_max(F(ω)) of one group at one frequency, differentiable as Re(uᴴ F v)."""
-    symbol = Taps(taps.matrices[group : group + 1], taps.positions).symbol(omega)[0, 0]
+    symbol = taps.group(group).symbol(omega)[0, 0]
     with torch.no_grad():
-        u, _, vh = torch.linalg.svd(symbol, full_matrices=False)
-    return (u[:, 0].conj() @ (symbol @ vh[0].conj())).real
+        u = torch.linalg.eigh(symbol @ symbol.mH)[1][:, -1]
+        v = symbol.mH @ u
+        v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(v.dtype).tiny)
+    return (u.conj() @ (symbol @ v)).real
 
 
 def conv_spectral_norm_bound(
@@ -155,14 +209,14 @@ def conv_spectral_norm_bound(
     """
     if iterations < 0:
         raise InvalidArgumentError("Gram iteration needs iterations >= 0", f"{iterations}", "Use about 6.")
-    taps = _double_taps(weight, layout).smaller_side()
-    every = _safe_grid(taps.reach)
-    grid = every if size is None else grid_of(size, layout, weight)
+    taps, scale = _double_taps(weight, layout)
+    taps = taps.smaller_side()
+    grid = _safe_grid(taps.reach) if size is None else grid_of(size, layout, weight, taps.reach)
     raised = 1.0 if size is not None else prod(cos(pi * r / n) for r, n in zip(taps.reach, grid, strict=True)) ** -0.5
     omega = frequencies(grid, taps.matrices)
     with full_precision(weight):
         bounds = [_gram_bound(taps.symbol(part), iterations).amax() for part in chunks(taps, omega)]
-        return _rounded_up(torch.stack(bounds).amax() * raised, widen(weight).dtype)
+        return _rounded_up(torch.stack(bounds).amax() * raised * scale, widen(weight).dtype)
 
 
 def _safe_grid(reach: Sequence[int]) -> tuple[int, ...]:
@@ -220,12 +274,11 @@ def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) ->
         [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
         layers", 2019, Theorem 2. https://arxiv.org/abs/1911.10258
     """
-    taps = _double_taps(weight, layout)
-    matrices = taps.matrices
+    taps, scale = _double_taps(weight, layout)
     with full_precision(weight):
         kernel = _dense_kernel(taps)
         tops = [singular_values(m)[..., 0].amax() for m in _flattenings(kernel)]
-        bound = torch.stack(tops).amin() * sqrt(matrices.shape[1])
+        bound = torch.stack(tops).amin() * sqrt(taps.matrices.shape[1]) * scale
         return _rounded_up(bound, widen(weight).dtype)
 
 

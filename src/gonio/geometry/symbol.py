@@ -45,6 +45,10 @@ class Taps:
         flat = self.matrices.flatten(2).to(phase.dtype)  # (groups, taps, out·in)
         return (phase.mT @ flat).unflatten(-1, self.matrices.shape[2:])
 
+    def group(self, index: int) -> Taps:
+        """The taps of one group."""
+        return Taps(self.matrices[index : index + 1], self.positions)
+
     def smaller_side(self) -> Taps:
         """The taps, or their transposes (the adjoint up to a reflection), with out ≤ in."""
         out, in_ = self.matrices.shape[2:]
