@@ -46,6 +46,7 @@ def compare(differences: list[float | str | None], **options: object) -> Results
         ([9.0, 9.5, 8.0, 8.5, 9.0], "underpowered", "With 5 pairs and 1 recipe, the least possible p .* 0.062"),
         ([2.0], "underpowered", "There is one pair of runs"),
         ([None, None], "underpowered", "There is no pair of runs"),
+        ([0.25, 0.25], "underpowered", "There are two pairs of runs"),
     ],
 )
 def test_verdicts(differences: list[float | str | None], verdict: str, reason: str) -> None:

@@ -45,9 +45,10 @@ def judge(seen: Evidence) -> tuple[str, str]:
     3. *no evidence*: neither, but an effect of that size would probably have been seen.
     4. *underpowered*: such an effect could well have been missed, or these seeds cannot show any.
     """
-    if seen.n < 2 or seen.mean is None or seen.low is None or seen.high is None or seen.p_holm is None:
-        pairs = "no pair of runs" if seen.n == 0 else "one pair of runs"
-        return "underpowered", f"There is {pairs}, and a difference cannot be told from the noise of seeds."
+    # Scores are counts: two differences can be equal by chance, and their interval then has no width.
+    if seen.n < 3 or seen.mean is None or seen.low is None or seen.high is None or seen.p_holm is None:
+        pairs = ("is no pair", "is one pair", "are two pairs")[min(seen.n, 2)]
+        return "underpowered", f"There {pairs} of runs, and a difference cannot be told from the noise of seeds."
     interval = f"95 % interval {seen.low:+.2f} to {seen.high:+.2f}"
     if seen.p_holm < ALPHA and not seen.low <= 0 <= seen.high:
         return _clear(seen, seen.mean, interval)
