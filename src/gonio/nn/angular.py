@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.nn.arcsine import bounded_asin
+from gonio.nn.elementary import tanh
 from gonio.nn.pictures import draw_angular
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Sigmoid(Angular):
             raise InvalidArgumentError("Sigmoid was asked for its width k", repr(self.k), "Give a positive number.")
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
-        return torch.tanh(bounded_asin(cosine) / (2 * self.k)) / math.tanh(math.pi / (4 * self.k))
+        return tanh(bounded_asin(cosine) / (2 * self.k)) * (1 / math.tanh(math.pi / (4 * self.k)))
 
 
 @dataclass(frozen=True)

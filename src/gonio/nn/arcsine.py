@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.nn.fused import ordinary_eager
+from gonio.nn.elementary import arcsin
 
 __all__ = ["bounded_asin"]
 
@@ -32,29 +32,41 @@ def bounded_asin(cosine: Tensor) -> Tensor:
         >>> c.grad.isfinite().all().item()
         True
     """
-    if ordinary_eager():
+    if not (torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing()):
         result: Tensor = _BoundedAsin.apply(cosine)
         return result
     floor = FLOOR[cosine.dtype]
     edge = math.sqrt(1 - floor)
     beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)
     # straight lines beyond the edge for the derivative, then the exact value
-    extended = cosine.clamp(-edge, edge).asin() + beyond / math.sqrt(floor)
-    return extended + (cosine.clamp(-1, 1).asin() - extended).detach()
+    extended = arcsin(cosine.clamp(-edge, edge)) + beyond / math.sqrt(floor)
+    return extended + (arcsin(cosine.clamp(-1, 1)) - extended).detach()
 
 
 class _BoundedAsin(torch.autograd.Function):
     """One evaluation of the arcsine, which is slow on CPU, where plain operations need two."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(cosine: Tensor) -> Tensor:
-        return cosine.clamp(-1, 1).asin_()
+        return arcsin(cosine.clamp(-1, 1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (cosine,) = ctx.saved_tensors
-        return grad * (1 - cosine * cosine).clamp_min(FLOOR[cosine.dtype]).rsqrt()
+        return grad * _derivative(cosine)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        (cosine,) = ctx.saved_tensors
+        return tangent * _derivative(cosine)
+
+
+def _derivative(cosine: Tensor) -> Tensor:
+    return (1 - cosine * cosine).clamp_min(FLOOR[cosine.dtype]).rsqrt()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 from gonio.nn.angular import Angular, Cosine
-from gonio.nn.fused import multiply_with_energy, ordinary_eager, scale_
+from gonio.nn.fused import multiply_with_energy, ordinary_eager
 from gonio.nn.gradient import Gradient, scaled_gradient
 from gonio.nn.magnitude import Linear, Magnitude
-from gonio.nn.magnitude.base import Coefficients, Number
+from gonio.nn.magnitude.base import Coefficients, Number, times
 from gonio.nn.operator import Weighted, check_operator
 from gonio.nn.product import Product, wide
 from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
+from gonio.nn.scaling import scale_, scale_by_filter_
 
 __all__ = ["Decoupled"]
 
@@ -30,7 +30,8 @@ SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, tor
 
 NARROW = (torch.float16, torch.bfloat16)
 
-# The logarithm of a learned radius is kept within these bounds; the operator is constant to rounding beyond.
+# The logarithm of a learned radius counts within ±10, a factor of 22,026 either way: far beyond use, and its
+# exponential far from the ends of float16.
 LOG_RADIUS = 10.0
 
 
@@ -163,13 +164,18 @@ class Decoupled(RunningStatistics):
         return product.ungroup(out).to(x.dtype)
 
     def _times_alpha(self, y: Tensor, product: Product) -> Tensor:
-        alpha = self._coefficients(y, product).alpha
-        return y if isinstance(alpha, float) and alpha == 1.0 else y * alpha
+        return times(y, self._coefficients(y, y, product).alpha)
 
     def _combine(self, y: Tensor, norm: Tensor, x: Tensor, product: Product) -> Tensor:
         """The operator in the grouped layout, from the product and the norms of the patches."""
-        slope = self._slope(norm, x, product)
-        if isinstance(slope, Tensor) and not self._needs_product and ordinary_eager():
+        c = self._coefficients(norm, x, product)
+        in_place = not self._needs_product and ordinary_eager()
+        if in_place and self.magnitude.continuous_at_zero and c.exceeds(norm):
+            return product.group(scale_by_filter_(y, norm, c, self.magnitude, product))
+        slope = self.magnitude.slope(norm, c)
+        if not self.magnitude.continuous_at_zero:
+            slope = slope * (norm > SHORTEST[x.dtype])
+        if in_place and isinstance(slope, Tensor):
             return product.group(scale_(y, slope, product))
         out = self.angular.combine(wide(product.group(y)), norm, slope)
         if self.weighted == "linear" and not self._keeps_length:
@@ -182,35 +188,26 @@ class Decoupled(RunningStatistics):
         could_vanish = self.alpha is not None or self.beta is not None
         return could_vanish or self.blend is not None or not isinstance(self.angular, Cosine)
 
-    def _slope(self, norm: Tensor, x: Tensor, product: Product) -> Number:
-        c = self._coefficients(norm, product)
-        if self.weighted == "tanh_product":
-            lengths = product.lengths(self.weight, x).clamp_min(SHORTEST[torch.float32])
-            c = replace(c, radius=c.radius / lengths)
-        slope = self.magnitude.slope(norm, c)
-        if not self.magnitude.continuous_at_zero:
-            slope = slope * (norm > SHORTEST[x.dtype])
-        if self.weighted == "tanh_each":
-            radius = self._radius_of_filters(norm.dtype, product)
-            slope = slope * torch.tanh(product.lengths(self.weight, x) / radius)
-        return slope
-
     def _radius_of_filters(self, dtype: torch.dtype, product: Product) -> Number:
         if self.log_radius is None:
             return self.magnitude.coefficients.radius
         return product.per_filter(self.log_radius.clamp(-LOG_RADIUS, LOG_RADIUS).exp().to(dtype))
 
-    def _coefficients(self, norm: Tensor, product: Product) -> Coefficients:
+    def _coefficients(self, norm: Tensor, x: Tensor, product: Product) -> Coefficients:
         """The magnitude's numbers in force, shaped for the grouped layout; moves the running mean norm."""
         given = self.magnitude.coefficients
         alpha, beta = (
             value if learned is None else product.per_filter(learned.to(norm.dtype))
             for learned, value in ((self.alpha, given.alpha), (self.beta, given.beta))
         )
-        if self.mean_norm is None:
-            return Coefficients(alpha, beta, self._radius_of_filters(norm.dtype, product))
-        unit = product.per_group(self._unit(norm, self.mean_norm, product))
-        return Coefficients(alpha, beta, unit * self._radius_of_filters(norm.dtype, product))
+        own = radius = self._radius_of_filters(norm.dtype, product)
+        if self.mean_norm is not None:
+            radius = product.per_group(self._unit(norm, self.mean_norm, product)) * own
+        if self.weighted == "tanh_product":
+            radius = radius / product.lengths(self.weight, x).clamp_min(SHORTEST[torch.float32])
+        elif self.weighted == "tanh_each":
+            alpha = times(torch.tanh(product.lengths(self.weight, x) / own), alpha)
+        return Coefficients(alpha, beta, radius)
 
     def _unit(self, norm: Tensor, mean_norm: Tensor, product: Product) -> Tensor:
         """The mean norm by which a radius is measured: the batch's in training, else the running one."""

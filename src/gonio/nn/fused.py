@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from gonio.nn.product import Product, wide
 
-__all__ = ["multiply_with_energy", "ordinary_eager", "scale_"]
+__all__ = ["multiply_with_energy", "ordinary_eager"]
 
 
 def ordinary_eager() -> bool:
@@ -85,43 +85,3 @@ def _again(ctx: Any, by_y: Tensor | None, by_energy: Tensor | None) -> tuple[Ten
     found = iter(torch.autograd.grad(values, inputs, grads, create_graph=True, allow_unused=True))
     by_x, by_filters = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
     return by_x, by_filters
-
-
-def scale_(y: Tensor, slope: Tensor, product: Product) -> Tensor:
-    """The product times its slope, written over `y`; saves the result, not `y`, for backward."""
-    result: Tensor = _Scale.apply(y, slope, product)
-    return result
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(y: Tensor, slope: Tensor, product: Product) -> Tensor:
-        product.group(y).mul_(slope)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Product], output: Tensor) -> None:
-        _, slope, ctx.product = inputs
-        ctx.mark_dirty(output)
-        ctx.save_for_backward(output, slope)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, slope = ctx.saved_tensors
-        product = ctx.product
-        grouped = product.group(grad)
-        by_slope = None
-        temporary = None
-        if ctx.needs_input_grad[1]:
-            temporary = wide(grouped) * product.group(out)
-            total = temporary.sum_to_size(slope.shape)
-            # y is out/slope; where the slope is 0 both are, and no gradient passes
-            zero = slope == 0
-            by_slope = (total / slope.masked_fill(zero, 1)).masked_fill(zero, 0)
-        if not ctx.needs_input_grad[0]:
-            return None, by_slope, None
-        if temporary is None or torch.is_grad_enabled() or temporary is by_slope:
-            by_y = (grouped * slope).to(out.dtype)
-        else:
-            by_y = torch.mul(grouped, slope, out=temporary).to(out.dtype)
-        return product.ungroup(by_y), by_slope, None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gonio.nn.angular import Angular
 
-__all__ = ["Coefficients", "Magnitude", "Number", "larger"]
+__all__ = ["Coefficients", "Magnitude", "Number", "larger", "times"]
 
 Number = float | Tensor
 
@@ -30,6 +30,11 @@ class Coefficients:
     alpha: Number = 1.0
     beta: Number = 0.0
     radius: Number = 1.0
+
+    def exceeds(self, norm: Tensor) -> bool:
+        """Whether a value at `norm` would be larger than `norm`: coefficients differ between filters."""
+        shapes = [number.shape for number in (self.alpha, self.beta, self.radius) if isinstance(number, Tensor)]
+        return torch.broadcast_shapes(norm.shape, *shapes) != norm.shape
 
 
 class Magnitude(ABC):
@@ -88,3 +93,8 @@ def _check(owner: str, name: str, value: Any) -> None:
 def larger(norm: Tensor, radius: Number) -> Tensor:
     """The larger of a norm and a radius, which may be a number."""
     return torch.maximum(norm, radius) if isinstance(radius, Tensor) else norm.clamp_min(radius)
+
+
+def times(x: Tensor, factor: Number) -> Tensor:
+    """The product, without a pass over `x` for the number 1."""
+    return x if isinstance(factor, float) and factor == 1.0 else x * factor

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gonio.nn.magnitude.base import Coefficients, Magnitude, larger
+from gonio.nn.elementary import tanh
+from gonio.nn.magnitude.base import Coefficients, Magnitude, larger, times
 
 __all__ = ["Ball", "Sphere", "Tanh"]
 
@@ -109,7 +110,7 @@ class Tanh(Magnitude):
     bounded = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return torch.tanh(norm / c.radius) * c.alpha
+        return times(tanh(norm / c.radius), c.alpha)
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return self.value(norm, c) / norm
+        return times(tanh(norm / c.radius) / norm, c.alpha)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gonio.nn.magnitude.base import Coefficients, Magnitude, Number, larger
+from gonio.nn.magnitude.base import Coefficients, Magnitude, Number, larger, times
 
 __all__ = ["Linear", "Logarithm", "Mixed", "Segmented"]
 
@@ -110,10 +110,10 @@ class Logarithm(Magnitude):
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return torch.log1p(norm) * c.alpha
+        return times(torch.log1p(norm), c.alpha)
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return self.value(norm, c) / norm
+        return times(torch.log1p(norm) / norm, c.alpha)
 
 
 @dataclass(frozen=True)
