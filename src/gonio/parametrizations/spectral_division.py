@@ -48,7 +48,7 @@ def divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: Spec
 def _plainly_divided(
     raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float
 ) -> Tensor:
-    return raw * _factor(gains(view.matrices(raw), u, v, length)[0].amax(), norm)
+    return raw * _factor(gains(view.matrices(raw), u, v, length)[0].amax(0), norm)
 
 
 def _factor(gain: Tensor, norm: float) -> Tensor:
@@ -71,14 +71,14 @@ class _Divided(torch.autograd.Function):
         gain, left, right = gains(view.matrices(raw), u, v, length)
         # Not the buffers: a tick, or DDP's broadcast of buffers, may come between forward and backward.
         ctx.save_for_backward(raw, gain, left, right)
-        return raw * _factor(gain.amax(), norm)
+        return raw * _factor(gain.amax(0), norm)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raw, gain, left, right = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _again(raw, left, right, ctx.view, ctx.norm, grad), *[None] * 5
-        top, factor = gain.amax(), _factor(gain.amax(), ctx.norm)
+        top, factor = gain.amax(0), _factor(gain.amax(0), ctx.norm)
         share = -((grad * raw).sum() / top).masked_fill(_is_zero(top), 0)
         if len(gain) > 1:  # only the group with the largest gain feels the norm
             left = left * torch.nn.functional.one_hot(gain.argmax(), len(gain))[:, None, None]
@@ -134,4 +134,4 @@ def _norm(x: Tensor) -> float:
 def _again(raw: Tensor, left: Tensor, right: Tensor, view: SpectralView, norm: float, grad: Tensor) -> Tensor:
     """The gradient in operations that can be differentiated again."""
     shown = (left * (right @ view.matrices(raw).mT)).sum((1, 2))
-    return torch.autograd.grad(raw * _factor(shown.amax(), norm), raw, grad, create_graph=True)[0]
+    return torch.autograd.grad(raw * _factor(shown.amax(0), norm), raw, grad, create_graph=True)[0]

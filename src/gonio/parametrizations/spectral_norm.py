@@ -124,7 +124,7 @@ class SpectralNorm(Parametrization):
         """
         if self.how is None or self.u is None or self.v is None:
             raise InvalidArgumentError("sigma() reads bound vectors", "a template", "Attach it to a layer.")
-        return gains(self.how.matrices(widen(raw)), self.u, self.v, self.length)[0].amax()
+        return gains(self.how.matrices(widen(raw)), self.u, self.v, self.length)[0].amax(0)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the largest gain is `norm` within 1 %; with ``view="conv"``, at most 1 % above, and below by
