@@ -224,6 +224,43 @@ def test_conversion_of_the_odd_batch_norms() -> None:
         gnn.SwitchableNorm2d.from_batch_norm(Activated(3))
 
 
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_a_scale_or_a_shift_alone(missing: str) -> None:
+    """torch's batch norm may have one without the other."""
+    old = nn.BatchNorm2d(3)
+    for parameter in old.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    setattr(old, missing, None)
+    x = seeded(4, 3, 5, 5)
+    layer = only(gnn.SwitchableNorm2d.from_batch_norm(old), "batch")
+    torch.testing.assert_close(layer(x), old(x))
+    whole = {"weight": 1.0, "bias": 0.0}[missing]
+    found = gradients(layer(x), list(layer.parameters()))
+    layer.register_parameter(missing, nn.Parameter(torch.full((3,), whole), requires_grad=False))
+    for a, b in zip(found, gradients(layer(x), [p for p in layer.parameters() if p.requires_grad]), strict=True):
+        torch.testing.assert_close(a, b)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_several_forwards_before_one_backward(dtype: torch.dtype) -> None:
+    """Of both modes in turn, so that the buffers of one forward have moved when its gradient is taken."""
+    layer = norm(gnn.SwitchableNorm2d, 3).to(dtype)
+    x, y = seeded(4, 3, 5, 5, dtype=dtype), seeded(4, 3, 5, 5, seed=1, dtype=dtype)
+    alone = [torch.zeros_like(p) for p in layer.parameters()]
+    outputs = []
+    for training, batch in ((False, x), (True, y), (False, x), (True, x)):
+        layer.train(training)
+        twin = copy.deepcopy(layer)
+        outputs.append(layer(batch).pow(3).sum())
+        for total, grad in zip(alone, torch.autograd.grad(twin(batch).pow(3).sum(), twin.parameters()), strict=True):
+            total += grad
+    sum(outputs).backward()
+    for parameter, expected in zip(layer.parameters(), alone, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
 def test_what_the_mixture_tells() -> None:
     layer = gnn.SwitchableNorm2d(3)
     assert layer.mixture()["mean"] == pytest.approx(dict.fromkeys(module.KINDS, 1 / 3))

@@ -76,8 +76,9 @@ class SwitchableNorm(RunningStatistics):
         self.reset_running_stats()
         nn.init.ones_(self.mean_logits)
         nn.init.ones_(self.var_logits)
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @classmethod
@@ -147,15 +148,15 @@ class SwitchableNorm(RunningStatistics):
 
     def _affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
         kind = accumulator(x)
-        if self.weight is None or self.bias is None:
-            ones = torch.ones((), device=x.device, dtype=kind)
-            return ones, ones - 1
-        return self.weight.to(kind), self.bias.to(kind)
+        scale = x.new_ones((), dtype=kind) if self.weight is None else self.weight.to(kind)
+        shift = x.new_zeros((), dtype=kind) if self.bias is None else self.bias.to(kind)
+        return scale, shift
 
     def _running(self, kind: torch.dtype, *, fixed: bool) -> tuple[Tensor, Tensor] | None:
         """Batch statistics that are given: the running ones, or anything if they have no weight."""
         if fixed and self.running_mean is not None and self.running_var is not None:
-            return self.running_mean.to(kind), self.running_var.to(kind)
+            # Copies, also in the same dtype: they are saved for backward, and a later forward moves the buffers.
+            return self.running_mean.to(kind, copy=True), self.running_var.to(kind, copy=True)
         zeros = torch.zeros(self.num_features, device=self.mean_logits.device, dtype=kind)
         return None if self.use_batch else (zeros, zeros)
 
