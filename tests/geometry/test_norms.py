@@ -68,6 +68,15 @@ def test_zero_has_zero_gradient() -> None:
         assert torch.equal(x.grad, torch.zeros(3))
 
 
+def test_where_a_norm_overflows_the_direction_is_zero() -> None:
+    """As documented, and as with torch's own."""
+    x = torch.full((4,), 1e20)
+    assert safe_norm(x, 0) == float("inf")
+    assert torch.equal(normalize(x), torch.zeros(4))
+    assert torch.equal(torch.nn.functional.normalize(x, dim=0), torch.zeros(4))
+    assert normalize(x.double()).norm() == 1
+
+
 def test_normalize_keeps_dtype_and_zero() -> None:
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.bfloat16)
     unit = normalize(x)

@@ -52,6 +52,16 @@ def test_a_zero_layer_makes_everything_waste_and_stays_finite() -> None:
     assert one.grad.isfinite().all()
 
 
+def test_neither_size_nor_cancellation_spoils_the_difference() -> None:
+    """Squares of 1e25 and 1e-25 are no float32, and 1e-4 is lost beside 1e8 in it."""
+    far = [torch.full((3,), 1e25), torch.full((3,), 1e-25)]
+    assert float(least_scale(far)) == pytest.approx(6)
+    near = [torch.full((100_000,), 30.0), torch.full((100_000,), 30.0 + 2e-5)]
+    squares = [float(w.double().square().sum()) for w in near]
+    assert float(scale_imbalance(near)) == pytest.approx(sum(squares) - reference.least_scale(squares), rel=1e-3)
+    assert scale_imbalance(near).dtype == torch.float32
+
+
 def test_half_precision_does_not_overflow() -> None:
     chain = [torch.full((1000, 100), 300.0, dtype=torch.float16), torch.ones(1, dtype=torch.float16)]
     assert scale_imbalance(chain).dtype == torch.float32

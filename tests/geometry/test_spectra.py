@@ -63,6 +63,18 @@ def test_stated_error_on_ill_conditioned_matrices(decades: int) -> None:
     assert float((value - truth).abs().max()) < 1e-9
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(1e200, torch.float64), (1e-200, torch.float64), (1e30, torch.float32)])
+def test_scale_plays_no_part(scale: float, dtype: torch.dtype) -> None:
+    """The square of such a matrix is no number of its dtype."""
+    matrix = torch.randn(2, 5, 4, dtype=dtype)
+    matrix[1] *= 1e-10  # each matrix has a scale of its own
+    tolerance = close(dtype)["rtol"]
+    torch.testing.assert_close(singular_values(scale * matrix) / scale, singular_values(matrix), rtol=tolerance, atol=0)
+    torch.testing.assert_close(spectral_norm(scale * matrix) / scale, spectral_norm(matrix), rtol=tolerance, atol=0)
+    for function in (stable_rank, effective_rank, condition_number):
+        torch.testing.assert_close(function(scale * matrix), function(matrix), rtol=tolerance, atol=0)
+
+
 def test_small_singular_values_would_be_lost_in_the_gram_matrix() -> None:
     """Negative control for the change to an SVD."""
     truth = torch.logspace(0, -12, 30, dtype=torch.float64)
@@ -207,5 +219,7 @@ def test_refusals() -> None:
         stable_rank(torch.zeros(0, 3))
     with pytest.raises(InvalidArgumentError, match=r"spectral_norm\(\) needs steps >= 1; found steps=0"):
         spectral_norm(broken, steps=0)
+    with pytest.raises(InvalidArgumentError, match=r"spectral_norm\(\) needs finite entries; found 1 of 9 NaN"):
+        spectral_norm(broken)
     assert singular_values(torch.zeros(0, 3)).shape == (0,)
     assert spectral_norm(torch.zeros(0, 3)) == 0

@@ -153,6 +153,17 @@ def test_round_trip_of_any_shape(
     assert torch.equal(unview(matrices, shape, layout, view=view), weight)
 
 
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 3, 3), (3, 0, 3, 3), (3, 2, 0, 3), (3, 2, 3, 0), (3, 2, 0, 0), (0, 3), (3, 0)]
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_weights_without_entries_have_views(shape: tuple[int, ...], view: str) -> None:
+    weight = torch.zeros(shape)
+    matrices = matrix_view(weight, view=view)
+    assert matrices.ndim == 3
+    assert unview(matrices, shape, view=view).shape == weight.shape
+
+
 def test_padding_and_stride_are_kept() -> None:
     layout = layout_of(nn.Conv2d(2, 4, 3, stride=(1, 2), padding=1, dilation=2))
     assert (layout.stride, layout.padding, layout.dilation) == ((1, 2), (1, 1), (2, 2))

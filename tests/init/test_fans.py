@@ -46,6 +46,13 @@ def test_where_torch_counts_wrong() -> None:
     assert fans((4, 6, 3, 3), Layout(transposed=True)) == Fans(36.0, 54.0)
 
 
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"one stride per kernel dimension.* has 2; found stride=\(2,\)"):
+        fans((4, 4, 3, 3), Layout(stride=(2,)))
+    with pytest.raises(InvalidArgumentError, match=r"groups=3.* 3 equal parts; found shape \(4, 3\)"):
+        fans((4, 3), Layout(groups=3))
+
+
 def test_vectors_have_no_fans() -> None:
     with pytest.raises(InvalidArgumentError, match=r"at least 2 dimensions; found shape \(3,\)"):
         fans((3,))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import check_matrix, full_precision, whole, widen
+from gonio.geometry.precision import check_finite, check_matrix, full_precision, whole, widen
 from gonio.seeding import generator
 
 __all__ = ["spectral_norm"]
@@ -36,7 +36,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
         - output: () or (groups,), in float32 at least.
 
     Raises:
-        InvalidArgumentError: if `steps` is below 1, or for another rank.
+        InvalidArgumentError: if `steps` is below 1, for non-finite entries, or for another rank.
 
     Example:
         >>> round(gonio.geometry.spectral_norm(torch.diag(torch.tensor([1.0, 5.0, 2.0]))).item(), 4)
@@ -52,6 +52,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
     check_matrix(matrix, "spectral_norm")
     if steps < 1:
         raise InvalidArgumentError("spectral_norm() needs steps >= 1", f"steps={steps}", "Use 24 or 48.")
+    check_finite(matrix, "spectral_norm")
     if 0 in matrix.shape:
         return widen(matrix).new_zeros(matrix.shape[:-2])
     if matrix.ndim == 3 and matrix.shape[0] == 1:  # a batched product with one vector is slow on CPU

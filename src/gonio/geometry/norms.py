@@ -59,7 +59,8 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     r"""Unit vectors :math:`x / \lVert x \rVert`; a zero vector stays zero.
 
     The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where
-    ``F.normalize`` has one of size 1e12.
+    ``F.normalize`` has one of size 1e12. A norm beyond 1.8e19 in float32 overflows as in :func:`safe_norm`,
+    and such a vector becomes 0 as with ``F.normalize``.
 
     Args:
         x: any floating-point tensor.

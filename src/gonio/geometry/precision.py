@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["check_matrix", "full_precision", "whole", "widen", "widest"]
+__all__ = ["check_finite", "check_matrix", "full_precision", "whole", "widen", "widest"]
 
 
 def widen(x: Tensor) -> Tensor:
@@ -49,6 +49,17 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
+
+
+def check_finite(matrix: Tensor, function: str) -> None:
+    """Raise where a decomposition would fail or return noise."""
+    bad = int((~torch.isfinite(matrix)).sum())
+    if bad:
+        raise InvalidArgumentError(
+            f"{function}() needs finite entries",
+            f"{bad} of {matrix.numel()} NaN or infinite",
+            "Find out which step produced them; a spectrum cannot be had from such a weight.",
+        )
 
 
 def check_matrix(matrix: Tensor, function: str) -> None:

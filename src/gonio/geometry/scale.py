@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.precision import widen, widest
 
 __all__ = ["least_scale", "scale_imbalance"]
 
@@ -33,8 +33,8 @@ def least_scale(weights: Iterable[Tensor]) -> Tensor:
         [1] Z. Liu et al., "Improve generalization and robustness of neural networks via weight scale shifting
         invariant regularizations", 2020, §3. https://arxiv.org/abs/2008.02965
     """
-    squares = _squares(weights, "least_scale")
-    return len(squares) * _geometric_mean(squares)
+    squares, dtype = _squares(weights, "least_scale")
+    return (len(squares) * _geometric_mean(squares)).to(dtype)
 
 
 def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
@@ -66,15 +66,17 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
     References:
         [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
     """
-    squares = _squares(weights, "scale_imbalance")
-    return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp_min(0)
+    squares, dtype = _squares(weights, "scale_imbalance")
+    return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp_min(0).to(dtype)
 
 
-def _squares(weights: Iterable[Tensor], function: str) -> Tensor:
-    squares = [widen(w).square().sum() for w in weights]
-    if not squares:
+def _squares(weights: Iterable[Tensor], function: str) -> tuple[Tensor, torch.dtype]:
+    """Squared norms in float64, where they do not overflow and differences keep their digits; the result's dtype."""
+    wide = [widen(w) for w in weights]
+    if not wide:
         raise InvalidArgumentError(f"{function}() needs at least one weight", "none", "Pass the weights of a chain.")
-    return torch.stack(squares)
+    dtype = torch.float64 if any(w.dtype == torch.float64 for w in wide) else torch.float32
+    return torch.stack([w.to(widest(w)).square().sum() for w in wide]), dtype
 
 
 def _geometric_mean(squares: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import check_matrix, full_precision, whole, widen, widest
+from gonio.geometry.precision import check_finite, check_matrix, full_precision, whole, widen, widest
 
 __all__ = [
     "OrthogonalityDefect",
@@ -54,31 +54,27 @@ def singular_values(matrix: Tensor) -> Tensor:
     """
     check_matrix(matrix, "singular_values")
     matrix = whole(matrix)
-    _check_finite(matrix, "singular_values")
+    check_finite(matrix, "singular_values")
     with full_precision(matrix):
         wide = matrix.to(widest(matrix))
         if 0 in matrix.shape:
             return wide.new_zeros((*matrix.shape[:-2], min(matrix.shape[-2:])), dtype=widen(matrix).dtype)
-        eigenvalues = torch.linalg.eigvalsh(_small_gram(wide)).flip(-1)
-        if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
-            return torch.linalg.svdvals(wide).to(widen(matrix).dtype)
-        zero = eigenvalues <= 0  # only where every eigenvalue is 0, or the Gram limit would have applied
-        return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0).to(widen(matrix).dtype)
+        scale = wide.detach().abs().amax((-2, -1), keepdim=True)
+        scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 is no float64
+        return (_singular_values(wide / scale) * scale.squeeze(-1)).to(widen(matrix).dtype)
+
+
+def _singular_values(matrix: Tensor) -> Tensor:
+    eigenvalues = torch.linalg.eigvalsh(_small_gram(matrix)).flip(-1)
+    if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
+        return torch.linalg.svdvals(matrix)
+    zero = eigenvalues <= 0  # only where every eigenvalue is 0, or the Gram limit would have applied
+    return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
 def _small_gram(matrix: Tensor) -> Tensor:
     n, d = matrix.shape[-2:]
     return matrix @ matrix.mT if n <= d else matrix.mT @ matrix
-
-
-def _check_finite(matrix: Tensor, function: str) -> None:
-    bad = int((~torch.isfinite(matrix)).sum())
-    if bad:
-        raise InvalidArgumentError(
-            f"{function}() needs finite entries",
-            f"{bad} of {matrix.numel()} NaN or infinite",
-            "Find out which step produced them; a spectrum cannot be had from such a weight.",
-        )
 
 
 @dataclass(frozen=True)
@@ -102,17 +98,21 @@ class Spectrum:
     values: Tensor  # (…, min(n, d)), largest first
 
     @property
+    def _relative(self) -> Tensor:
+        """Values over the largest, whose square may overflow; 0 for a zero matrix."""
+        top = self.values[..., :1]
+        return self.values / top.masked_fill(top == 0, 1)
+
+    @property
     def stable_rank(self) -> Tensor:
         """See :func:`stable_rank`."""
-        energy = self.values.square()
-        top = energy[..., 0]
-        return energy.sum(-1) / top.masked_fill(top == 0, 1)
+        return self._relative.square().sum(-1)
 
     @property
     def effective_rank(self) -> Tensor:
         """See :func:`effective_rank`."""
-        total = self.values.sum(-1, keepdim=True)
-        share = self.values / total.masked_fill(total == 0, 1)
+        total = self._relative.sum(-1, keepdim=True)
+        share = self._relative / total.masked_fill(total == 0, 1)
         share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
         return torch.special.entr(share).sum(-1).exp() * (total.squeeze(-1) > 0)
 

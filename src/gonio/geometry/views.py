@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
-__all__ = ["Layout", "View", "layout_of", "matrix_view", "unview"]
+__all__ = ["Layout", "View", "check_shape", "layout_of", "matrix_view", "unview"]
 
 View = Literal["filters", "taps", "last_two"]
 
@@ -173,10 +173,11 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
     See also:
         :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
-    _check(weight.shape, layout, view)
+    check_shape(weight.shape, layout)
+    _check_view(view)
     if view == "last_two":
-        batch = layout.blocks if weight.ndim == 2 else prod(weight.shape[:-2])
-        return weight.reshape(batch, -1, weight.shape[-1])
+        blocks = layout.blocks if weight.ndim == 2 else 1
+        return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
     filters = _filters_first(weight, layout)  # (matrices, out, in, *kernel)
     if view == "filters":
         return filters.flatten(2)
@@ -196,7 +197,8 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         True
     """
     shape = torch.Size(shape)
-    _check(shape, layout, view)
+    check_shape(shape, layout)
+    _check_view(view)
     expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
     if tuple(matrix.shape) != expected:
         raise InvalidArgumentError(
@@ -227,11 +229,15 @@ def _rows_cols(shape: torch.Size, layout: Layout) -> tuple[int, int, torch.Size]
     return shape[0] // layout.matrices, shape[1], shape[2:]
 
 
-def _check(shape: torch.Size, layout: Layout, view: str) -> None:
+def _check_view(view: str) -> None:
     if view not in get_args(View):
         raise InvalidArgumentError(
             "view must be one of 'filters', 'taps', 'last_two'", f"{view!r}", "Choose one of them."
         )
+
+
+def check_shape(shape: Sequence[int], layout: Layout) -> None:
+    """Raise unless a weight of `shape` can be stored as `layout` says."""
     if len(shape) < 2:
         raise InvalidArgumentError(
             "a matrix view needs a weight with at least 2 dimensions",

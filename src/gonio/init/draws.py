@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 
@@ -72,6 +73,12 @@ def _custom(shape: torch.Size, distribution: Draw, generator: torch.Generator) -
 
 def check_fillable(weight: Tensor, function: str) -> None:
     """Raise where an initialiser would silently do nothing."""
+    if is_lazy(weight):
+        raise InvalidArgumentError(
+            f"{function}() writes values into a weight",
+            "the weight of a lazy layer, which has no shape yet",
+            "Run one batch through the model first.",
+        )
     if weight.is_meta:
         raise InvalidArgumentError(
             f"{function}() writes values into a weight",

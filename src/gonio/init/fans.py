@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import PLAIN, Layout
+from gonio.geometry.views import PLAIN, Layout, check_shape
 
 __all__ = ["Fans", "fans"]
 
@@ -41,7 +41,7 @@ def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
         layout: how it is stored and applied; stacked blocks count as separate matrices.
 
     Raises:
-        InvalidArgumentError: for fewer than two dimensions.
+        InvalidArgumentError: for fewer than two dimensions, or a layout that does not fit the shape.
 
     Example:
         >>> gonio.init.fans((4, 1, 3, 3), gonio.geometry.Layout(groups=4))  # depthwise
@@ -53,11 +53,13 @@ def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
         ``torch.nn.init`` takes fan_out as out · K for grouped convolutions (36 instead of 9 above), swaps
         the two for transposed convolutions, and ignores the stride and stacked blocks.
     """
-    if len(shape) < 2:
+    check_shape(shape, layout)
+    if layout.stride and len(layout.stride) != len(shape) - 2:
         raise InvalidArgumentError(
-            "fans() needs a weight with at least 2 dimensions",
-            f"shape {tuple(shape)}",
-            "Biases and scales have no fan; fill them with a constant.",
+            f"fans() needs one stride per kernel dimension, of which a weight of shape {tuple(shape)} has "
+            f"{len(shape) - 2}",
+            f"stride={layout.stride}",
+            "Take the layout from the layer with gonio.geometry.layout_of(module).",
         )
     kernel, stride = prod(shape[2:]), prod(layout.stride)
     if layout.transposed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from math import isfinite, pi, sqrt
+from math import isfinite, nan, pi, sqrt
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -112,9 +112,19 @@ def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> f
 
 def resolve_gain(gain_: Gain) -> float:
     """A number as it is; a name or a callable through :func:`gain` (rms)."""
-    if isinstance(gain_, (int, float)):
-        return float(gain_)
-    return gain(gain_)
+    if isinstance(gain_, str) or (callable(gain_) and not isinstance(gain_, Tensor)):
+        return gain(gain_)
+    try:
+        value = float(gain_)
+    except (TypeError, ValueError):
+        value = nan
+    if not isfinite(value):
+        raise InvalidArgumentError(
+            "gain is a finite number, the name of an activation or a function",
+            repr(gain_),
+            'Pass for example gain=2**0.5, gain="relu" or gain=torch.tanh.',
+        )
+    return value
 
 
 def _apply(activation: str | Activation, z: Tensor) -> Tensor:
@@ -122,6 +132,12 @@ def _apply(activation: str | Activation, z: Tensor) -> Tensor:
         if activation not in ACTIVATIONS:
             raise UnknownNameError("activation", activation, ACTIVATIONS)
         activation = ACTIVATIONS[activation]
+    if not callable(activation):
+        raise InvalidArgumentError(
+            "gain() needs the name of an activation or a function",
+            repr(activation),
+            'For example "relu" or torch.tanh.',
+        )
     if isinstance(activation, nn.Module):
         activation = copy.deepcopy(activation).to("cpu", torch.float64).eval()
     with torch.no_grad():
