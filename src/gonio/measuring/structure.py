@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 from gonio.surgery import followed_by_norm, sites
 from gonio.surgery.equivalent import evaluating
-from gonio.surgery.graph import trace
-from gonio.surgery.scales import Layer, Variable, scale_variables
+from gonio.surgery.least_scale import least_scales
+from gonio.surgery.scale_reader import scale_variables
+from gonio.surgery.scales import Variable
+from gonio.surgery.tracing import trace
+from gonio.surgery.wrapping import unwrapped
 
 __all__ = ["MovableScale", "Structure", "structure_of"]
 
@@ -63,7 +66,7 @@ class Structure:
 @torch.no_grad()
 def structure_of(model: nn.Module) -> Structure:
     """Trace the model once and read its structure; never raises because of the model."""
-    model = _unwrapped(model)
+    model = unwrapped(model)
     kinds = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
     mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, kinds)}
     why = _refusal(model)
@@ -78,17 +81,6 @@ def structure_of(model: nn.Module) -> Structure:
     return Structure(_movable(free), followed, mixtures)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model that its author wrote, without compilation and data parallelism around it."""
-    while True:
-        wrapper = {base.__name__ for base in type(model).__mro__}
-        parallel = wrapper & {"DataParallel", "DistributedDataParallel"}
-        inner = model._modules.get("_orig_mod") or (model._modules.get("module") if parallel else None)
-        if inner is None:
-            return model
-        model = inner
-
-
 def _refusal(model: nn.Module) -> str:
     parameters = list(model.parameters())
     if any(is_lazy(p) or p.is_meta for p in parameters):
@@ -98,31 +90,7 @@ def _refusal(model: nn.Module) -> str:
 
 
 def _movable(free: list[Variable]) -> MovableScale | None:
-    layers = {id(layer): layer for v in free for layer in (*v.producers, *(c for c, _ in v.consumers))}
-    before = _total(list(layers.values()))
-    if not free or not 0 < before < float("inf"):
+    placed = least_scales(free, per_channel=True, sweeps=SWEEPS, tolerance=CONVERGED)
+    if not free or not 0 < placed.before < float("inf"):
         return None
-    for _ in range(SWEEPS):
-        if max(_balance_(variable) for variable in free) < CONVERGED:
-            break
-    return MovableScale(len(layers), before, _total(list(layers.values())))
-
-
-def _total(layers: list[Layer]) -> float:
-    return float(sum(layer.squares.sum() for layer in layers))
-
-
-def _balance_(variable: Variable) -> float:
-    """Give each channel its best scale, s⁴ = used/made, on the layers' squares; the largest log step."""
-    made = torch.stack([layer.squares.sum(1) for layer in variable.producers]).sum(0)
-    used = torch.stack([_per_channel(layer, per) for layer, per in variable.consumers]).sum(0)
-    step = torch.where((made > 0) & (used > 0), (used / made).pow(0.25), 1.0)
-    for layer in variable.producers:
-        layer.squares = layer.squares * step.square().unsqueeze(1)
-    for layer, per in variable.consumers:
-        layer.squares = layer.squares / step.square().repeat_interleave(per)
-    return float(step.log().abs().max())
-
-
-def _per_channel(layer: Layer, per: int) -> Tensor:
-    return layer.squares.sum(0).view(-1, per).sum(1)
+    return MovableScale(placed.layers, placed.before, placed.after)

@@ -3,7 +3,7 @@
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.edit import Change, Edit, Edited, UndoError
-from gonio.surgery.equivalent import Deviation, equivalent
+from gonio.surgery.equivalent import Deviation, equivalent, generated_example
 from gonio.surgery.fold import fold_
 from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
@@ -43,6 +43,7 @@ __all__ = [
     "equivalent",
     "fold_",
     "followed_by_norm",
+    "generated_example",
     "init_",
     "lsuv_",
     "parametrize_",

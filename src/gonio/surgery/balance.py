@@ -10,16 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, outputs
-from gonio.surgery.graph import trace
-from gonio.surgery.scales import Layer, Variable, scale_variables
+from gonio.surgery.least_scale import Placed, least_scales
+from gonio.surgery.optimizer import check_holds
+from gonio.surgery.optimizer_state import move_state_
+from gonio.surgery.scale_reader import scale_variables
+from gonio.surgery.scales import Layer, Variable, in_all
+from gonio.surgery.tracing import trace
+from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["balance_"]
 
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to fp64 precision
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -46,20 +49,25 @@ def balance_(
     of layer l carries the product of all factors up to l.
 
     Linear, convolutional and transposed layers and the affine map of batch norms are balanced across
-    ReLU, LeakyReLU, PReLU, dropout, pooling, flattening and residual sums, found on the traced graph.
-    GELU, SiLU, softplus, ELU, concatenation and other layers pin the tensors that they touch; the
-    result's notes say which and why.
+    ReLU, LeakyReLU, PReLU, dropout, pooling, flattening and residual sums, found on the graphs that
+    `torch.fx` traces in evaluation and in training mode, called with the first arguments alone. The first
+    dimension must be the batch. GELU, SiLU, softplus, ELU, concatenation and other layers pin the tensors
+    that they touch, as do layers that run twice, share a weight, have forward hooks or compute otherwise
+    than torch's; the result's notes say which and why.
 
     Args:
         model: changed in place.
         example: an input on which the outputs before and after are compared; None to skip that.
         level: "neuron" or "layer".
-        optimizer: its momentum buffers and moments are moved along: the gradient of a weight that is
-            multiplied by s is divided by s, its square by s².
+        optimizer: what it remembers is moved along: the gradient of a weight that is multiplied by s is
+            divided by s, its square by s². The next step of Adam and its relatives then is the same step;
+            that of SGD is s² times smaller than the same step, with momentum as without.
 
     Raises:
-        NotApplicableError: if the model cannot be traced, if no scale is free to move (with the
-            reasons), or if the outputs changed by more than rounding; the model then is as before.
+        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
+            reasons), if the optimizer remembers something of unknown scale, or if the outputs changed by more
+            than rounding; the model then is as before.
+        InvalidArgumentError: for another level, or an optimizer of another model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
@@ -78,64 +86,32 @@ def balance_(
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
-    traced = trace(model)
-    if traced.graph is None:
-        raise NotApplicableError("balance_", "", f"the model cannot be traced ({traced.reason})", "Balance its parts.")
-    variables = scale_variables(traced)
+    check_holds(optimizer, model)
+    refuse_shards(model, "balance_")
+    variables = _variables(model)
     free = [variable for variable in variables if variable.free()]
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
         raise NotApplicableError("balance_", "", f"no scale is free to move: {why}", "Leave this model as it is.")
     before = outputs(model, example) if example is not None else None
-    sum_before = _sum_of_squares(free)
-    scales = _solve(free, per_channel=level == "neuron")
+    placed = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
-        for path, module, name, factor in _factors(free, scales):
+        for path, module, name, factor in _factors(free, placed.scales):
             _rescale_(edit, path, module, name, factor, optimizer)
-        _report(edit, variables, sum_before, _sum_of_squares(free))
+        _report(edit, variables, placed)
         if before is not None:
             _check(edit, before, outputs(model, example))
     return edit.done()
 
 
-def _solve(variables: list[Variable], *, per_channel: bool) -> dict[Variable, Tensor]:
-    """Coordinate descent on the layers' squared entries, which are rescaled on the way."""
-    scales = {variable: torch.ones(variable.channels, dtype=torch.float64) for variable in variables}
-    for _ in range(_SWEEPS):
-        largest = 0.0
-        for variable in variables:
-            step = _best_step(variable, per_channel=per_channel)
-            _apply_to_squares_(variable, step)
-            scales[variable] *= step
-            largest = max(largest, float(step.log().abs().max()))
-        if largest < _CONVERGED:
-            break
-    return scales
-
-
-def _best_step(variable: Variable, *, per_channel: bool) -> Tensor:
-    made = sum((layer.squares.sum(1) for layer in variable.producers), torch.zeros(variable.channels).double())
-    used = sum(
-        (layer.squares.sum(0).view(variable.channels, per).sum(1) for layer, per in variable.consumers),
-        torch.zeros(variable.channels).double(),
-    )
-    if not per_channel:
-        made, used = made.sum().expand_as(made), used.sum().expand_as(used)
-    step = (used / made).pow(0.25)
-    # a channel that is never produced or never used has no best scale: it stays
-    return torch.where((made > 0) & (used > 0), step, 1.0)
-
-
-def _apply_to_squares_(variable: Variable, step: Tensor) -> None:
-    for layer in variable.producers:
-        layer.squares = layer.squares * step.square().unsqueeze(1)
-    for layer, per in variable.consumers:
-        layer.squares = layer.squares / step.square().repeat_interleave(per)
-
-
-def _sum_of_squares(variables: list[Variable]) -> float:
-    layers = {id(layer): layer for v in variables for layer in (*v.producers, *(c for c, _ in v.consumers))}
-    return math.fsum(float(layer.squares.sum()) for layer in layers.values())
+def _variables(model: nn.Module) -> list[Variable]:
+    """Those of the graph in evaluation, free only where the graph in training agrees."""
+    graphs = [trace(model, training=mode) for mode in (False, True)]
+    failed = next((traced for traced in graphs if traced.graph is None), None)
+    if failed is not None:
+        raise NotApplicableError("balance_", "", f"the model cannot be traced ({failed.reason})", "Balance its parts.")
+    evaluation, training = map(scale_variables, graphs)
+    return in_all(evaluation, [training])
 
 
 @dataclass
@@ -163,15 +139,14 @@ def _factors(variables: list[Variable], scales: dict[Variable, Tensor]) -> Itera
 
 
 def _weight_factor(side: _Sides) -> Tensor:
-    module = side.layer.module
-    out_channels, in_channels = side.layer.squares.shape
-    rows = side.rows if side.rows is not None else torch.ones(out_channels, dtype=torch.float64)
-    if side.layer.is_norm:
+    layer, module = side.layer, side.layer.module
+    rows = side.rows if side.rows is not None else torch.ones(layer.out_channels, dtype=torch.float64)
+    if layer.is_norm:
         return rows
-    columns = side.columns if side.columns is not None else torch.ones(in_channels, dtype=torch.float64)
-    groups = int(getattr(module, "groups", 1))
+    columns = side.columns if side.columns is not None else torch.ones(layer.in_channels, dtype=torch.float64)
+    groups = layer.squares.shape[0]
     # per group: (out/g, in/g), stored as (out, in/g, …) or, transposed, as (in, out/g, …)
-    blocks = torch.stack([r.unsqueeze(1) * c for r, c in zip(rows.chunk(groups), columns.chunk(groups), strict=True)])
+    blocks = rows.view(groups, -1, 1) * columns.view(groups, 1, -1)
     if getattr(module, "transposed", False):
         blocks = blocks.transpose(1, 2)
     flat = blocks.reshape(-1, blocks.shape[-1])
@@ -187,42 +162,27 @@ def _rescale_(
     factor: Tensor,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    parameter = module._parameters[name]
-    if parameter is None:
-        return
+    parameter = module.get_parameter(name)
     factor = factor.to(parameter.device)
     edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
     if name == "weight":
         low, high = float(factor.min()), float(factor.max())
         edit.changed(path, f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}")
     if optimizer is not None:
-        _move_state_(edit, optimizer.state.get(parameter, {}), factor, parameter.shape)
+        move_state_(edit, optimizer, path, parameter, factor)
 
 
-# power of 1/factor by which each kind of optimizer state moves; shared names of torch.optim
-_STATE_POWERS = {
-    "momentum_buffer": 1,
-    "exp_avg": 1,
-    "exp_avg_sq": 2,
-    "max_exp_avg_sq": 2,
-    "square_avg": 2,
-    "sum": 2,
-}
-
-
-def _move_state_(edit: Edit, state: dict[str, Any], factor: Tensor, shape: torch.Size) -> None:
-    for name, value in state.items():
-        power = _STATE_POWERS.get(name)
-        if power is not None and isinstance(value, Tensor) and value.shape == shape:
-            edit.set_data_(value, (value.double() / factor.pow(power)).to(value.dtype))
-
-
-def _report(edit: Edit, variables: list[Variable], before: float, after: float) -> None:
-    wasted = 1 - after / before if before > 0 else 0.0
-    edit.note(f"Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted")
+def _report(edit: Edit, variables: list[Variable], placed: Placed) -> None:
+    wasted = 1 - placed.after / placed.before if placed.before > 0 else 0.0
+    edit.note(f"Σ‖W‖² of these layers {placed.before:.6g} → {placed.after:.6g}: {wasted:.1%} of it was wasted")
+    if not placed.converged:
+        edit.note("the search for the least sum has not come to rest: balance again to lower it further")
+    pinned: dict[str, list[str]] = {}
     for variable in variables:
         if variable.pinned and variable.producers:
-            edit.note(f"the output of {variable.producers[0].path} keeps its scale: {variable.pinned}")
+            pinned.setdefault(variable.pinned, []).append(variable.producers[0].path)
+    for why, paths in pinned.items():
+        edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
 
 
 def _check(edit: Edit, before: list[Tensor], after: list[Tensor]) -> None:

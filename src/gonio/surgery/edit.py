@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError
+from gonio.errors import NotApplicableError
 from gonio.surgery.site import Site
+from gonio.surgery.undo import Touched, Undo, UndoError, run_reversed
+from gonio.surgery.wrapping import is_replicated, refuse_flat_shards, refuse_shards, reshard_
 
 __all__ = ["Change", "Edit", "Edited", "UndoError"]
 
-_REGISTRIES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
-
-
-class UndoError(GonioError, RuntimeError):
-    """An edit was undone already, or a later edit stands on it."""
-
-    def __init__(self, verb: str, found: str) -> None:
-        super().__init__(f"undo_() of {verb} was asked for; {found}. Undo the latest edit first, each edit once.")
+# What verbs change on a module that stays; hooks and buffers that others register meanwhile are not ours.
+_REGISTRIES = ("_parameters", "_modules")
 
 
 @dataclass(frozen=True)
@@ -50,6 +36,10 @@ class Edit:
     the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine as
     they were.
 
+    Raises:
+        NotApplicableError: on entry for a model in FSDP 1; by the primitives that change more than
+            values for a sharded model; on exit if parameters of a model in DDP came or went.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> with Edit(model, "demo_") as edit:
@@ -66,17 +56,27 @@ class Edit:
         self.model = model
         self.verb = verb
         self._inverses: list[Callable[[], None]] = []
+        self._touched = Touched()
+        self._replicated: set[int] | None = None
         self.changes: list[Change] = []
         self._notes: list[str] = []
 
     def __enter__(self) -> Edit:
+        refuse_flat_shards(self.model, self.verb)
+        reshard_(self.model)
+        if is_replicated(self.model):
+            self._replicated = {id(p) for p in self.model.parameters()}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            _run_reversed(self._inverses)
+            run_reversed(self._inverses)
+        elif self._replicated is not None and self._replicated != {id(p) for p in self.model.parameters()}:
+            run_reversed(self._inverses)
+            why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
+            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.")
 
     def note(self, text: str) -> None:
         """Say something about the edit as a whole, for its table."""
@@ -91,10 +91,23 @@ class Edit:
         self._inverses.append(inverse)
 
     def set_data_(self, tensor: Tensor, value: Tensor) -> None:
-        """Overwrite a parameter or buffer in place; the tensor object stays the same."""
+        """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same."""
         before = tensor.detach().clone(memory_format=torch.preserve_format)
+        self._touched.values.append(tensor)
         self.on_undo(lambda: self.overwrite_(tensor, before))
         self.overwrite_(tensor, value)
+
+    def set_buffer_(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Overwrite a buffer in place; found again by its name, because `model.to()` makes new buffers."""
+        before = module.get_buffer(name).detach().clone(memory_format=torch.preserve_format)
+        self.on_undo(lambda: self.overwrite_(module.get_buffer(name), before))
+        self.overwrite_(module.get_buffer(name), value)
+
+    def set_attribute_(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute that the module has; no tensor and no module."""
+        before = vars(module)[name]
+        self.on_undo(lambda: setattr(module, name, before))
+        setattr(module, name, value)
 
     @staticmethod
     @torch.no_grad()
@@ -103,12 +116,14 @@ class Edit:
         tensor.copy_(value)
 
     def snapshot_(self, module: nn.Module) -> None:
-        """Record a module's class and what is registered on it, order included, before a change to them.
+        """Record a module's class, Parameters and children, order included, before a change to them.
 
         The values of tensors are not recorded: see :meth:`set_data_`.
         """
+        refuse_shards(self.model, self.verb)
         kind = module.__class__
         registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
+        self._touched.classes.append(module)
 
         def restore() -> None:
             module.__class__ = kind
@@ -120,15 +135,24 @@ class Edit:
         self.on_undo(restore)
 
     def replace_(self, site: Site, module: nn.Module, *, what: str) -> None:
-        """Put another module in the place of a site, under every name it has."""
+        """Put another module in the place of a site, under every name it has.
+
+        Hooks stay with the replaced module; a note says where there were any.
+        """
+        refuse_shards(self.model, self.verb)
+        old = site.module
+        if old._forward_hooks or old._forward_pre_hooks:
+            self.note(f"{site.path}: its forward hooks stayed with the replaced layer")
+        self._touched.replaced.append(old)
         for parent, name in site.owners:
-            self.on_undo(_setter(parent, name, site.module))
+            self._touched.slots.append((parent, name))
+            self.on_undo(_setter(parent, name, old))
             parent._modules[name] = module
         self.changed(site.path, what)
 
     def done(self) -> Edited:
         """The record that the verb returns."""
-        undo = _Undo(self.verb, self.model, self._inverses)
+        undo = Undo(self.verb, self.model, self._inverses, self._touched)
         return Edited(self.verb, tuple(self.changes), tuple(self._notes), undo)
 
 
@@ -145,17 +169,19 @@ class Edited:
     verb: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    _undo: _Undo = field(repr=False, compare=False)
+    _undo: Undo = field(repr=False, compare=False)
 
     def undo_(self) -> None:
         """Restore the model as it was before: same classes, same Parameter objects, same order.
 
-        Edits of one model are undone latest first, because each stands on what the earlier ones left.
-        Values that the edit overwrote come back; parameters that it only moved keep what training has
-        made of them since.
+        Edits of one model, or of parts of it, are undone latest first, because each stands on what the
+        earlier ones left. Values that the edit overwrote come back; parameters that it only moved keep
+        what training has made of them since. Where the model has been moved to another device or dtype
+        since, what comes back follows it.
 
         Raises:
-            UndoError: if it was undone before, or if a later edit of the model still is in force.
+            UndoError: if it was undone before; if a later edit still is in force; if the model was changed
+                by other means so that the old state cannot be restored. Nothing is changed then.
         """
         self._undo.run_()
 
@@ -164,37 +190,6 @@ class Edited:
         head = f"{self.verb}: {len(self.changes)} module{'s' if len(self.changes) != 1 else ''}"
         rows = [f"  {change.path or '(model)':<{width}}  {change.what}" for change in self.changes]
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
-
-
-# Edits in force by model, as numbers: the inverses hold the model, so the registry must not hold them.
-_IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
-_NUMBERS = itertools.count()
-
-
-class _Undo:
-    """The inverses of one edit, to be run once, when the edit is the latest in force on its model."""
-
-    def __init__(self, verb: str, model: nn.Module, inverses: list[Callable[[], None]]) -> None:
-        self.entry = (next(_NUMBERS), verb)
-        self._model = weakref.ref(model)
-        self._inverses = inverses
-        _IN_FORCE.setdefault(model, []).append(self.entry)
-
-    def run_(self) -> None:
-        model = self._model()
-        in_force = [] if model is None else _IN_FORCE.get(model, [])
-        _, verb = self.entry
-        if self.entry not in in_force:
-            raise UndoError(verb, "it was undone before, or its model is gone")
-        if self.entry != in_force[-1]:
-            raise UndoError(verb, f"the later edit {in_force[-1][1]} still is in force")
-        _run_reversed(self._inverses)
-        in_force.pop()
-
-
-def _run_reversed(inverses: list[Callable[[], None]]) -> None:
-    while inverses:
-        inverses.pop()()
 
 
 def _setter(parent: nn.Module, name: str, module: nn.Module) -> Callable[[], None]:

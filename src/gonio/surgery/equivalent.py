@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gonio.errors import InvalidArgumentError
+from gonio.seeding import generator
+from gonio.surgery.wrapping import run_eagerly
 
-__all__ = ["Deviation", "call", "equivalent", "evaluating"]
+__all__ = ["Deviation", "call", "equivalent", "evaluating", "generated_example"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Deviation:
         return f"largest deviation {self.absolute:.3g} ({self.relative:.3g} relative)"
 
 
-def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any) -> Deviation:
+def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -> Deviation:
     r"""Largest absolute and relative deviation of two models' outputs on the same input.
 
     .. math::
@@ -43,17 +45,85 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any) -> Devia
     Args:
         model_a: the reference.
         model_b: the model held against it.
-        example: an input tensor, a tuple of arguments or a dict of keyword arguments.
+        example: an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
+            :func:`gonio.surgery.generated_example` makes for `model_a`.
 
     Raises:
-        InvalidArgumentError: if the outputs differ in structure or shape, or are not finite.
+        InvalidArgumentError: if the outputs differ in structure or shape, or are not finite, or if no
+            example is given and none can be made.
 
     Example:
         >>> model = nn.Linear(2, 2)
         >>> gonio.equivalent(model, model, example=torch.ones(1, 2))
         Deviation(absolute=0.0, relative=0.0)
+        >>> gonio.equivalent(model, model)
+        Deviation(absolute=0.0, relative=0.0)
     """
+    if example is None:
+        example = generated_example(model_a)
     return deviation(outputs(model_a, example), outputs(model_b, example))
+
+
+def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any:
+    r"""An input that the model takes: standard normal numbers, or indices for an embedding.
+
+    The first layer with weights says how many channels or features it reads; sizes of images, signals and
+    sequences are tried from small to large, after the `input_size` that a timm model declares. What is
+    returned has run through the model in evaluation mode once.
+
+    Args:
+        model: not changed.
+        batch: samples.
+        seed: of the numbers.
+
+    Raises:
+        InvalidArgumentError: if nothing that was tried runs: models of several inputs need an example of yours.
+
+    Example:
+        >>> gonio.surgery.generated_example(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())).shape
+        torch.Size([2, 3, 8, 8])
+    """
+    random = generator(seed, "example")
+    reason = "it has no layer that says what it reads"
+    for shape, indices in _candidates(model, batch):
+        reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+        if indices:
+            example = torch.randint(indices, shape, generator=random).to(reference.device)
+        else:
+            example = torch.randn(shape, generator=random).to(reference)
+        try:
+            outputs(model, example)
+        except Exception as error:  # a size that a model does not take can raise anything at all
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        return example
+    raise InvalidArgumentError("an example was to be made for the model", reason, "Pass example= yourself.")
+
+
+_SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
+
+
+def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(shape, number of indices or 0) in the order in which they are tried."""
+    declared = getattr(model, "pretrained_cfg", None) or {}
+    for key in ("test_input_size", "input_size"):
+        if isinstance(declared, Mapping) and declared.get(key):
+            yield (batch, *declared[key]), 0
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            dims = module.weight.dim() - 2
+            yield from (((batch, module.in_channels, *[size] * dims), 0) for size in _SIZES)
+            return
+        if isinstance(module, nn.Linear):
+            yield from (((batch, *rest, module.in_features), 0) for rest in ((), (8,)))
+            return
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield (batch, 8), module.num_embeddings
+            return
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            width = module.input_size if isinstance(module, nn.RNNBase) else module.embed_dim
+            yield (batch, 8, width), 0
+            return
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
@@ -94,11 +164,12 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; every module's own mode afterwards."""
+    """Evaluation mode inside the block, compiled parts run eagerly; every module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with run_eagerly(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training

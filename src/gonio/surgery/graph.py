@@ -1,36 +1,18 @@
 """What follows each layer, read off the traced graph.
 
 `torch.fx` traces most convolutional networks and fails on data-dependent control flow. Callers must
-work without a graph: every function here returns what is known and :func:`trace` says why nothing is.
+work without a graph: every function here returns what is known, and `trace` says why nothing is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from torch import fx, nn
 
-__all__ = ["Traced", "activation_after", "followed_by_norm", "trace"]
+from gonio.surgery.kinds import WEIGHTED, is_norm, norm_tail
+from gonio.surgery.tracing import Traced, called_function, trace
 
-WEIGHTED = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-_TORCH_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+__all__ = ["activation_after", "followed_by_norm"]
+
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),
     "leaky_relu": (nn.LeakyReLU,),
@@ -69,61 +51,6 @@ _TRANSPARENT_FUNCTIONS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A model's graph, or the reason why there is none.
-
-    Attributes:
-        graph: the `torch.fx` graph, or None.
-        reason: why tracing failed; empty if it did not.
-    """
-
-    model: nn.Module
-    graph: fx.Graph | None
-    reason: str = ""
-
-    def calls(self) -> Iterator[tuple[str, nn.Module, fx.Node]]:
-        """Every call of a module: its path, the module and the node."""
-        if self.graph is None:
-            return
-        for node in self.graph.nodes:
-            if node.op == "call_module":
-                yield str(node.target), self.model.get_submodule(str(node.target)), node
-
-
-class _Tracer(fx.Tracer):
-    """Stops at every layer that carries weights or belongs to torch or to gonio."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        return type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, WEIGHTED) or is_norm(m)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether the module normalises its input, so that the scale of what feeds it does not matter.
-
-    Known by torch's base classes, and by `Norm` in the class name for everybody else's.
-    """
-    if isinstance(module, _TORCH_NORMS):
-        return True
-    return not module._modules and any("Norm" in base.__name__ for base in type(module).__mro__)
-
-
-def trace(model: nn.Module) -> Traced:
-    """Trace a model symbolically; never raises because of the model.
-
-    Example:
-        >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
-        ''
-    """
-    try:
-        graph = _Tracer().trace(model)
-    except Exception as error:  # user code under a tracer can raise anything at all
-        return Traced(model, None, f"{type(error).__name__}: {error}".split("\n")[0])
-    return Traced(model, graph)
-
-
 def followed_by_norm(model: nn.Module) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
@@ -135,13 +62,10 @@ def followed_by_norm(model: nn.Module) -> dict[str, str]:
         {'0': '1'}
     """
     traced = trace(model)
-    found: dict[str, str] = {}
-    for path, module, node in traced.calls():
-        if isinstance(module, WEIGHTED):
-            norms = [_first_norm(user, traced) for user in node.users]
-            if norms and all(norms):
-                found[path] = str(norms[0])
-    return found
+    met: dict[str, list[str | None]] = {}
+    for path, node in _weighted(traced):
+        met.setdefault(path, []).extend(_first_norm(user, traced) for user in node.users)
+    return {path: norms[0] for path, norms in met.items() if norms and norms[0] and all(norms)}
 
 
 def activation_after(model: nn.Module) -> dict[str, str]:
@@ -155,18 +79,20 @@ def activation_after(model: nn.Module) -> dict[str, str]:
         {'0': 'gelu', '3': 'linear'}
     """
     traced = trace(model)
-    found: dict[str, str] = {}
-    for path, module, node in traced.calls():
-        if isinstance(module, WEIGHTED):
-            met = {_first_activation(user, traced) for user in node.users}
-            if len(met) == 1 and (name := met.pop()) is not None:
-                found[path] = name
-    return found
+    met: dict[str, set[str | None]] = {}
+    for path, node in _weighted(traced):
+        met.setdefault(path, set()).update(_first_activation(user, traced) for user in node.users)
+    return {path: name for path, names in met.items() if len(names) == 1 and (name := next(iter(names))) is not None}
+
+
+def _weighted(traced: Traced) -> list[tuple[str, fx.Node]]:
+    """Every call of a weighted layer; one that runs twice counts with both."""
+    return [(path, node) for path, module, node in traced.calls() if isinstance(module, WEIGHTED)]
 
 
 def _first_norm(node: fx.Node, traced: Traced) -> str | None:
     while True:
-        module = _module_of(node, traced)
+        module = traced.called(node)
         if module is not None and is_norm(module):
             return str(node.target)
         if not _transparent(node, module) or len(node.users) != 1:
@@ -176,25 +102,27 @@ def _first_norm(node: fx.Node, traced: Traced) -> str | None:
 
 def _first_activation(node: fx.Node, traced: Traced) -> str | None:
     while True:
-        module = _module_of(node, traced)
+        module = traced.called(node)
         name = _activation_name(node, module)
         if name is not None:
             return name
         if node.op == "output" or (module is not None and isinstance(module, WEIGHTED)):
             return "linear"
-        looked_through = _transparent(node, module) or (module is not None and is_norm(module))
+        looked_through = _transparent(node, module) or (module is not None and _only_normalises(module))
         if not looked_through or len(node.users) != 1:
             return None
         node = next(iter(node.users))
 
 
-def _module_of(node: fx.Node, traced: Traced) -> nn.Module | None:
-    return traced.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+def _only_normalises(module: nn.Module) -> bool:
+    """A norm without children: one with an activation inside that is not known ends the search."""
+    return is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
 
 
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
     if module is not None:
-        return next((name for name, types in _ACTIVATIONS.items() if isinstance(module, types)), None)
+        candidates = [module, *norm_tail(module)]
+        return next((n for m in candidates for n, types in _ACTIVATIONS.items() if isinstance(m, types)), None)
     called = called_function(node).removesuffix("_")
     return called if called in _ACTIVATIONS else None
 
@@ -203,10 +131,3 @@ def _transparent(node: fx.Node, module: nn.Module | None) -> bool:
     if module is not None:
         return isinstance(module, _TRANSPARENT_MODULES)
     return called_function(node) in _TRANSPARENT_FUNCTIONS
-
-
-def called_function(node: fx.Node) -> str:
-    """The name of the function or method that a node calls; empty for anything else."""
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

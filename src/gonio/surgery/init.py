@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
-from gonio.parametrizations.base import parametrization_of
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
@@ -23,27 +22,39 @@ __all__ = ["init_"]
 
 
 def init_(
-    model: nn.Module, function: Callable[..., Tensor], *, where: Where = None, seed: int = 0, **options: Any
+    model: nn.Module,
+    function: Callable[..., Tensor],
+    *,
+    where: Where = None,
+    tensor: str = "weight",
+    seed: int = 0,
+    **options: Any,
 ) -> Edited:
-    r"""Initialise the `weight` of every chosen layer in place; biases stay as they are.
+    r"""Initialise a weight of every chosen layer in place; biases stay as they are.
 
     Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
     that two models which share a layer's path start with the same weight there, whatever else
     differs. If the function takes a `gain` and none is given, the gain of the activation that follows
     the layer is used, found by tracing the model; where that is not possible the function's own default
-    stands, and the result says so.
+    stands, and the result says so. The padding row of an embedding stays as it is.
+
+    Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
+    projections of ``nn.MultiheadAttention``, each of which is drawn as a matrix of its own, or
+    `"weight_hh_l0"` for an LSTM. The result names those that a call for `"weight"` leaves as they are.
 
     Args:
         model: changed in place.
         function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the
             weight in place. A tied weight is initialised once, by its first path.
-        where: which layers; None for all that have a weight matrix.
+        where: which layers; None for all that have such a weight matrix.
+        tensor: the name of the tensor.
         seed: of the generators.
         options: go to the function, e.g. `gain="relu"`.
 
     Raises:
-        NoMatchError: if `where` selects no layer with a weight matrix.
+        NoMatchError: if `where` selects no layer with such a weight matrix.
         InvalidArgumentError: for an option that the function does not take.
+        NotApplicableError: if the function gives values that are not finite.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -57,49 +68,84 @@ def init_(
         >>> edited.undo_()
     """
     _check_options(function, options)
-    found = select(model, where, verb="init_", can_act=_cannot_initialise)
-    gains = _gains(model, function, options)
+    found = select(model, where, verb="init_", can_act=lambda module: _cannot_initialise(module, tensor))
+    gains = _gains(model, function, options) if tensor == "weight" else None
     with Edit(model, "init_") as edit:
         if gains is not None and any(site.path not in gains for site in found):
             edit.note("the function's own gain where the following activation is not known")
         done: set[int] = set()
         for site in found:
-            weight: Tensor = site.module.weight  # type: ignore[assignment]
-            if id(weight) in done:
-                edit.changed(site.path, "tied: initialised above")
-                continue
-            done.add(id(weight))
             own = {**options, "gain": gains[site.path]} if gains is not None and site.path in gains else options
-            edit.set_data_(weight, _fresh(site, weight, function, seed, own))
-            edit.changed(site.path, f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})")
+            _init_one_(edit, site, tensor, done, function, seed, own)
+        if where is None and tensor == "weight":
+            _note_other_matrices(edit)
     return edit.done()
 
 
-def _fresh(site: Site, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]) -> Tensor:
+def _init_one_(
+    edit: Edit,
+    site: Site,
+    tensor: str,
+    done: set[int],
+    function: Callable[..., Tensor],
+    seed: int,
+    options: dict[str, Any],
+) -> None:
+    weight = site.module.get_parameter(tensor)
+    if id(weight) in done:
+        edit.changed(site.path, "tied: initialised above")
+        return
+    done.add(id(weight))
+    edit.set_data_(weight, _fresh(site, tensor, weight, function, seed, options))
+    said = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in options.items())})"
+    edit.changed(site.path, said if tensor == "weight" else f"{tensor}: {said}")
+
+
+def _fresh(
+    site: Site, tensor: str, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]
+) -> Tensor:
     """A new value for the weight, drawn beside it, so that a failure leaves the weight as it was."""
     value = torch.empty_like(weight, requires_grad=False)
-    random = generator(seed, "init", site.path)  # of the CPU: the same weights on every device
-    function(value, layout=layout_of(site.module), generator=random, **options)
+    names = (site.path,) if tensor == "weight" else (site.path, tensor)
+    random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
+    function(value, layout=layout_of(site.module, tensor), generator=random, **options)
+    padding = getattr(site.module, "padding_idx", None)
+    if padding is not None:
+        value[padding] = weight.detach()[padding]
     if not torch.isfinite(value).all():
         raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")
     return value
 
 
-def _cannot_initialise(module: nn.Module) -> str | None:
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() < 2:
-        return "it has no weight matrix"
-    if parametrization_of(module, "weight") is not None:
-        return "its weight is parametrized; initialise first"
+def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
+    weight = module._parameters.get(tensor)
+    if weight is None:
+        computed = isinstance(getattr(module, tensor, None), Tensor)
+        return "its weight is computed; initialise before that" if computed else f"it has no parameter {tensor!r}"
     if isinstance(weight, UninitializedParameter):
         return "it is lazy; run one batch first"
+    if getattr(module, tensor) is not weight:
+        return "its weight is parametrized; initialise first"
+    if weight.dim() < 2:
+        return "it has no weight matrix"
     if weight.is_meta:
         return "its weight is on the meta device; materialise the model first"
     try:
-        layout_of(module)
+        layout_of(module, tensor)
     except NotApplicableError:
         return "its weight is not a stack of filters"
     return None
+
+
+def _note_other_matrices(edit: Edit) -> None:
+    """Name the matrices of attention and recurrent layers, which have names of their own."""
+    kept: dict[str, list[str]] = {}
+    for module in edit.model.modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
+            names = [n for n in module._parameters if n != "weight" and _cannot_initialise(module, n) is None]
+            kept.setdefault(type(module).__name__, names)
+    for kind, names in kept.items():
+        edit.note(f"{', '.join(names)} of {kind} layers stay as they are: initialise them with tensor=")
 
 
 def _gains(model: nn.Module, function: Callable[..., Tensor], options: dict[str, Any]) -> dict[str, str] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
 from gonio.errors import InvalidArgumentError, NotApplicableError
@@ -46,7 +47,8 @@ def lsuv_(
     Args:
         model: changed in place.
         batch: an input tensor, a tuple of arguments or a dict of keyword arguments.
-        where: which layers; None for all linear and convolutional ones.
+        where: which layers; None for all linear and convolutional ones. A weight that several layers
+            share is scaled once, by the first of them that runs.
         function: draws the weights first; None keeps them and only scales.
         tolerance: of the standard deviation.
         max_steps: per layer. A layer that has not converged by then, or whose output is constant, is
@@ -77,7 +79,12 @@ def lsuv_(
         for site in found:
             if site not in ordered:
                 edit.note(f"{site.path} did not run on the batch: left as it was")
+        scaled: set[int] = set()
         for site in ordered:
+            if id(site.module.weight) in scaled:
+                edit.changed(site.path, "tied: scaled above")
+                continue
+            scaled.add(id(site.module.weight))
             _scale_one_(edit, site, batch, function, tolerance, max_steps, seed)
     return edit.done()
 
@@ -149,5 +156,7 @@ def _cannot_scale(module: nn.Module) -> str | None:
     if not isinstance(module, WEIGHTED) or isinstance(module, nn.Bilinear):
         return "it is not a linear or convolutional layer"
     if "weight" not in module._parameters or module._parameters["weight"] is not module.weight:
-        return "its weight is parametrized; initialise first"
+        return "its weight is computed by a parametrization; initialise first"
+    if isinstance(module.weight, UninitializedParameter):
+        return "it is lazy; run one batch first"
     return None

@@ -11,7 +11,17 @@ from torch import nn
 from gonio.errors import InvalidArgumentError
 from gonio.surgery.edit import Edit
 
-__all__ = ["follow_parameters_"]
+__all__ = ["check_holds", "follow_parameters_", "note_added"]
+
+
+def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raise unless the optimizer holds parameters of the model.
+
+    Raises:
+        InvalidArgumentError: for an optimizer of another model.
+    """
+    if optimizer is not None and not _held(optimizer) & {id(p) for p in model.parameters()}:
+        raise _holds_none()
 
 
 def follow_parameters_(
@@ -22,12 +32,17 @@ def follow_parameters_(
 ) -> None:
     """Give new parameters to the optimizer, in the group of the layer's old ones, and take gone ones out.
 
-    State of the parameters that stay is untouched. Undoing the edit restores groups and state.
+    A Parameter that the model still uses elsewhere is not gone, and one that the optimizer has already is
+    not new. State of the parameters that stay is untouched. Undoing the edit restores groups and state.
     """
-    kept = {id(p) for p in before} & {id(p) for p in after}
-    added = [p for p in after if id(p) not in kept]
-    gone = {id(p) for p in before} - kept
-    group = _group_of(optimizer, before)
+    held = _held(optimizer)
+    used = {id(p) for p in edit.model.parameters()}
+    added = [p for p in dict.fromkeys(after) if id(p) not in held and not any(p is b for b in before)]
+    gone = {id(p) for p in before} - used
+    trained = any(id(p) in held for p in before) or any(p.requires_grad for p in added)
+    if not (added or gone) or not trained:  # nothing came or went, or all of the layer is frozen
+        return
+    group = _group_of(optimizer, before, used)
     edit.on_undo(_restorer(optimizer))
     for each in optimizer.param_groups:
         each["params"] = [p for p in each["params"] if id(p) not in gone]
@@ -37,12 +52,28 @@ def follow_parameters_(
     group["params"].extend(added)
 
 
-def _group_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    wanted = {id(p) for p in parameters}
+def note_added(edit: Edit, before: set[int]) -> None:
+    """Say how many parameters the model has that it had not; an optimizer does not find them by itself."""
+    count = sum(id(p) not in before for p in edit.model.parameters())
+    if count:
+        edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _group_of(optimizer: torch.optim.Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:
+    """The group of the layer's parameters; of any of the model's for a layer that had none."""
+    wanted = {id(p) for p in layer} or model
     for group in optimizer.param_groups:
         if any(id(p) in wanted for p in group["params"]):
             return group
-    raise InvalidArgumentError(
+    raise _holds_none()
+
+
+def _holds_none() -> InvalidArgumentError:
+    return InvalidArgumentError(
         "optimizer= must hold the parameters of the layers that change",
         "an optimizer that holds none of them",
         "Pass the optimizer built from this model's parameters.",
@@ -58,7 +89,7 @@ def _restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             group["params"] = before
         for parameter, value in state.items():
             optimizer.state.setdefault(parameter, value)
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = _held(optimizer)
         for parameter in [p for p in optimizer.state if id(p) not in known]:
             del optimizer.state[parameter]
 

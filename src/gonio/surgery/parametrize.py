@@ -6,12 +6,13 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.base import Parametrization, attach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import follow_parameters_
+from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
 from gonio.surgery.site import Site, select, sites
 from gonio.surgery.where import Where
 
@@ -28,6 +29,9 @@ def parametrize_(
 ) -> Edited:
     """Compute a tensor of every chosen layer from its trained parameter by a parametrization.
 
+    Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
+    projections of ``nn.MultiheadAttention``, each of which is a matrix of its own, `"weight_hh_l0"` for an LSTM.
+
     The Parameter object stays where it is, under its own name and in its place among the layer's
     parameters, so that an optimizer built before stays valid. A parametrization that adds parameters
     (a weight norm's gain) needs `optimizer=` if the optimizer exists already.
@@ -42,7 +46,9 @@ def parametrize_(
     Raises:
         NoMatchError: if `where` selects no layer with such a tensor.
         AlreadyAppliedError: if the tensor of a selected layer is parametrized already.
-        NotApplicableError: if a selected layer shares the tensor with one that is not selected.
+        NotApplicableError: if a selected layer shares the tensor with one that is not selected; if the model
+            is sharded, or replicated and gets other parameters.
+        InvalidArgumentError: if `optimizer` is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -59,12 +65,16 @@ def parametrize_(
         if there is not None:
             raise AlreadyAppliedError("parametrize_", site.path, f"{type(there).__name__} on {tensor!r}")
     _check_ties(model, found, tensor)
+    check_holds(optimizer, model)
     shared: dict[int, Parametrization] = {}
+    present = {id(p) for p in model.parameters()}
     with Edit(model, "parametrize_") as edit:
         for site in found:
             raw = site.module._parameters[tensor]
             one = shared.setdefault(id(raw), copy.deepcopy(template))
             _parametrize_one_(edit, site, one, tensor, optimizer)
+        if optimizer is None:
+            note_added(edit, present)
     return edit.done()
 
 
@@ -86,7 +96,7 @@ def _parametrize_one_(
     if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
         edit.on_undo(lambda: edit.overwrite_(raw, value))
     edit.changed(site.path, f"{tensor} = {parametrization}")
-    if optimizer is not None and len(list(module.parameters())) != len(before):
+    if optimizer is not None:
         follow_parameters_(edit, optimizer, before, list(module.parameters()))
 
 
@@ -94,6 +104,8 @@ def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
     raw = module._parameters.get(tensor)
     if not isinstance(raw, Tensor):
         return f"it has no parameter {tensor!r}"
+    if isinstance(raw, UninitializedParameter):
+        return "it is lazy; run one batch first"
     if raw.dim() < 2:
         return f"its {tensor} is not a matrix"
     try:

@@ -9,11 +9,9 @@ from torch import nn
 
 from gonio.errors import NoMatchError
 from gonio.surgery.where import Where, as_selector
+from gonio.surgery.wrapping import adds_no_name
 
 __all__ = ["Site", "select", "sites"]
-
-# Wrappers put these in front of or inside every path; users write paths of the model they wrote.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,9 @@ def _edges(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
 
 
 def _join(path: str, name: str, parent: nn.Module) -> str:
-    if name in _WRAPPERS or (name == "module" and _is_parallel_wrapper(parent)):
+    if adds_no_name(parent, name):
         return path
     return f"{path}.{name}" if path else name
-
-
-def _is_parallel_wrapper(module: nn.Module) -> bool:
-    names = {base.__name__ for base in type(module).__mro__}
-    return bool(names & {"DataParallel", "DistributedDataParallel", "AveragedModel"})
 
 
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gonio.errors import AlreadyAppliedError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.surgery.bypass import bypassed, call_children_, note_other_references
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import follow_parameters_
+from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
 from gonio.surgery.site import Site, select
-from gonio.surgery.where import Where
+from gonio.surgery.where import Where, as_selector
+from gonio.surgery.wrapping import calls_what_it_was_made_from
 
 __all__ = ["swap_"]
 
@@ -34,6 +36,11 @@ def swap_(
     module that occurs under several names is converted once and replaced under each of them. Forward
     hooks of the replaced layers stay with the replaced layers; the result says where there were any.
 
+    Some layers of torch read the weights of their children instead of calling them. The output
+    projection of ``nn.MultiheadAttention`` is always read: it is left out, and the result says so (use
+    :func:`gonio.parametrize_` there). ``nn.TransformerEncoderLayer`` does so on its fast path in
+    evaluation, which is switched off for a layer whose parts are replaced.
+
     Args:
         model: changed in place.
         factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which
@@ -45,7 +52,11 @@ def swap_(
     Raises:
         NoMatchError: if `where` selects no layer that the factory takes.
         AlreadyAppliedError: if a selected layer already is what the factory makes.
-        NotApplicableError: if the model itself is selected; it cannot be replaced in place.
+        NotApplicableError: if the model itself is selected, or the module that a compiled wrapper was made
+            from, because neither can be replaced in place; if a selected layer contains another one and
+            the factory drops it; if the model is sharded, or replicated and gets other parameters.
+        InvalidArgumentError: if the factory makes something else than a module, or `optimizer` is not of
+            this model.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -53,37 +64,81 @@ def swap_(
         >>> print(edited)
         swap_: 1 module
           1  BatchNorm2d → SwitchableNorm2d
+          note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
         >>> edited.undo_()
         >>> type(model[1]).__name__
         'BatchNorm2d'
     """
-    accepted = _accepted(factory)
-    found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=lambda module: _refuse(module, accepted))
-    target = getattr(factory, "__self__", None)
-    for site in found:
-        if isinstance(target, type) and isinstance(site.module, target):
-            raise AlreadyAppliedError("swap_", site.path, f"a {type(site.module).__name__}")
-        if not site.owners:
-            raise NotApplicableError(
-                "swap_",
-                "",
-                "it selects the model itself",
-                "Wrap the model in nn.Sequential, or swap its layers.",
-            )
+    check_holds(optimizer, model)
+    found, read = _found(model, factory, where)
+    before = {id(p) for p in model.parameters()}
     with Edit(model, "swap_") as edit:
         for site in found:
-            _swap_one_(edit, site, factory(site.module, **options), optimizer)
+            _swap_one_(edit, site, _made(factory, site, options), optimizer)
+        _check_reachable(edit, found)
+        call_children_(edit, found)
+        note_other_references(edit, found)
+        for site in read:
+            edit.note(f"{site.path} stays: its parent reads its weight and does not call it")
+        if optimizer is None:
+            note_added(edit, before)
     return edit.done()
+
+
+def _found(model: nn.Module, factory: Callable[..., nn.Module], where: Where) -> tuple[list[Site], list[Site]]:
+    """The sites that are replaced, and those that are left out because their parents do not call them."""
+    accepted, verb = _accepted(factory), f"swap_ to {_name(factory)}"
+    everything = select(model, where, verb=verb, can_act=lambda module: _refuse(module, accepted))
+    target = getattr(factory, "__self__", None)
+    for site in everything:
+        if isinstance(target, type) and isinstance(site.module, target):
+            raise AlreadyAppliedError("swap_", site.path, f"a {type(site.module).__name__}")
+        _check_replaceable(site)
+    found = [site for site in everything if not bypassed(site)]
+    read = [site for site in everything if bypassed(site)]
+    if not found:
+        refused = [f"{site.path} (its parent reads its weight and does not call it)" for site in read]
+        raise NoMatchError(verb, str(as_selector(where)), [], refused=refused)
+    return found, read
+
+
+def _check_replaceable(site: Site) -> None:
+    if not site.path and not any(calls_what_it_was_made_from(parent) for parent, _ in site.owners):
+        do = "Wrap the model in nn.Sequential, or swap its layers."
+        raise NotApplicableError("swap_", site.path, "it selects the model itself", do)
+    for parent, _ in site.owners:
+        if calls_what_it_was_made_from(parent):
+            why = f"the {type(parent).__name__} around it would go on calling it"
+            raise NotApplicableError("swap_", site.path, why, "Swap it before you compile it.")
+
+
+def _made(factory: Callable[..., nn.Module], site: Site, options: dict[str, Any]) -> nn.Module:
+    new: Any = factory(site.module, **options)
+    if not isinstance(new, nn.Module):
+        found = f"a {type(new).__name__} for {site.path!r}"
+        raise InvalidArgumentError(f"swap_ needs a factory that makes modules ({_name(factory)})", found, "Return one.")
+    made: nn.Module = new
+    return made
 
 
 def _swap_one_(edit: Edit, site: Site, new: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     old = site.module
-    new.train(old.training)
+    kept = {id(module) for module in old.modules()}  # a factory may put the old layer into the new one
+    for module in new.modules():
+        if id(module) not in kept:
+            module.training = old.training
     edit.replace_(site, new, what=f"{type(old).__name__} → {type(new).__name__}")
-    if old._forward_hooks or old._forward_pre_hooks:
-        edit.note(f"{site.path}: its forward hooks stayed with the replaced layer")
     if optimizer is not None:
         follow_parameters_(edit, optimizer, list(old.parameters()), list(new.parameters()))
+
+
+def _check_reachable(edit: Edit, found: list[Site]) -> None:
+    """Every new layer is in the model, unless a selected layer around it was replaced by one without it."""
+    here = {id(module) for module in edit.model.modules()}
+    for site in found:
+        if not any(id(parent) in here for parent, _ in site.owners):
+            why = "a selected layer around it was replaced by one that does not contain it"
+            raise NotApplicableError("swap_", site.path, why, "Select the one or the other.")
 
 
 def _accepted(factory: Callable[..., nn.Module]) -> type[nn.Module] | tuple[type[nn.Module], ...]:

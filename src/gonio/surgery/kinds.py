@@ -1,0 +1,85 @@
+"""What a layer is, judged by what it computes and not by its name alone.
+
+A subclass of a torch layer may compute anything: a convolution that standardises its weight, a batch norm
+with an activation inside. What is concluded from torch's formula holds only where torch's forward runs.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["WEIGHTED", "computes_as", "computes_plainly", "is_batch_norm", "is_norm", "norm_tail"]
+
+WEIGHTED = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_BATCH_NORMS = (nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TORCH_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+# Batch norms of timm that drop and bend their own output; known by name, so that timm need not be there.
+_NORMS_WITH_ACTIVATION = frozenset({"BatchNormAct2d", "SyncBatchNormAct"})
+_TAIL = ("drop", "act")
+
+
+def computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the module is of one of these classes and runs that class's own forward.
+
+    Example:
+        >>> from gonio.surgery.kinds import computes_as
+        >>> class Halved(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) / 2
+        >>> computes_as(nn.Linear(2, 2), (nn.Linear,)), computes_as(Halved(2, 2), (nn.Linear,))
+        (True, False)
+    """
+    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+    if kind is None or "forward" in vars(module):
+        return False
+    methods = ("forward", "_conv_forward")
+    return all(getattr(type(module), method, None) is getattr(kind, method, None) for method in methods)
+
+
+def computes_plainly(module: nn.Module) -> bool:
+    """Whether the module applies its own Parameter `weight`, and a bias, as torch's layer of its kind does."""
+    own = module._parameters.get("weight")
+    return own is not None and own is getattr(module, "weight", None) and computes_as(module, WEIGHTED)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether the module is a batch norm whose formula is known: torch's, then perhaps :func:`norm_tail`."""
+    return computes_as(module, _BATCH_NORMS) or _has_tail(module)
+
+
+def norm_tail(norm: nn.Module) -> list[nn.Module]:
+    """What a batch norm applies to its normalised input in the end; empty for torch's own."""
+    return [norm._modules[name] for name in _TAIL] if _has_tail(norm) else []  # type: ignore[misc]
+
+
+def _has_tail(module: nn.Module) -> bool:
+    return type(module).__name__ in _NORMS_WITH_ACTIVATION and set(module._modules) == set(_TAIL)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module normalises its input, so that the scale of what feeds it does not matter.
+
+    Known by torch's base classes, and by `Norm` in the class name for everybody else's. Frozen norms are
+    fixed affine maps.
+    """
+    names = [base.__name__ for base in type(module).__mro__]
+    if any("Frozen" in name for name in names):
+        return False
+    if isinstance(module, _TORCH_NORMS):
+        return True
+    return not module._modules and any("Norm" in name for name in names)

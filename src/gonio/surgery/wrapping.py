@@ -1,0 +1,103 @@
+"""What torch.compile, data parallelism and sharding put around or into a model.
+
+The order that always works is: edit, build the optimizer, then compile, replicate or shard. An edit that
+comes later works where it can be right, and is refused where it cannot:
+
+* compiled: edits inside act, and the next call compiles anew; the verbs run the model eagerly themselves.
+* replicated (DDP): the parameters are fixed when it is wrapped; an edit may change values and what is
+  computed, but may not add or remove parameters.
+* sharded (FSDP 2): values can be set (`init_`, `lsuv_`, `calibrate_`); everything else is refused.
+* sharded (FSDP 1): parameters are slices of one flat tensor; every edit is refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from gonio.errors import NotApplicableError
+
+__all__ = [
+    "adds_no_name",
+    "calls_what_it_was_made_from",
+    "is_replicated",
+    "is_sharded",
+    "refuse_flat_shards",
+    "refuse_shards",
+    "reshard_",
+    "run_eagerly",
+    "unwrapped",
+]
+
+_CONTENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {base.__name__ for base in type(module).__mro__}
+
+
+def adds_no_name(parent: nn.Module, name: str) -> bool:
+    """Whether `name` is what a wrapper calls the model in it: users write paths of the model they wrote."""
+    return name in _CONTENT or (name == "module" and bool(_class_names(parent) & _PARALLEL))
+
+
+def calls_what_it_was_made_from(module: nn.Module) -> bool:
+    """Whether a wrapper keeps the module itself in hand, so that putting another in its place has no effect."""
+    return "OptimizedModule" in _class_names(module)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that its author wrote, without compilation, parallelism and averaging around it.
+
+    Example:
+        >>> from gonio.surgery.wrapping import unwrapped
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> unwrapped(nn.DataParallel(model)) is model
+        True
+    """
+    while True:
+        inner = next((child for name, child in model._modules.items() if adds_no_name(model, name)), None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel is around the model or a part of it."""
+    return any("DistributedDataParallel" in _class_names(module) for module in model.modules())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is one process's part of a larger tensor."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def reshard_(model: nn.Module) -> None:
+    """Put the shards of FSDP 2 back in place: after a forward the whole tensors may still be there instead."""
+    for module in model.modules():
+        if "FSDPModule" in _class_names(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def refuse_flat_shards(model: nn.Module, verb: str) -> None:
+    """Raise for a model in FSDP 1."""
+    if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
+        why = "its parameters are slices of one flat tensor (FSDP 1)"
+        raise NotApplicableError(verb, "", why, "Edit the model before it is sharded.")
+
+
+def refuse_shards(model: nn.Module, verb: str) -> None:
+    """Raise where whole tensors are needed and the model has shards."""
+    if is_sharded(model):
+        raise NotApplicableError(verb, "", "its parameters are sharded", "Edit the model before it is sharded.")
+
+
+def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, compiled modules run as they were written: hooks fire, and nothing is compiled for a probe."""
+    if not any(calls_what_it_was_made_from(m) or m._compiled_call_impl is not None for m in model.modules()):
+        return nullcontext()  # to ask for a stance imports the compiler
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
