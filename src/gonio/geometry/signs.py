@@ -53,6 +53,10 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
     the share of differing bits estimates :math:`\theta/\pi` with standard deviation
     :math:`\sqrt{p(1-p)/\text{bits}}`. A bit is set where the projection is ≥ 0, also for the zero vector.
 
+    Hashes are for finding candidates and for storing directions in few bytes. They do not pay for *estimating*
+    angles: 512 bits are off by 4° (root mean square), a matrix product of the unit vectors in bfloat16, which
+    takes about as long as comparing the hashes of all pairs, by 0.007°.
+
     Args:
         vectors: one per row.
         bits: number of hyperplanes.
@@ -72,6 +76,9 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
         >>> bits = gonio.geometry.sign_hash(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 4096)
         >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
         0.5
+
+    See also:
+        :func:`near_duplicates`, which looks for candidates by such bits; :func:`angles`, exact.
     """
     check_matrix(vectors, "sign_hash")
     if bits < 1:
