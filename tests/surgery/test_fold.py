@@ -147,5 +147,5 @@ def test_a_model_that_cannot_be_traced_still_folds_its_parametrizations_and_says
     model = Loop().double()
     gonio.parametrize_(model, P.Sphere())
     text = str(fold_(model, example=X))
-    assert "normalisation layers stay: the model cannot be traced" in text
+    assert "norm stays: the model cannot be traced" in text
     assert type(model.conv) is nn.Conv2d

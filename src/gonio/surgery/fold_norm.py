@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 from gonio.surgery.edit import Edit
-from gonio.surgery.graph import WEIGHTED, Traced, trace
+from gonio.surgery.kinds import computes_plainly, is_batch_norm, norm_tail
 from gonio.surgery.site import Site, sites
+from gonio.surgery.tracing import Traced, trace
 
 __all__ = ["fold_norms_"]
 
@@ -25,42 +26,76 @@ class _Pair:
     norm: Site
 
 
-def fold_norms_(edit: Edit, chosen: set[int]) -> None:
-    """Fold every chosen norm with fixed statistics whose input is the whole output of one plain layer."""
-    if not any(_is_fixed_norm(module) and id(module) in chosen for module in edit.model.modules()):
-        return
-    traced = trace(edit.model)
+def fold_norms_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
+    """Fold every chosen norm with fixed statistics whose input is the whole output of one plain layer.
+
+    Returns:
+        The batch and switchable norms among the chosen that stay, by path, and why.
+    """
+    norms = {id(site.module): site for site in chosen if _is_candidate(site.module)}
+    if not norms:
+        return {}
+    traced = trace(edit.model, training=False)
     if traced.graph is None:
-        edit.note(f"normalisation layers stay: the model cannot be traced ({traced.reason})")
-        return
-    for pair in _pairs(traced, chosen):
+        return {site.path: f"the model cannot be traced ({traced.reason})" for site in norms.values()}
+    pairs, stay = _pairs(traced, norms)
+    for pair in pairs:
         _fold_one_(edit, pair)
+    return stay
 
 
-def _pairs(traced: Traced, chosen: set[int]) -> list[_Pair]:
+def _pairs(traced: Traced, norms: dict[int, Site]) -> tuple[list[_Pair], dict[str, str]]:
     by_module = {id(site.module): site for site in sites(traced.model)}
-    calls = Counter(id(module) for _, module, _ in traced.calls())
-    owners = Counter(id(p) for m in traced.model.modules() for p in m._parameters.values() if p is not None)
-    found = []
+    graph = _Graph(traced)
+    pairs, stay = [], {site.path: "it does not run" for site in norms.values()}
     for _, module, node in traced.calls():
-        if not (_is_fixed_norm(module) and id(module) in chosen and by_module[id(module)].owners):
+        if id(module) not in norms:
             continue
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        if source is None or source.op != "call_module" or len(source.users) != 1:
-            continue
-        layer = traced.model.get_submodule(str(source.target))
-        tied = any(owners[id(p)] > 1 for p in layer.parameters(recurse=False))
-        once = calls[id(layer)] == 1 and calls[id(module)] == 1
-        if _is_plain(layer) and once and not tied:
-            found.append(_Pair(by_module[id(layer)], by_module[id(module)]))
-    return found
+        norm, source = norms[id(module)], graph.source(node)
+        why = graph.refusal(norm, source)
+        if why is None and source is not None:
+            pairs.append(_Pair(by_module[id(source)], norm))
+            del stay[norm.path]
+        else:
+            stay[norm.path] = str(why)
+    return pairs, stay
+
+
+class _Graph:
+    """What must be known of a graph to fold a norm into what feeds it."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.calls = Counter(id(module) for _, module, _ in traced.calls())
+        parameters = (p for m in traced.model.modules() for p in m._parameters.values() if p is not None)
+        self.owners = Counter(map(id, parameters))
+
+    def source(self, norm: fx.Node) -> nn.Module | None:
+        """The layer whose output a norm reads, if nothing else reads it."""
+        feeds = norm.all_input_nodes
+        return self.traced.called(feeds[0]) if len(feeds) == 1 and len(feeds[0].users) == 1 else None
+
+    def refusal(self, norm: Site, source: nn.Module | None) -> str | None:
+        """Why a norm cannot be folded; None if it can."""
+        why = _not_fixed(norm.module)
+        if why is not None:
+            return why
+        if source is None or not computes_plainly(source) or isinstance(source, nn.Bilinear):
+            return "what feeds it is no linear or convolutional layer of torch that feeds it alone"
+        if self.calls[id(source)] > 1 or self.calls[id(norm.module)] > 1:
+            return "it or the layer before it runs more than once"
+        if any(self.owners[id(p)] > 1 for p in source.parameters(recurse=False)):
+            return "the layer before it shares its weight"
+        if any(m._forward_hooks or m._forward_pre_hooks for m in (source, norm.module)):
+            return "it or the layer before it has forward hooks"
+        return None if norm.owners else "it is the model itself"
 
 
 def _fold_one_(edit: Edit, pair: _Pair) -> None:
     layer, norm = pair.layer.module, pair.norm.module
     scale, shift = _affine(norm)
     layout = layout_of(layer)
-    weight: Tensor = layer.weight  # type: ignore[assignment]
+    weight = layer.get_parameter("weight")
     rows = matrix_view(weight.detach().double(), layout)
     scaled = rows * scale.view(rows.shape[0], -1, 1)
     edit.set_data_(weight, unview(scaled, weight.shape, layout).to(weight.dtype))
@@ -72,9 +107,15 @@ def _fold_one_(edit: Edit, pair: _Pair) -> None:
         layer.register_parameter("bias", nn.Parameter(new_bias, requires_grad=weight.requires_grad))
     else:
         edit.set_data_(bias, new_bias)
-    identity = nn.Identity()
-    identity.train(norm.training)
-    edit.replace_(pair.norm, identity, what=f"{type(norm).__name__} folded into {pair.layer.path}")
+    edit.replace_(pair.norm, _rest_of(norm), what=f"{type(norm).__name__} folded into {pair.layer.path}")
+
+
+def _rest_of(norm: nn.Module) -> nn.Module:
+    """What a norm does after normalising: nothing, or its activation."""
+    tail = [part for part in norm_tail(norm) if not isinstance(part, nn.Identity)]
+    rest = nn.Identity() if not tail else tail[0] if len(tail) == 1 else nn.Sequential(*tail)
+    rest.training = norm.training
+    return rest
 
 
 def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -87,13 +128,14 @@ def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     return scale, shift
 
 
-def _is_fixed_norm(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return module.running_mean is not None
-    return isinstance(module, _SWITCHABLE) and module.is_batch_only()
+def _is_candidate(module: nn.Module) -> bool:
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, *_SWITCHABLE))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    if not isinstance(module, WEIGHTED) or isinstance(module, nn.Bilinear):
-        return False
-    return module._parameters.get("weight") is module.weight and not type(module).__module__.startswith("gonio.")
+def _not_fixed(norm: nn.Module) -> str | None:
+    """Why the norm is not a fixed affine map in evaluation; None if it is."""
+    if isinstance(norm, _SWITCHABLE):
+        return None if norm.is_batch_only() else "its mixture is not batch statistics alone"
+    if not isinstance(norm._buffers.get("running_mean"), Tensor):
+        return "it keeps no running statistics"
+    return None if is_batch_norm(norm) else f"{type(norm).__name__} computes something else than a batch norm"

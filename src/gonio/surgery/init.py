@@ -15,10 +15,12 @@ from gonio.geometry.views import layout_of
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
-from gonio.surgery.site import Site, select
-from gonio.surgery.where import Where
+from gonio.surgery.site import Site, select, sites
+from gonio.surgery.where import Where, as_selector
 
 __all__ = ["init_"]
+
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 
 
 def init_(
@@ -77,6 +79,7 @@ def init_(
         for site in found:
             own = {**options, "gain": gains[site.path]} if gains is not None and site.path in gains else options
             _init_one_(edit, site, tensor, done, function, seed, own)
+        _note_left_out(edit, where, tensor)
         if where is None and tensor == "weight":
             _note_other_matrices(edit)
     return edit.done()
@@ -135,6 +138,16 @@ def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
     except NotApplicableError:
         return "its weight is not a stack of filters"
     return None
+
+
+def _note_left_out(edit: Edit, where: Where, tensor: str) -> None:
+    """Name the selected layers that have such a weight and keep it; containers match globs all the time."""
+    selector = as_selector(where)
+    for site in sites(edit.model):
+        if isinstance(site.module, _LAYERS) and site.matches(selector):
+            why = _cannot_initialise(site.module, tensor)
+            if why is not None and tensor == "weight":
+                edit.note(f"{site.path} stays as it is: {why}")
 
 
 def _note_other_matrices(edit: Edit) -> None:
