@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from catalog import seeded
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio import nn as gnn
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.measuring import measure
 from gonio.surgery import calibrate_
-from tolerances import close
+from tolerances import close, exact
 
 BATCHES = [seeded(8, 3, 4, 4, seed=1), 3 + 2 * seeded(4, 3, 4, 4, seed=2), seeded(2, 3, 4, 4, seed=3)]
 
@@ -30,6 +32,16 @@ def test_mean_is_the_average_of_the_batches_variances_weighted_by_their_size():
     n = torch.tensor([rows(batch).shape[1] for batch in BATCHES]).double()
     each = torch.stack([rows(batch).var(1) for batch in BATCHES])
     torch.testing.assert_close(model[0].running_var.double(), (n / n.sum()) @ each, rtol=1e-6, atol=0)
+
+
+def test_a_mean_far_above_the_spread_costs_no_digits():
+    """Sums of squares about 0 would leave two digits of the variance of the batches' means."""
+    batches = [(1e7 + 1e-3 * (k + seeded(8, 3, 4, 4, seed=k, dtype=torch.float64))) for k in range(3)]
+    model = nn.Sequential(nn.BatchNorm2d(3)).double()
+    calibrate_(model, batches)
+    everything = torch.cat([rows(batch) for batch in batches], 1) - 1e7
+    torch.testing.assert_close(model[0].running_var, everything.var(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(model[0].running_mean - 1e7, everything.mean(1), rtol=0, atol=1e-8)
 
 
 def test_one_batch_then_eval_equals_training_mode_up_to_the_unbiased_factor():
@@ -58,6 +70,123 @@ def test_undo_modes_and_counters():
     assert model[0].num_batches_tracked == 0
     edited.undo_()
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_batch_average_of_a_switchable_norm(dims):
+    """Evaluation on one batch equals training on it; several batches give their hand-written average."""
+    batches = [(k + (1 + k) * seeded(n, 3, *[4] * dims, seed=k)).double() for k, n in enumerate((8, 4, 2))]
+    norm = getattr(gnn, f"SwitchableNorm{dims}d")(3).double()
+    with torch.no_grad():
+        norm.mean_logits.copy_(torch.tensor([0.2, -0.4, 1.0]))
+    model = nn.Sequential(norm)
+    expected = model(batches[0])
+    calibrate_(model, batches[:1])
+    torch.testing.assert_close(model.eval()(batches[0]), expected, **close(torch.float32))  # buffers are float32
+
+    n = torch.tensor([rows(batch).shape[1] for batch in batches]).double()
+    share = n / n.sum()
+    means = torch.stack([rows(batch).mean(1) for batch in batches])
+    variances = torch.stack([rows(batch).var(1, correction=0) for batch in batches])
+    for variance in ("mean", "total"):
+        calibrate_(model, batches, variance=variance)
+        spread = share @ (means - share @ means).square() if variance == "total" else 0
+        torch.testing.assert_close(norm.running_mean.double(), share @ means, **exact(torch.float32))
+        torch.testing.assert_close(norm.running_var.double(), share @ variances + spread, **exact(torch.float32))
+
+
+def test_equal_batches_average_as_the_published_code_meant_to():
+    """A plain mean over batches of one size, divided by their number, which the code leaves out."""
+    batches = [3 + seeded(4, 3, 5, 5, seed=k) for k in range(50)]
+    model = nn.Sequential(gnn.SwitchableNorm2d(3))
+    calibrate_(model, batches, variance="mean")
+    torch.testing.assert_close(model[0].running_mean, torch.stack([b.mean((0, 2, 3)) for b in batches]).mean(0))
+    each = torch.stack([b.var((0, 2, 3), correction=0) for b in batches])
+    torch.testing.assert_close(model[0].running_var, each.mean(0))
+    assert float(model.eval()(batches[0]).detach().std()) == pytest.approx(1, abs=0.05)
+
+
+def test_the_batches_of_an_instance_norm_are_its_samples():
+    x = torch.arange(1.0, 5)[:, None, None, None] * (1 + seeded(4, 3, 5, 5))
+    torchs = nn.InstanceNorm2d(3, track_running_stats=True, momentum=1.0)
+    torchs(x)
+    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
+    calibrate_(model, [x[:1], x[1:]], variance="mean")
+    torch.testing.assert_close(model[0].running_mean, torchs.running_mean)
+    torch.testing.assert_close(model[0].running_var, torchs.running_var)
+    expected = {name: value.clone() for name, value in model[0].named_buffers()}
+    calibrate_(model, list(x), variance="mean")  # one sample each, without the dimension of the batch
+    for name, value in model[0].named_buffers():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_a_switchable_norm_after_a_convolution_sees_what_it_saw_in_training():
+    model = nn.Sequential(gnn.SwitchableNorm2d(3), nn.Conv2d(3, 4, 3), gnn.SwitchableNorm2d(4)).double()
+    x = BATCHES[0].double()
+    expected = model(x)
+    calibrate_(model, [x])
+    torch.testing.assert_close(model.eval()(x), expected, **close(torch.float32))
+
+
+def test_one_batch_with_nan_is_found_and_repaired():
+    """It stays in running statistics for ever; measuring says where, calibrating replaces them."""
+    for norm in (nn.BatchNorm2d(3), gnn.SwitchableNorm2d(3)):
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), norm)
+        spoilt = BATCHES[0].clone()
+        spoilt[2, 1, 0, 0] = float("nan")
+        for batch in (BATCHES[0], spoilt, *BATCHES):
+            model(batch)
+        assert {("G001", "1.running_mean"), ("G001", "1.running_var")} <= {
+            (finding.code, finding.path) for finding in measure(model).findings
+        }
+        calibrate_(model, BATCHES)
+        assert measure(model).findings == ()
+        assert bool(model.eval()(BATCHES[0]).isfinite().all())
+        with pytest.raises(NotApplicableError, match="its statistics are not finite"):
+            calibrate_(model, [spoilt])
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(input=x)
+
+
+def test_a_layer_may_get_its_input_by_name():
+    model = Keyword()
+    calibrate_(model, BATCHES)
+    assert not torch.equal(model.norm.running_mean, torch.zeros(3))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile()", "DataParallel"])
+def test_wrapped_models_are_calibrated_as_the_plain_one(how):
+    expected = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())
+    calibrate_(expected, BATCHES)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())
+    wrapped = model
+    if how == "torch.compile":
+        wrapped = torch.compile(model, backend="eager")
+    elif how == "compile()":
+        model.compile(backend="eager")
+    else:
+        wrapped = nn.DataParallel(model)
+    with torch.no_grad():
+        wrapped.eval()(BATCHES[0])  # compiled before the hooks are set
+    calibrate_(wrapped, BATCHES)
+    torch.testing.assert_close(model[0].running_mean, expected[0].running_mean)
+    torch.testing.assert_close(model[0].running_var, expected[0].running_var)
+
+
+def test_empty_batches_count_nothing():
+    model, expected = nn.Sequential(gnn.SwitchableNorm2d(3)), nn.Sequential(gnn.SwitchableNorm2d(3))
+    calibrate_(model, [BATCHES[0], BATCHES[1][:0]])
+    calibrate_(expected, BATCHES[:1])
+    assert torch.equal(model[0].running_var, expected[0].running_var)
+    with pytest.raises(NotApplicableError, match="it saw no values"):
+        calibrate_(model, [BATCHES[1][:0]])
 
 
 def test_nothing_to_average_or_nowhere_to_put_it():

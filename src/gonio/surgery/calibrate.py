@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.nn.ranks import several_ranks, total
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.site import Site, select
+from gonio.surgery.site import select
+from gonio.surgery.tally import Tally
 from gonio.surgery.where import Where
+from gonio.surgery.wrapping import run_eagerly, unwrapped
 
 __all__ = ["calibrate_"]
 
@@ -40,10 +41,17 @@ def calibrate_(
     `"total"` is the variance of all values together, what a single pass over joined batches would
     show; `"mean"` is the average variance that the layers met in training, smaller by the spread of
     the batch means. torch's layers store unbiased variances: for them the total is taken times
-    N/(N − 1), and each :math:`\sigma_b^2` of the mean times n_b/(n_b − 1).
+    N/(N − 1), and each :math:`\sigma_b^2` of the mean times n_b/(n_b − 1). The batches of an instance
+    norm are its samples.
 
     The layers normalise by each batch's own statistics meanwhile, as in training, so every layer sees
-    the inputs it saw in training; everything else (dropout) is in evaluation mode.
+    the inputs it saw in training; everything else (dropout) is in evaluation mode, and compiled models
+    run uncompiled.
+
+    In a distributed process group every process must make the call, each with batches of its own; all end
+    with the statistics of all batches. Processes may have different numbers of batches, unless layers
+    that join their statistics are among them (switchable norms, SyncBatchNorm): their batch is that
+    of all processes together.
 
     Args:
         model: changed in place: the buffers `running_mean` and `running_var` alone.
@@ -53,7 +61,8 @@ def calibrate_(
 
     Raises:
         NoMatchError: if no selected layer keeps running statistics.
-        InvalidArgumentError: if there is no batch, or statistics are not finite.
+        InvalidArgumentError: if there is no batch, or if processes that join statistics have different numbers.
+        NotApplicableError: if a layer saw no values, or statistics are not finite.
 
     Example:
         >>> model = nn.Sequential(nn.BatchNorm1d(1))
@@ -69,64 +78,57 @@ def calibrate_(
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
     found = select(model, where, verb="calibrate_", can_act=_keeps_no_statistics)
-    tallies = [(site, _Tally(unbiased=variance == "mean" and _is_torchs(site.module))) for site in found]
+    tallies = [Tally(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, tallies)
-    if count == 0:
-        raise InvalidArgumentError("calibrate_ averages over batches", "no batch", "Pass at least one.")
     with Edit(model, "calibrate_") as edit:
         edit.note(f"{count} batches, variance={variance!r}")
-        for site, tally in tallies:
-            _store_(edit, site, tally, variance)
+        for tally in tallies:
+            _store_(edit, tally)
     return edit.done()
 
 
-@dataclass
-class _Tally:
-    """Sums over batches, in float64, of one layer's statistics."""
-
-    unbiased: bool
-    values: float = 0.0
-    sums: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, x: Tensor) -> None:
-        """Count one batch (N, C, *positions)."""
-        dims = [0, *range(2, x.dim())]
-        n = x.numel() // x.shape[1]
-        if n == 0:
-            return
-        x = x.detach().double()
-        mean = x.mean(dims)
-        var = (x - mean.view(1, -1, *[1] * (x.dim() - 2))).square().mean(dims)
-        if self.unbiased and n > 1:
-            var = var * (n / (n - 1))
-        self.values += n
-        for name, term in {"mean": n * mean, "var": n * var, "square": n * mean.square()}.items():
-            self.sums[name] = self.sums[name] + term if name in self.sums else term
-
-    def joined(self, channels: int, device: torch.device) -> tuple[float, dict[str, Tensor]]:
-        """Sums over all processes of the default group, if there are several."""
-        names = ("mean", "var", "square")
-        rows = [self.sums.get(name, torch.zeros(channels, dtype=torch.float64, device=device)) for name in names]
-        packed = torch.cat([*rows, torch.tensor([self.values], dtype=torch.float64, device=device)])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(packed)
-        return float(packed[-1]), dict(zip(names, packed[:-1].view(3, channels), strict=True))
-
-
-def _run(model: nn.Module, batches: Iterable[Any], tallies: list[tuple[Site, _Tally]]) -> int:
+def _run(model: nn.Module, batches: Iterable[Any], tallies: list[Tally]) -> int:
+    """Run the batches; how many there were in all processes."""
+    device = tallies[0].site.module.get_buffer("running_mean").device
     count = 0
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
-        for site, tally in tallies:
-            stack.callback(_restorer(site.module))
-            site.module.train()
-            handle = site.module.register_forward_pre_hook(lambda _, inputs, tally=tally: tally.add(inputs[0]))
+        stack.enter_context(run_eagerly(model))
+        for tally in tallies:
+            stack.callback(_restorer(tally.site.module))
+            tally.site.module.train()
+            handle = tally.site.module.register_forward_pre_hook(tally.add, with_kwargs=True)
             stack.callback(handle.remove)
-        for batch in batches:
-            call(model, batch)
+        # The model itself: a data-parallel wrapper would exchange buffers at each call.
+        for batch in _in_step(batches, device, joins=any(tally.joins for tally in tallies)):
+            call(unwrapped(model), batch)
             count += 1
+    if several_ranks():
+        count = int(total(torch.tensor(float(count), device=device)))
+    if count == 0:
+        raise InvalidArgumentError("calibrate_ averages over batches", "no batch", "Pass at least one.")
     return count
+
+
+def _in_step(batches: Iterable[Any], device: torch.device, *, joins: bool) -> Iterator[Any]:
+    """The batches. Where layers join their statistics, a process without one would leave the others waiting."""
+    for batch in batches:
+        if joins:
+            _check_step(torch.tensor([1.0, 0.0], device=device))
+        yield batch
+    if joins:
+        _check_step(torch.tensor([0.0, 1.0], device=device))
+
+
+def _check_step(mine: Tensor) -> None:
+    ready, finished = total(mine).tolist()
+    if ready and finished:
+        raise InvalidArgumentError(
+            "calibrate_ of layers that join their statistics over processes needs as many batches in each",
+            f"{ready:.0f} processes with one more batch than the other {finished:.0f}",
+            "Pass equally many; they may differ in size, and be empty.",
+        )
 
 
 def _restorer(module: nn.Module) -> Any:
@@ -140,25 +142,17 @@ def _restorer(module: nn.Module) -> Any:
     return restore
 
 
-def _store_(edit: Edit, site: Site, tally: _Tally, variance: str) -> None:
+def _store_(edit: Edit, tally: Tally) -> None:
+    site = tally.site
     running_mean, running_var = site.module.get_buffer("running_mean"), site.module.get_buffer("running_var")
-    n, sums = tally.joined(running_mean.numel(), running_mean.device)
+    n, mean, var = tally.result(running_mean.numel(), running_mean.device)
     if n == 0:
         raise NotApplicableError("calibrate_", site.path, "it saw no values", "Leave it out of `where`.")
-    mean, var = sums["mean"] / n, sums["var"] / n
-    if variance == "total":
-        var = var + (sums["square"] / n - mean.square()).clamp_min(0)
-        if _is_torchs(site.module) and n > 1:
-            var = var * (n / (n - 1))
     if not (torch.isfinite(mean).all() and torch.isfinite(var).all()):
         raise NotApplicableError("calibrate_", site.path, "its statistics are not finite", "Check weights and batches.")
-    edit.set_data_(running_mean, mean.to(running_mean.dtype))
-    edit.set_data_(running_var, var.to(running_var.dtype))
+    edit.set_buffer_(site.module, "running_mean", mean.to(running_mean.dtype))
+    edit.set_buffer_(site.module, "running_var", var.to(running_var.dtype))
     edit.changed(site.path, f"statistics of {n:.0f} values per channel")
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
 
 
 def _keeps_no_statistics(module: nn.Module) -> str | None:
