@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,26 +16,41 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing import spawn
 
-from gonio.init import he_, orthogonal_
+from gonio.geometry import Layout
+from gonio.init import delta_orthogonal_, he_, lecun_, orthogonal_, variance_scaling_, xavier_
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {"orthogonal_": orthogonal_, "he_": he_}
+# name: (function, shape of the weight)
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "orthogonal_": (orthogonal_, (7, 5)),
+    "orthogonal_ grouped": (partial(orthogonal_, layout=Layout(groups=2)), (6, 3, 3, 3)),
+    "orthogonal_ transposed": (partial(orthogonal_, layout=Layout(transposed=True)), (3, 5, 2)),
+    "he_": (he_, (7, 5)),
+    "xavier_ packed": (partial(xavier_, layout=Layout(blocks=3)), (9, 3)),
+    "lecun_ conv": (lecun_, (5, 3, 3, 3)),
+    "signs": (partial(variance_scaling_, distribution="rademacher", preserve="norm"), (7, 5)),
+    "delta_orthogonal_": (delta_orthogonal_, (5, 3, 3, 3)),
+}
+PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
 
 def gathered(world: int, rank: int) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (world,))
     found = {}
-    for name, function in FUNCTIONS.items():
-        for placement in (Shard(0), Shard(1), Replicate()):
-            weight = distribute_tensor(torch.zeros(7, 5), mesh, [placement])
+    for name, (function, shape) in CASES.items():
+        for placement, dtype in product(PLACEMENTS, (torch.float32, torch.bfloat16)):
+            weight = distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [placement])
             # other ranks' generators must not matter: FSDP users seed ranks differently
             function(weight, generator=torch.Generator().manual_seed(rank))
             assert isinstance(weight, DTensor)
-            found[f"{name} {placement}"] = weight.full_tensor()
+            found[f"{name}/{placement}/{dtype}"] = weight.full_tensor()
     return found
 
 
 def expected(key: str) -> Tensor:
-    return FUNCTIONS[key.split()[0]](torch.empty(7, 5), generator=torch.Generator().manual_seed(0))
+    name, _, dtype = key.split("/")
+    function, shape = CASES[name]
+    weight = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return function(weight, generator=torch.Generator().manual_seed(0))
 
 
 def run_rank(rank: int, folder: str, world: int) -> None:
