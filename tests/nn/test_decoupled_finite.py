@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,6 +64,15 @@ def test_the_gradient_at_a_zero_patch_is_the_limit() -> None:
         torch.testing.assert_close(grad, slope * direction)
 
 
+def test_a_tap_that_alone_meets_an_output_may_be_tiny() -> None:
+    """1e-15 of a filter of norm 1: as a filter of its own it counts as zero, or its direction's slope is 1e15."""
+    layer = gnn.DecoupledConvTranspose1d(1, 1, 3, stride=3, bias=False, magnitude=magnitude.Sphere())
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[[0.0, 1.0, 1e-15]]]))
+    assert_finite(layer, torch.ones(1, 1, 2))
+    assert layer(torch.ones(1, 1, 2)).tolist() == [[[0.0, 1.0, 0.0, 0.0, 1.0, 0.0]]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_squares_that_overflow_float16(dtype: torch.dtype) -> None:
     layer = gnn.DecoupledConv2d(4, 3, 3, bias=False, dtype=dtype)
@@ -79,37 +91,85 @@ def test_an_empty_batch_moves_nothing() -> None:
         assert torch.equal(value, before[key]), key
 
 
-numbers = st.floats(-1e4, 1e4, width=16, allow_subnormal=True)
+# of float16, which every dtype holds, and of float32, down to numbers whose squares are 0
+numbers = st.one_of(*(st.floats(-1e4, 1e4, width=width, allow_subnormal=True) for width in (16, 32)))
+Make = Callable[..., torch.nn.Module]
+KINDS: dict[str, Make] = {  # each with filters of three entries, and inputs of three
+    "linear": functools.partial(gnn.DecoupledLinear, 3, 1, bias=False),
+    "padded": functools.partial(gnn.DecoupledConv1d, 1, 2, 3, padding=1, bias=False),
+    "circular": functools.partial(gnn.DecoupledConv1d, 1, 1, 3, padding=2, padding_mode="circular", bias=False),
+    "depthwise": functools.partial(gnn.DecoupledConv1d, 2, 2, 3, padding=1, groups=2, bias=False),
+    "transposed": functools.partial(gnn.DecoupledConvTranspose1d, 1, 2, 3, stride=2, bias=False),
+}
 
 
-@st.composite
-def problems(draw: Any) -> tuple[dict[str, Any], torch.dtype, list[float], list[float]]:
-    return (
-        draw(st.sampled_from(OPERATORS)),
-        draw(st.sampled_from(DTYPES)),
-        draw(st.lists(numbers, min_size=3, max_size=3)),
-        draw(st.lists(numbers, min_size=3, max_size=3)),
-    )
+@dataclass(frozen=True)
+class Problem:
+    """An operator, a layer, and a filter and an input, or the same for both."""
+
+    options: dict[str, Any]
+    dtype: torch.dtype
+    kind: str
+    training: bool
+    row: list[float]
+    entries: list[float]
+
+    def layer(self) -> torch.nn.Module:
+        found = KINDS[self.kind](dtype=self.dtype, **self.options).train(self.training)
+        with torch.no_grad():
+            found.weight.copy_(torch.tensor(self.row).expand_as(found.weight))
+        return found
+
+    def input(self) -> Tensor:
+        rows = [self.entries, self.row, [-v for v in self.row]]
+        x = torch.tensor(rows, dtype=self.dtype)
+        if self.kind == "linear":
+            return x
+        return x.unsqueeze(1).repeat(1, 2 if self.kind == "depthwise" else 1, 1)
+
+    @property
+    def may_leave_float16(self) -> bool:
+        """Whether the formula itself is beyond 65504 for some of these numbers."""
+        unbounded = not self.options["magnitude"].bounded or self.options["weighted"] == "linear"
+        return self.dtype is torch.float16 and unbounded
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(problems())
-def test_finite_for_any_numbers(problem: tuple[dict[str, Any], torch.dtype, list[float], list[float]]) -> None:
-    """Vectors from subnormal to 1e4, parallel or not: the output is finite and as large as it may be."""
-    options, dtype, row, entries = problem
-    layer = gnn.DecoupledLinear(3, 1, bias=False, dtype=dtype, **options)
-    layer.weight.data.copy_(torch.tensor([row]))
-    x = torch.tensor([entries, row, [-v for v in row]], dtype=dtype)
-    output = layer(x)
-    if dtype is torch.float16 and not layer.magnitude.bounded:
-        return  # an unbounded operator may leave the range of float16
-    if options["weighted"] == "linear" and dtype is torch.float16:
+problems = st.builds(
+    Problem,
+    st.sampled_from(OPERATORS),
+    st.sampled_from(DTYPES),
+    st.sampled_from(list(KINDS)),
+    st.booleans(),
+    st.lists(numbers, min_size=3, max_size=3),
+    st.lists(numbers, min_size=3, max_size=3),
+)
+
+
+def check_finite(problem: Problem) -> None:
+    """The output is finite, and as large as it may be; so is the gradient, where it is within the dtype's range."""
+    layer, x = problem.layer(), problem.input()
+    output = layer(x).detach()
+    if problem.may_leave_float16:
         return
     assert bool(output.isfinite().all())
-    if layer.magnitude.bounded and options["weighted"] != "linear":
-        assert float(output.detach().abs().max()) <= layer.magnitude.alpha * 1.02
-    if dtype is not torch.float16:
+    if layer.magnitude.bounded and layer.weighted != "linear":
+        assert float(output.abs().max()) <= layer.magnitude.alpha * 1.02
+    if problem.dtype is not torch.float16:  # 1/‖w‖ of the smallest filter times the largest input is 1e8
         assert_finite(layer, x)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(problems)
+def test_finite_for_any_numbers(problem: Problem) -> None:
+    """Vectors from subnormal to 1e4, parallel or not, in every operator, kind of layer and dtype."""
+    check_finite(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None, derandomize=True, database=None)
+@given(problems)
+def test_finite_for_ten_thousand_numbers(problem: Problem) -> None:
+    check_finite(problem)
 
 
 def test_an_angle_between_equal_vectors_has_a_finite_gradient_in_bfloat16_autocast() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import normalize, safe_norm
+from gonio.geometry.norms import least_norm
 from gonio.nn.product import Product, wide
 
 __all__ = ["Convolution", "Sliding", "TransposedConvolution"]
@@ -150,5 +151,5 @@ class TransposedConvolution(Sliding):
         squares = (squares * squares).sum(1)
         ones = squares.new_ones(1, self.groups, *x.shape[2:])
         energy = self.group(self.multiply(ones, squares))
-        zero = energy < torch.finfo(energy.dtype).tiny
+        zero = energy < least_norm(weight.dtype) ** 2
         return energy.masked_fill(zero, 1), zero
