@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing import spawn
 
+import gonio
 from gonio.geometry import Layout
 from gonio.init import delta_orthogonal_, he_, lecun_, orthogonal_, variance_scaling_, xavier_
 
@@ -53,12 +55,42 @@ def expected(key: str) -> Tensor:
     return function(weight, generator=torch.Generator().manual_seed(0))
 
 
+class Net(nn.Module):
+    """One of each kind that the verb takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6, padding_idx=0)
+        self.mixer = nn.Conv1d(6, 8, 3, groups=2, padding=1)
+        self.wider = nn.ConvTranspose1d(8, 5, 2, stride=2)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x).transpose(1, 2)
+        return self.head(self.wider(self.mixer(hidden).relu()).mean(-1))
+
+
+def initialised(world: int | None) -> dict[str, Tensor]:
+    """All weights after the verb, of a model that is sharded over so many processes or whole."""
+    torch.manual_seed(0)
+    model = Net()
+    if world is not None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    gonio.init_(model, orthogonal_, seed=3)
+    return {k: p.full_tensor() if isinstance(p, DTensor) else p.detach() for k, p in model.named_parameters()}
+
+
 def run_rank(rank: int, folder: str, world: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    torch.save(gathered(world, rank), Path(folder) / f"{rank}.pt")
+    torch.save({"functions": gathered(world, rank), "model": initialised(world)}, Path(folder) / f"{rank}.pt")
     dist.barrier()  # without it, leaving the group aborts now and then
     dist.destroy_process_group()
+
+
+def check_model(found: dict[str, Tensor]) -> None:
+    for key, whole in initialised(None).items():
+        assert torch.equal(found[key], whole), key
 
 
 def test_one_process(tmp_path: Path) -> None:
@@ -66,6 +98,7 @@ def test_one_process(tmp_path: Path) -> None:
     try:
         for key, value in gathered(1, 0).items():
             assert torch.equal(value, expected(key)), key
+        check_model(initialised(1))
     finally:
         dist.destroy_process_group()
 
@@ -74,5 +107,7 @@ def test_one_process(tmp_path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     spawn(run_rank, args=(str(tmp_path), 2), nprocs=2)
     for rank in range(2):
-        for key, value in torch.load(tmp_path / f"{rank}.pt", weights_only=True).items():
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for key, value in found["functions"].items():
             assert torch.equal(value, expected(key)), f"{key} on rank {rank}"
+        check_model(found["model"])

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry.precision import whole
 from gonio.geometry.views import layout_of
+from gonio.init.draws import write_
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
@@ -113,8 +115,10 @@ def _fresh(
     random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
     function(value, layout=layout_of(site.module, tensor), generator=random, **options)
     padding = getattr(site.module, "padding_idx", None)
-    if padding is not None:
-        value[padding] = weight.detach()[padding]
+    if padding is not None:  # on the whole tensor: one row of a DTensor cannot be written
+        drawn = whole(value).clone()
+        drawn[padding] = whole(weight.detach())[padding]
+        write_(value, drawn)
     if not torch.isfinite(value).all():
         raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")
     return value
