@@ -19,6 +19,7 @@ from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
 from gonio.surgery.site import Site, select, sites
 from gonio.surgery.where import Where, as_selector
+from gonio.surgery.wrapping import refuse_flat_shards
 
 __all__ = ["init_"]
 
@@ -58,7 +59,7 @@ def init_(
     Raises:
         NoMatchError: if `where` selects no layer with such a weight matrix.
         InvalidArgumentError: for an option that the function does not take.
-        NotApplicableError: if the function gives values that are not finite.
+        NotApplicableError: if the function gives values that are not finite, or the model is in FSDP 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -72,6 +73,7 @@ def init_(
         >>> edited.undo_()
     """
     _check_options(function, options)
+    refuse_flat_shards(model, "init_")
     found = select(model, where, verb="init_", can_act=lambda module: _cannot_initialise(module, tensor))
     gains = _gains(model, function, options) if tensor == "weight" else None
     with Edit(model, "init_") as edit:

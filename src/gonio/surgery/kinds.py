@@ -75,10 +75,10 @@ def is_norm(module: nn.Module) -> bool:
     """Whether the module normalises its input, so that the scale of what feeds it does not matter.
 
     Known by torch's base classes, and by `Norm` in the class name for everybody else's. Frozen norms are
-    fixed affine maps.
+    fixed affine maps, and local response normalisation adds a constant to what it divides by.
     """
     names = [base.__name__ for base in type(module).__mro__]
-    if any("Frozen" in name for name in names):
+    if any(word in name for name in names for word in ("Frozen", "LocalResponse")):
         return False
     if isinstance(module, _TORCH_NORMS):
         return True

@@ -18,6 +18,7 @@ from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.graph import WEIGHTED
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where
+from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["lsuv_"]
 
@@ -57,7 +58,7 @@ def lsuv_(
 
     Raises:
         NoMatchError: if `where` selects no linear or convolutional layer.
-        NotApplicableError: if no selected layer ran on the batch.
+        NotApplicableError: if no selected layer ran on the batch, or the model is sharded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -73,6 +74,7 @@ def lsuv_(
     if not 0 < tolerance < 1 or max_steps < 1:
         given = f"tolerance={tolerance}, max_steps={max_steps}"
         raise InvalidArgumentError("lsuv_ needs 0 < tolerance < 1 and max_steps ≥ 1", given, "Leave them out.")
+    refuse_shards(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=_cannot_scale)
     with Edit(model, "lsuv_") as edit, evaluating(model), torch.no_grad():
         ordered = _in_execution_order(model, batch, found)

@@ -15,6 +15,7 @@ from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
 from gonio.surgery.site import Site, select, sites
 from gonio.surgery.where import Where
+from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["parametrize_"]
 
@@ -59,6 +60,7 @@ def parametrize_(
         >>> type(model[0]) is nn.Linear
         True
     """
+    refuse_shards(model, "parametrize_")
     found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))
     for site in found:
         there = parametrization_of(site.module, tensor)

@@ -16,7 +16,7 @@ from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where, as_selector
-from gonio.surgery.wrapping import calls_what_it_was_made_from
+from gonio.surgery.wrapping import calls_what_it_was_made_from, refuse_shards
 
 __all__ = ["swap_"]
 
@@ -70,6 +70,7 @@ def swap_(
         'BatchNorm2d'
     """
     check_holds(optimizer, model)
+    refuse_shards(model, "swap_")
     found, read = _found(model, factory, where)
     before = {id(p) for p in model.parameters()}
     with Edit(model, "swap_") as edit:

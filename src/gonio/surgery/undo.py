@@ -74,10 +74,10 @@ class Undo:
         later = _later_edit(model, self.entry)
         if later is not None:
             raise UndoError(verb, f"the later edit {later} still is in force")
+        reshard_(model)
         why = self._left.changed_since(model)
         if why is not None:
             raise UndoError(verb, why)
-        reshard_(model)
         run_reversed(self._inverses)
         self._left.move_replaced_()
         in_force.remove(self.entry)
@@ -103,7 +103,8 @@ class _Left:
         self._classes = [(module, type(module)) for module in touched.classes]
         self._slots = [(parent, name, parent._modules.get(name)) for parent, name in touched.slots]
         here = {id(parameter) for parameter in model.parameters()}
-        self._values = [tensor for tensor in touched.values if id(tensor) in here]
+        passed_on = [parameter for module in touched.replaced for parameter in module.parameters()]
+        self._kept = [tensor for tensor in (*touched.values, *passed_on) if id(tensor) in here]
         self._replaced = touched.replaced
         # One Parameter per place and type that stays: where it goes, the replaced modules follow.
         self._witnesses: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -121,8 +122,8 @@ class _Left:
             if parent._modules.get(name) is not child:
                 return f"another module was put in the place of {name!r} of a {type(parent).__name__} since"
         here = {id(parameter) for parameter in model.parameters()}
-        if any(id(tensor) not in here for tensor in self._values):
-            return "a Parameter that it set is another object now (load_state_dict with assign=True does that)"
+        if any(id(tensor) not in here for tensor in self._kept):
+            return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"
         return None
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ comes later works where it can be right, and is refused where it cannot:
 * compiled: edits inside act, and the next call compiles anew; the verbs run the model eagerly themselves.
 * replicated (DDP): the parameters are fixed when it is wrapped; an edit may change values and what is
   computed, but may not add or remove parameters.
-* sharded (FSDP 2): values can be set (`init_`, `lsuv_`, `calibrate_`); everything else is refused.
+* sharded (FSDP 2): values can be set (`init_`, `calibrate_`); everything else is refused.
 * sharded (FSDP 1): parameters are slices of one flat tensor; every edit is refused.
 """
 
@@ -91,6 +91,7 @@ def refuse_flat_shards(model: nn.Module, verb: str) -> None:
 
 def refuse_shards(model: nn.Module, verb: str) -> None:
     """Raise where whole tensors are needed and the model has shards."""
+    refuse_flat_shards(model, verb)
     if is_sharded(model):
         raise NotApplicableError(verb, "", "its parameters are sharded", "Edit the model before it is sharded.")
 

@@ -1,0 +1,122 @@
+"""Edits on models that were compiled, replicated or sharded before: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import spawn
+
+import gonio
+from catalog import VERBS, VerbCase, seeded
+from gonio import nn as gnn
+from gonio.errors import NotApplicableError
+from gonio.surgery import calibrate_
+from gonio.surgery.wrapping import unwrapped
+from laws.support import assert_near, over
+from laws.test_verbs import model_of
+from surgery.processes_of_edits import EDITS, WORLD, network, run_rank
+
+
+def wrapper(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def method(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [wrapper, method])
+@over(VERBS)
+def test_an_edit_of_a_compiled_model_acts_on_its_next_call(case: VerbCase, compiled) -> None:
+    torch._dynamo.reset()
+    model, x = model_of(case), case.inputs()
+    plain = copy.deepcopy(model)
+    model = compiled(model)
+    with torch.no_grad():
+        before = model(x).clone()
+        edited = case.apply(model)
+        assert {c.path for c in edited.changes} == {c.path for c in case.apply(plain).changes}
+        assert_near(model(x), plain(x), torch.float32, what="output of the compiled model")
+        edited.undo_()
+        assert_near(model(x), before, torch.float32, what="output after the undo")
+
+
+def test_a_compiled_layer_is_not_replaced_under_its_wrapper() -> None:
+    model = nn.Sequential(torch.compile(nn.Conv2d(2, 2, 1), backend="eager"), nn.ReLU())
+    with pytest.raises(NotApplicableError, match="the OptimizedModule around it would go on calling it"):
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
+    alone = torch.compile(nn.Conv2d(2, 2, 1), backend="eager")
+    with pytest.raises(NotApplicableError, match="Swap it before you compile it"):
+        gonio.swap_(alone, gnn.DecoupledConv2d.from_conv)
+
+
+def test_wrappers_in_wrappers_are_looked_through() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert unwrapped(nn.DataParallel(torch.compile(model, backend="eager"))) is model
+    assert unwrapped(averaged) is averaged.module
+    assert unwrapped(nn.ModuleDict({"module": model}))["module"] is model
+
+
+# --- two processes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor] | str]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
+    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+REFUSED = {
+    "DDP": {
+        "swap_ with new parameters": "it adds or removes parameters",
+        "parametrize_ with new parameters": "it adds or removes parameters",
+        "fold_": "it adds or removes parameters",
+    },
+    "FSDP 2": {
+        "lsuv_": "its parameters are sharded",
+        "swap_": "its parameters are sharded",
+        "swap_ with new parameters": "its parameters are sharded",
+        "parametrize_": "its parameters are sharded",
+        "parametrize_ with new parameters": "its parameters are sharded",
+        "balance_": "its parameters are sharded",
+        "fold_": "its parameters are sharded",
+    },
+    "FSDP 1": dict.fromkeys(EDITS, "its parameters are slices of one flat tensor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("wrapped", ["DDP", "FSDP 2", "FSDP 1"])
+def test_an_edit_after_wrapping_is_right_or_refused(ranks, name: str, wrapped: str) -> None:
+    found = ranks[0][f"{wrapped} {name}"]
+    reason = REFUSED[wrapped].get(name)
+    if reason is not None:
+        assert isinstance(found, str), f"it was not refused: {found}"
+        assert found.startswith("NotApplicableError")
+        assert reason in found
+        return
+    assert not isinstance(found, str), found
+    model, x = network(), seeded(4, 2, 5, 5)
+    with torch.no_grad():
+        before = model(x)
+        edit = EDITS[name] if name != "calibrate_" else lambda m: calibrate_(m, [x + 3] * WORLD)  # of both processes
+        edit(model)
+        assert_near(found[0], model(x), torch.float32, what="output after the edit")
+    assert_near(found[1], before, torch.float32, what="output after the undo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+def test_an_undo_after_sharding_is_refused(ranks, name: str) -> None:
+    found = ranks[0][f"sharded since {name}"]
+    assert isinstance(found, str), "it was not refused"
+    assert found.startswith("UndoError: ")
+    assert "the model was sharded since" in found
