@@ -23,7 +23,7 @@ from torch import nn
 from gonio import init
 from gonio.geometry import layout_of
 from gonio.measuring import measure
-from gonio.measuring.rules import RULES
+from gonio.measuring.rules import WEIGHT_RULES
 
 RESULT = Path(__file__).resolve().parents[1] / "src" / "gonio" / "measuring" / "false_alarms.json"
 MODELS = 3000
@@ -123,7 +123,7 @@ def main(models: int = MODELS) -> dict[str, object]:
         by_model.update({finding.code for finding in measured.findings})
     rules = {
         code: {"tensors": by_tensor[code], "models": by_model[code], "models_upper": upper(by_model[code], models)}
-        for code in RULES
+        for code in WEIGHT_RULES
     }
     return {
         "models": models,

@@ -36,7 +36,10 @@ def _flat(value: Any) -> Any:
 def markdown_of(measured: Measurements) -> str:
     """Findings, the table of the layers, and the coverage."""
     lines = [f"**{markdown_cell(measured.source)}**", ""]
-    lines += [f"- **{f.level} {f.code}** {markdown_cell(f.path)}: {markdown_cell(f.found)}" for f in measured.findings]
+    lines += [
+        f"- **{f.level} {f.code}** {markdown_cell(f.path) or 'the model'}: {markdown_cell(f.found)}"
+        for f in measured.findings
+    ]
     lines += [""] if measured.findings else []
     lines += [_line(["layer", *(column.title for column in COLUMNS)]), _line(["---"] * (len(COLUMNS) + 1))]
     for tensor in measured.layers:

@@ -20,16 +20,25 @@ from gonio.measuring.from_model import entries_of_model
 from gonio.measuring.from_state import entries_of_state, state_in
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.rules import findings_of
+from gonio.measuring.setting import Setting
 from gonio.measuring.signals import measure_signals
 from gonio.measuring.structure import Structure, structure_of
 from gonio.measuring.tensor import TensorMeasurement, measure_tensor
+from gonio.measuring.training import Training
 
 __all__ = ["Source", "entries_of", "measure"]
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def measure(source: Source, *, batch: Any = None, progress: Callable[[int, int], None] | None = None) -> Measurements:
+def measure(
+    source: Source,
+    *,
+    batch: Any = None,
+    loader: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Measurements:
     r"""Norms, angles and spectra of all weights, each beside what random weights would show.
 
     For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
@@ -45,14 +54,17 @@ def measure(source: Source, *, batch: Any = None, progress: Callable[[int, int],
             of these. Without the model, layouts are read off the shapes; each tensor's `notes` say so.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
             the outputs of all layers are measured too, in evaluation mode: `signals`.
+        loader: the data loader of the model's training. Its sizes are read, nothing is drawn from it: batches too
+            small for batch normalisation, a last batch of one sample.
+        optimizer: of the model's training: weight decay where the scale of a weight does not matter.
         progress: called after each tensor with how many are done and how many there are.
 
     Returns:
         :class:`Measurements`: printable, a mapping from paths, exportable.
 
     Raises:
-        InvalidArgumentError: if the source is none of these or holds no tensors, or if a batch is given
-            without a model.
+        InvalidArgumentError: if the source is none of these or holds no tensors, if a batch, a loader or an
+            optimizer is given without a model, or is none.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
     Example:
@@ -67,37 +79,51 @@ def measure(source: Source, *, batch: Any = None, progress: Callable[[int, int],
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
-    if batch is not None and not isinstance(source, nn.Module):
-        raise InvalidArgumentError(
-            "measure() runs a batch through a model", type(source).__name__, "Pass the model, or no batch."
-        )
+    _check(source, batch, loader, optimizer)
+    training = Training.of(loader, optimizer)
     name, entries, notes = entries_of(source)
     tensors = []
     for done, entry in enumerate(entries, start=1):
         tensors.append(measure_tensor(entry))
         if progress is not None:
             progress(done, len(entries))
-    found = findings_of(tensors)
     if not isinstance(source, nn.Module):
-        return Measurements(name, tuple(tensors), found, notes=notes, versions=_versions())
+        return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
     structure = structure_of(source)
+    signals = () if batch is None else measure_signals(source, batch)
     return Measurements(
         name,
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        found,
+        findings_of(tensors, Setting.of(source, structure, signals, training)),
         scale=structure.scale,
         mixtures=structure.mixtures,
-        signals=() if batch is None else measure_signals(source, batch),
+        signals=signals,
         notes=(*notes, *structure.notes),
         versions=_versions(),
     )
+
+
+def _check(source: Source, batch: Any, loader: Any, optimizer: Any) -> None:
+    """What says how a model is used needs the model."""
+    if isinstance(source, nn.Module):
+        return
+    given = {
+        "batch": (batch, "runs a batch through a model"),
+        "loader": (loader, "reads the loader of a model's training"),
+        "optimizer": (optimizer, "reads the optimizer of a model's training"),
+    }
+    for name, (value, what) in given.items():
+        if value is not None:
+            raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
 
 
 def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:
     norm = structure.followed.get(tensor.path)
     if norm is None or tensor.status != "measured":
         return tensor
-    note = f"followed by {norm}: the function does not depend on its norm"
+    note = f"followed by {norm}"
+    if tensor.path in structure.invariant:
+        note += ": the function does not depend on its norm"
     return replace(tensor, notes=(*tensor.notes, note))
 
 

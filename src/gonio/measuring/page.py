@@ -75,7 +75,7 @@ def _findings(measured: Measurements) -> str:
     head = "".join(f'<th scope="col">{t}</th>' for t in ("Level", "Code", "Tensor", "Found", "By chance", "What to do"))
     rows = []
     for f in measured.findings:
-        cells = "".join(f"<td>{_text(cell)}</td>" for cell in (f.code, f.path, f.found, f.chance, f.do))
+        cells = "".join(f"<td>{_text(cell)}</td>" for cell in (f.code, f.path or "the model", f.found, f.chance, f.do))
         level = f.level if f.level in ("error", "warn", "info") else "info"
         rows.append(f'<tr><th scope="row" class="level {level}">{level}</th>{cells}</tr>')
     return _wrap("<h2>Findings</h2>\n", "left", head, rows)

@@ -2,57 +2,40 @@
 
 A rule does not say that a network is ill. It says that a figure would hardly come from random weights and
 why that can matter. Its rate of false alarms was measured on randomly initialised models by
-`benchmarks/false_alarms.py`; a rule without a measured rate does not exist (the tests see to it).
+`benchmarks/false_alarms.py`; a rule without a measured rate, or a reason why it cannot err, does not exist (the
+tests see to it).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from gonio.errors import UnknownNameError
+from gonio.measuring.advice import ADVICE, advice_of
 from gonio.measuring.entry import PADDING
 from gonio.measuring.findings import LEVELS, Finding
 from gonio.measuring.pairs import NEAR, expected_above
+from gonio.measuring.rule import Rule
+from gonio.measuring.setting import Setting
 from gonio.measuring.tensor import TensorMeasurement
 
-__all__ = ["RULES", "Rule", "explain", "findings_of"]
+__all__ = ["RULES", "WEIGHT_RULES", "explain", "findings_of"]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule.
-
-    Attributes:
-        check: what it found in a tensor, in words; None where all is well.
-        means: what the figure means and when it is harmless.
-        chance: what random weights show.
-        do: what to do about it.
-        source: where the reason comes from.
-    """
-
-    code: str
-    level: str
-    title: str
-    check: Callable[[TensorMeasurement], str | None]
-    means: str
-    chance: str
-    do: str
-    source: str
-
-
-def findings_of(tensors: Sequence[TensorMeasurement]) -> tuple[Finding, ...]:
-    """What the rules find, errors first, then warnings, in the order of the tensors."""
+def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = None) -> tuple[Finding, ...]:
+    """What the rules find, errors first, then warnings, in the order of the tensors; the model as a whole last."""
     made = []
     for tensor in tensors:
-        for rule in RULES.values():
+        for rule in WEIGHT_RULES.values():
             found = rule.check(tensor)
             if found is not None:
                 made.append(Finding(rule.code, rule.level, tensor.path, found, rule.chance, rule.do))
+    made += advice_of(setting) if setting is not None else []
     return tuple(sorted(made, key=lambda finding: -LEVELS.index(finding.level)))
 
 
@@ -69,17 +52,10 @@ def explain(code: str) -> str:
     rule = RULES.get(code.strip().upper())
     if rule is None:
         raise UnknownNameError("rule", code, RULES)
-    return "\n".join(
-        [
-            f"{rule.code} ({rule.level}): {rule.title}",
-            "",
-            rule.means,
-            f"Random weights: {rule.chance}",
-            f"What to do: {rule.do}",
-            f"False alarms: {_rate(rule.code)}",
-            f"Source: {rule.source}",
-        ]
-    )
+    chance = [f"Random weights: {rule.chance}"] if rule.chance else []
+    alarms = f"none by construction: {rule.exact}" if rule.exact else _rate(rule.code)
+    rest = [f"What to do: {rule.do}", f"False alarms: {alarms}", f"Source: {rule.source}"]
+    return "\n".join([f"{rule.code} ({rule.level}): {rule.title}", "", rule.means, *chance, *rest])
 
 
 @cache
@@ -158,7 +134,7 @@ def _one_direction(t: TensorMeasurement) -> str | None:
     return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
 
 
-RULES: dict[str, Rule] = {
+WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {
     rule.code: rule
     for rule in (
         Rule(
@@ -252,3 +228,5 @@ RULES: dict[str, Rule] = {
         ),
     )
 }
+
+RULES: Mapping[str, Rule[Any]] = MappingProxyType({**WEIGHT_RULES, **ADVICE})

@@ -42,7 +42,7 @@ def _findings(measured: Measurements) -> Iterator[RenderableType]:
         yield Text("No findings.")
     for finding in measured.findings:
         head = (f"{finding.level:5} {finding.code}", TONES.get(finding.level, "bold"))
-        yield Text.assemble(head, f"  {plain(finding.path)}: {plain(finding.found)}")
+        yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
     if measured.findings:
         yield Text("gonio explain CODE says what a finding means and what to do.", style="dim")
     yield Text("")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gonio.measuring.invariance import calls_of, scale_invariant
 from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 from gonio.surgery import followed_by_norm, sites
 from gonio.surgery.equivalent import evaluating
@@ -53,12 +54,16 @@ class Structure:
     Attributes:
         scale: None where the model cannot be traced or no scale is free to move.
         followed: layers whose output goes only into a normalisation, and which; their norm is free.
+        invariant: layers on the scale of whose weight the function does not depend in training.
+        calls: how often each layer runs in one forward, by its first path.
         mixtures: shares of the statistics in each switchable norm, for the mean and for the variance.
         notes: why there is no graph.
     """
 
     scale: MovableScale | None = None
     followed: dict[str, str] = field(default_factory=dict)
+    invariant: frozenset[str] = frozenset()
+    calls: dict[str, int] = field(default_factory=dict)
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -78,7 +83,7 @@ def structure_of(model: nn.Module) -> Structure:
         why = f"the model cannot be traced ({traced.reason})" if traced.graph is None else ""
     if why:
         return Structure(mixtures=mixtures, notes=(f"Nothing is said on scale between layers: {why}.",))
-    return Structure(_movable(free), followed, mixtures)
+    return Structure(_movable(free), followed, scale_invariant(traced), calls_of(traced), mixtures)
 
 
 def _refusal(model: nn.Module) -> str:

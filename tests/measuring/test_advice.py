@@ -1,0 +1,342 @@
+"""Rules on normalisation and training: each finds its case, is silent beside it, and what it says is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import gonio
+from catalog import seeded
+from gonio import nn as gnn
+from gonio import parametrizations as P
+from gonio.errors import InvalidArgumentError
+from gonio.measuring import measure
+from gonio.measuring.advice import ADVICE
+
+IMAGES = seeded(4, 3, 8, 8)
+
+
+def loader_of(samples: int, batch: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(samples, 1)), batch_size=batch, **options)
+
+
+def convolutions(norm: Callable[[int], nn.Module], *, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=bias), norm(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=bias), norm(4))
+
+
+def pooled(norm: nn.Module) -> nn.Sequential:
+    """A norm on 1×1 maps."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), norm)
+
+
+class Recurrent(nn.Module):
+    """One norm at every time step."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.RNNCell(3, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(4, 8)
+        for step in range(3):
+            h = self.norm(self.cell(x[:, step], h))
+        return h
+
+
+def decaying(model: nn.Module, *, weight_decay: float = 1e-4) -> dict[str, Any]:
+    return {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)}
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+Setup = tuple[nn.Module, dict[str, Any]]
+
+
+def found(setup: Setup) -> dict[str, str]:
+    model, options = setup
+    return {finding.code: finding.found for finding in measure(model, **options).findings if finding.code in ADVICE}
+
+
+# code → (setups that it must find, setups beside them on which it must stay silent)
+def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
+    batch_norms, group_norms = convolutions(nn.BatchNorm2d), convolutions(lambda n: nn.GroupNorm(2, n))
+    sync = convolutions(nn.SyncBatchNorm)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    checkpointed = nn.Sequential(checkpoint_wrapper(convolutions(nn.BatchNorm2d)))
+    return {
+        "G401": (
+            [(batch_norms, {"loader": loader_of(100, 7)}), (sync, {"loader": loader_of(100, 2)})],
+            [
+                (batch_norms, {"loader": loader_of(100, 8)}),
+                (group_norms, {"loader": loader_of(100, 2)}),
+                (convolutions(gnn.SwitchableNorm2d), {"loader": loader_of(100, 2)}),
+                (frozen(convolutions(nn.BatchNorm2d)), {"loader": loader_of(100, 2)}),
+                (batch_norms, {}),
+                (batch_norms, {"loader": DataLoader(TensorDataset(torch.zeros(9, 1)), batch_size=None)}),
+            ],
+        ),
+        "G402": (
+            [(batch_norms, {"loader": loader_of(65, 16)}), (batch_norms.eval(), {"loader": loader_of(1, 16)})],
+            [
+                (batch_norms, {"loader": loader_of(66, 16)}),
+                (batch_norms, {"loader": loader_of(64, 16)}),
+                (batch_norms, {"loader": loader_of(65, 16, drop_last=True)}),
+                (group_norms, {"loader": loader_of(65, 16)}),
+                (batch_norms, {}),
+            ],
+        ),
+        "G403": (
+            [(pooled(nn.GroupNorm(8, 8)), {"batch": IMAGES}), (nn.Sequential(nn.LayerNorm(1)), {})],
+            [
+                (pooled(nn.GroupNorm(4, 8)), {"batch": IMAGES}),
+                (pooled(nn.GroupNorm(8, 8)), {}),  # on larger maps all is well
+                (convolutions(lambda n: nn.GroupNorm(n, n)), {"batch": IMAGES}),
+                (nn.Sequential(nn.LayerNorm(2), nn.RMSNorm(1)), {}),
+            ],
+        ),
+        "G404": (
+            [(Recurrent(nn.BatchNorm1d(8)), {}), (Recurrent(nn.BatchNorm1d(8)), {"batch": IMAGES[:, :, :3, 0]})],
+            [
+                (Recurrent(nn.LayerNorm(8)), {}),
+                (Recurrent(nn.BatchNorm1d(8, track_running_stats=False)), {}),
+                (nn.Sequential(nn.LSTM(3, 4)), {}),
+                (batch_norms, {"batch": IMAGES}),
+            ],
+        ),
+        "G405": (
+            [(batch_norms, decaying(batch_norms)), (group := convolutions(norm_groups, bias=False), decaying(group))],
+            [
+                (batch_norms, decaying(batch_norms, weight_decay=0)),
+                (group_norms, decaying(group_norms)),  # the biases do not grow with the weights
+                (plain, decaying(plain)),
+                (batch_norms, {}),
+            ],
+        ),
+        "G406": (
+            [(checkpointed, {})],
+            [
+                (nn.Sequential(checkpoint_wrapper(group_norms)), {}),
+                (nn.Sequential(checkpoint_wrapper(convolutions(gnn.SwitchableNorm2d))), {}),
+                (nn.Sequential(checkpoint_wrapper(plain), *batch_norms), {}),
+            ],
+        ),
+    }
+
+
+def norm_groups(channels: int) -> nn.Module:
+    return nn.GroupNorm(2, channels)
+
+
+@pytest.mark.parametrize("code", ADVICE)
+def test_a_rule_finds_its_cases_and_not_those_beside_them(code: str) -> None:
+    ill, well = cases()[code]
+    for setup in ill:
+        assert code in found(setup), setup
+    for setup in well:
+        assert code not in found(setup), setup
+
+
+def test_every_rule_has_cases() -> None:
+    assert set(cases()) == set(ADVICE)
+
+
+def test_what_is_said() -> None:
+    model = nn.Sequential(*convolutions(nn.BatchNorm2d), nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8))
+    said = found((model, {"loader": loader_of(41, 4), **decaying(model), "batch": IMAGES}))
+    assert said["G401"] == "batch norms take their statistics of 4 samples: 1, 4, 7"
+    assert said["G402"].endswith("training will stop there with an error, because 7 see one value per channel")
+    unknown = found((model, {"loader": loader_of(41, 4)}))
+    assert unknown["G402"].endswith("7 stop training with an error if inputs are (N, C)")
+    assert said["G405"] == ("3 weights decay whose scale the function does not depend on: 0.weight, 3.weight, 6.weight")
+    assert found((Recurrent(nn.BatchNorm1d(8)), {}))["G404"].endswith("norm (3 times)")
+    text = str(measure(model, loader=loader_of(41, 4)))
+    assert "warn  G401  the model: batch norms take" in text
+    page = measure(model, loader=loader_of(41, 4)).to_html()
+    assert "the batch size is read from the loader." in page
+
+
+# --- what the rules say is so ---------------------------------------------------------------------
+
+
+def epoch(model: nn.Module, data: Tensor, batch: int) -> None:
+    for (x,) in DataLoader(TensorDataset(data), batch_size=batch):
+        model(x)
+
+
+@pytest.mark.parametrize("samples", [8, 9, 10, 13])
+def test_training_stops_at_a_last_batch_of_one_as_foretold(samples: int) -> None:
+    """The three ways out: drop it, another batch size, another norm."""
+    data = seeded(samples, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4)).train()
+    loader = DataLoader(TensorDataset(data), batch_size=4)
+    said = found((model, {"loader": loader, "batch": data}))
+    assert ("G402" in said) is (samples % 4 == 1)
+    if "G402" in said:
+        assert "training will stop there with an error, because 2 see one value per channel" in said["G402"]
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            epoch(model, data, 4)
+        gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
+        assert "G402" not in found((model, {"loader": loader, "batch": data}))
+    epoch(model, data, 4)
+
+
+def test_a_norm_over_single_values_gives_its_shift() -> None:
+    model = pooled(nn.GroupNorm(8, 8))
+    nn.init.normal_(model[2].bias)
+    x = IMAGES.clone().requires_grad_()
+    output = model(x)
+    torch.testing.assert_close(output, model[2].bias.view(1, 8, 1, 1).expand_as(output))
+    output.square().sum().backward()
+    torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-4)  # rounding times 1/√ε = 316
+
+
+def multiplied(model: nn.Module, path: str) -> None:
+    name, _, parameter = path.rpartition(".")
+    with torch.no_grad():
+        model.get_submodule(name)._parameters[parameter].mul_(3.7)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: convolutions(nn.BatchNorm2d),
+        lambda: convolutions(nn.InstanceNorm2d),
+        lambda: convolutions(lambda n: nn.GroupNorm(2, n), bias=False),
+        lambda: convolutions(gnn.SwitchableNorm2d, bias=False),
+        lambda: nn.Sequential(nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 5, bias=False), nn.RMSNorm(5)),
+        *(
+            lambda kind=kind: gonio.parametrize_(model := nn.Sequential(nn.Linear(8, 6), nn.ReLU()), kind()) and model
+            for kind in (P.Sphere, P.WeightNorm, P.SpectralNorm, P.Orthogonal, P.WeightStandardization)
+        ),
+    ],
+)
+def test_the_function_does_not_depend_on_the_scale_of_what_is_listed(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make().double().train()
+    for module in model.modules():
+        if isinstance(getattr(module, "eps", None), float):
+            module.eps = 1e-14
+    x = IMAGES.double()
+    expected = model(x)
+    said = found((model, decaying(model)))["G405"]
+    listed = said.partition(": ")[2].split(", ")
+    assert listed
+    for path in listed:
+        multiplied(model, path)
+        torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)
+
+
+class Forked(nn.Module):
+    """A convolution whose output is read past its norm, and one whose weight another layer shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+        self.tied = nn.Conv2d(3, 3, 1)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.norm(self.last(self.norm(y) + y)) + self.tied(x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Forked(),
+        nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.LocalResponseNorm(2)),
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.LayerNorm((4, 8, 8))),
+        nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.ReLU(), nn.Dropout(0.0)),
+    ],
+    ids=["forked and tied", "local response", "bias before a layer norm", "no norm"],
+)
+def test_what_depends_on_its_scale_is_not_listed(model: nn.Module) -> None:
+    assert "G405" not in found((model, decaying(model)))
+    model = model.double()
+    for parameter in [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]:
+        expected = model(IMAGES.double())
+        with torch.no_grad():
+            parameter.mul_(3.7)
+        assert not torch.allclose(model(IMAGES.double()), expected, rtol=1e-3)
+
+
+def test_checkpointing_moves_batch_statistics_twice() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.BatchNorm2d(3, momentum=1 - 0.9**0.5))))
+    once = nn.BatchNorm2d(3)
+    once(IMAGES)
+    model(IMAGES.clone().requires_grad_()).sum().backward()
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert (int(norm.num_batches_tracked), int(once.num_batches_tracked)) == (2, 1)
+    torch.testing.assert_close(norm.running_var, once.running_var)  # with the momentum that the rule advises
+    assert "G406" in found((model, {}))
+
+
+# --- loaders and optimizers -----------------------------------------------------------------------
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(1)
+
+
+def test_loaders_of_every_kind() -> None:
+    model = convolutions(nn.BatchNorm2d)
+    data = TensorDataset(torch.zeros(34, 1))
+    sampled = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    assert "17" not in str(found((model, {"loader": sampled})))
+    assert set(found((model, {"loader": sampled}))) == {"G402"}  # 17 samples in each process
+    batches = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False))
+    assert set(found((model, {"loader": batches}))) == {"G401", "G402"}
+    assert set(found((model, {"loader": DataLoader(Endless(), batch_size=4)}))) == {"G401"}
+    assert not found((model, {"loader": DataLoader(data, batch_size=None)}))
+
+
+def test_nothing_is_drawn_from_the_loader_or_the_global_generator() -> None:
+    class Refusing(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            raise AssertionError("drawn")
+
+    model, state = convolutions(nn.BatchNorm2d), torch.random.get_rng_state()
+    loader = DataLoader(Refusing(torch.zeros(9, 1)), batch_size=4, shuffle=True)
+    assert "G402" in found((model, {"loader": loader}))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_groups_with_and_without_decay() -> None:
+    model = convolutions(nn.BatchNorm2d)
+    groups = [{"params": [model[0].weight], "weight_decay": 0.0}, {"params": [model[3].weight], "weight_decay": 0.1}]
+    said = found((model, {"optimizer": torch.optim.AdamW(groups)}))["G405"]
+    assert said == "1 weights decay whose scale the function does not depend on: 3.weight"
+
+
+def test_a_compiled_model_and_wrapped_ones_are_advised_as_the_plain_one() -> None:
+    model = convolutions(nn.BatchNorm2d)
+    options = {"loader": loader_of(65, 4), **decaying(model)}
+    expected = found((model, options))
+    assert set(expected) == {"G401", "G402", "G405"}
+    assert found((torch.compile(model, backend="eager"), options)) == expected
+    assert found((nn.DataParallel(model), options)) == expected
+
+
+def test_what_is_no_loader_and_no_optimizer() -> None:
+    model = convolutions(nn.BatchNorm2d)
+    with pytest.raises(InvalidArgumentError, match=r"reads the batch size of a DataLoader; found list"):
+        measure(model, loader=[IMAGES])
+    with pytest.raises(InvalidArgumentError, match=r"reads the weight decay of an optimizer; found float"):
+        measure(model, optimizer=0.1)
+    with pytest.raises(InvalidArgumentError, match=r"reads the loader of a model's training; found OrderedDict"):
+        measure(model.state_dict(), loader=loader_of(9, 4))
+    with pytest.raises(InvalidArgumentError, match=r"reads the optimizer of a model's training; found OrderedDict"):
+        measure(model.state_dict(), **decaying(model))
