@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -75,7 +76,14 @@ def test_the_mixture_of_each_switchable_norm_is_shown() -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert list(shares.values()) == pytest.approx([math.exp(i) / sum(map(math.exp, range(3))) for i in range(3)])
     assert "1 mixes mean" in str(found)
-    assert "Switchable norms" in found.to_html()
+    page = found.to_html()
+    assert "Switchable norms" in page
+    widths = [180 * share for share in shares.values()]
+    bar = page[page.index('aria-label="instance 0.09, layer 0.24, batch 0.67"') :]
+    bar = bar[: bar.index("</svg>")]
+    drawn = [float(width) for width in re.findall(r'width="([\d.]+)"', bar)]
+    assert drawn == pytest.approx(widths, abs=0.05)
+    assert "<title>batch 0.67</title>" in bar
 
 
 def test_signals_are_the_outputs_of_the_layers() -> None:

@@ -101,19 +101,38 @@ def _model(measured: Measurements) -> str:
     """What is said on the model as a whole: movable scale, mixtures, signals."""
     made = [f"<p>{_text(scale_sentence(measured.scale))}</p>\n"] if measured.scale is not None else []
     if measured.mixtures:
-        kinds = list(dict.fromkeys(k for shares in measured.mixtures.values() for s in shares.values() for k in s))
-        head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("layer", "of", *kinds))
-        rows = [
-            _row(path, (what, *(f"{share.get(kind, 0):.2f}" for kind in kinds)))
-            for path, shares in measured.mixtures.items()
-            for what, share in shares.items()
-        ]
-        made.append(_wrap("<h2>Switchable norms</h2>\n", "", head, rows))
+        made.append(_mixtures(measured.mixtures))
     if measured.signals:
         head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("output of", *SIGNAL_TITLES))
         rows = [_row(signal.path or signal.kind, signal_cells(signal)) for signal in measured.signals]
         made.append(_wrap("<h2>Signal</h2>\n", "", head, rows))
     return "".join(made)
+
+
+def _mixtures(mixtures: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The shares of the statistics in each switchable norm, as figures and as one bar each."""
+    kinds = list(dict.fromkeys(kind for shares in mixtures.values() for share in shares.values() for kind in share))
+    head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("layer", "of", *kinds, "shares"))
+    rows = []
+    for path, shares in mixtures.items():
+        for what, share in shares.items():
+            cells = (_text(what), *(f"{share.get(kind, 0):.2f}" for kind in kinds), _bar(share))
+            body = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows.append(f'<tr><th scope="row">{_text(path)}</th>{body}</tr>')
+    return _wrap("<h2>Switchable norms</h2>\n", "", head, rows)
+
+
+def _bar(share: dict[str, float]) -> str:
+    """Shares side by side, the first the darkest."""
+    left, parts = 0.0, []
+    for index, (kind, value) in enumerate(share.items()):
+        box = f'x="{left:.1f}" y="6" width="{180 * value:.1f}" height="28"'
+        title = f"<title>{_text(f'{kind} {value:.2f}')}</title>"
+        parts.append(f'<rect {box} fill="var(--fill)" fill-opacity="{0.9 / 2**index:.2f}">{title}</rect>')
+        left += 180 * value
+    label = _text(", ".join(f"{kind} {value:.2f}" for kind, value in share.items()))
+    drawn = "".join(parts)
+    return f'<svg viewBox="0 0 180 40" preserveAspectRatio="none" role="img" aria-label="{label}">{drawn}</svg>'
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
