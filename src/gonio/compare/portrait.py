@@ -12,7 +12,7 @@ from gonio.geometry import angles, filter_norms, layout_of, matrix_view
 __all__ = ["ANGLE_EDGES", "QUANTILES", "portrait"]
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-ANGLE_EDGES = tuple(range(0, 181, 5))  # degrees; the same for every layer, run and study
+ANGLE_EDGES = tuple(range(0, 181, 2))  # degrees; the same for every layer, run and study
 
 
 @torch.no_grad()
