@@ -82,9 +82,7 @@ class UnknownNameError(GonioError, KeyError):
 class NoMatchError(GonioError, ValueError):
     """A `where` selected no module that the edit can act on."""
 
-    def __init__(
-        self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
         near = closest(where, candidates)
         if refused:
             found = f"it selects {listing(refused)}, on which {verb} cannot act"
@@ -186,9 +184,7 @@ class Interrupted(GonioError):
     """The process was asked to terminate; what was finished is stored, and the same command goes on."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} was interrupted. Every finished run is kept; run the same command again to go on."
-        )
+        super().__init__(f"{what} was interrupted. Every finished run is kept; run the same command again to go on.")
 
 
 class UnsetStateError(GonioError, RuntimeError):
