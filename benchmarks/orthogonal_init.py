@@ -1,14 +1,15 @@
-"""Random orthogonal matrices: one large one, and all weights of a network."""
+"""Random orthogonal matrices: a large one, all weights of a network, each weight shape of ResNet-50."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Candidate, Operation, Row
-from benchmarks.shapes import MODELS, TINY
+from benchmarks.shapes import MODELS, TINY, resnet50
 from gonio import init
 
 TITLE = "Random orthogonal initialisation"
@@ -31,12 +32,15 @@ def _candidate(name: str, fill: Fill, shapes: Sequence[tuple[int, ...]]) -> Cand
     return Candidate(name, make)
 
 
+def _row(case: str, shapes: Sequence[tuple[int, ...]], table: str) -> Row:
+    candidates = (_candidate("torch", nn.init.orthogonal_, shapes), _candidate("gonio", init.orthogonal_, shapes))
+    return Row(case, "F", _candidate("normal_", nn.init.normal_, shapes), candidates, table)
+
+
 def rows(*, quick: bool) -> Iterator[Row]:
-    sizes = {"32×32": [(32, 32)], "tiny": TINY} if quick else {"4096×4096": [(4096, 4096)]}
-    sizes |= {} if quick else {name: shapes() for name, shapes in MODELS.items()}
-    for name, shapes in sizes.items():
-        candidates = (
-            _candidate("torch", nn.init.orthogonal_, shapes),
-            _candidate("gonio", init.orthogonal_, shapes),
-        )
-        yield Row(name, "F", _candidate("normal_", nn.init.normal_, shapes), candidates)
+    whole = {"32×32": [(32, 32)], "tiny": TINY} if quick else {"4096×4096": [(4096, 4096)]}
+    whole |= {} if quick else {name: shapes() for name, shapes in MODELS.items()}
+    for name, shapes in whole.items():
+        yield _row(name, shapes, "whole")
+    for shape, count in Counter(TINY if quick else resnet50()).items():
+        yield _row(f"{'×'.join(map(str, shape))} (×{count})", [shape], "layers")

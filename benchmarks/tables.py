@@ -3,8 +3,8 @@
     python -m benchmarks.tables            write
     python -m benchmarks.tables --check    exit 1 when a page holds other figures than the results
 
-A page asks for a table with `<!-- benchmark TOPIC [TABLE] [time|memory] -->`; what stands from there to
-`<!-- /benchmark -->` is replaced.
+A page asks for a table with `<!-- benchmark TOPIC [TABLE] [time|memory|deviation] -->`; what stands from
+there to `<!-- /benchmark -->` is replaced.
 """
 
 from __future__ import annotations
@@ -32,36 +32,48 @@ def memory_cell(measured: Measured) -> str:
     return f"{measured.peak_mib:.1f}"
 
 
+def deviation_cell(measured: Measured) -> str:
+    return "–" if measured.deviation is None else f"{measured.deviation:.1e}"
+
+
+CELLS: dict[str, Cell] = {"time": time_cell, "memory": memory_cell, "deviation": deviation_cell}
+FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
+    "time": ("floor ms", lambda floor: f"{floor.milliseconds:.2f}"),
+    "memory": ("floor MiB", memory_cell),
+}
+
+
 def markdown(report: Report, *, table: str | None, what: str) -> str:
     """A table with one line per case and mode, one column per candidate, and how it was measured."""
     rows = [row for row in report.rows if table in (None, row.table)]
     if not rows:
         return MISSING
     names = list(dict.fromkeys(m.name for row in rows for m in row.candidates))
-    cell: Cell = memory_cell if what == "memory" else time_cell
-    floor = "floor MiB" if what == "memory" else "floor ms"
-    head = [f"| | {floor} | {' | '.join(names)} |", f"|---|--:|{'--:|' * len(names)}"]
-    return "\n".join([*head, *(_line(row, names, cell, what) for row in rows), "", _caption(report, rows, what)])
+    titles = [FLOORS[what][0], *names] if what in FLOORS else names
+    head = [f"| | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
+    return "\n".join([*head, *(_line(row, names, what) for row in rows), "", _caption(report, rows, what)])
 
 
-def _line(row: RowResult, names: Sequence[str], cell: Cell, what: str) -> str:
-    found = {measured.name: cell(measured) for measured in row.candidates}
-    floor = f"{row.floor.peak_mib:.1f}" if what == "memory" else f"{row.floor.milliseconds:.2f}"
+def _line(row: RowResult, names: Sequence[str], what: str) -> str:
+    found = {measured.name: CELLS[what](measured) for measured in row.candidates}
+    floor = [FLOORS[what][1](row.floor)] if what in FLOORS else []
     mark = " ¹" if row.disturbed else ""
-    return f"| {row.case}, {row.mode}{mark} | {floor} | {' | '.join(found.get(name, '–') for name in names)} |"
+    return f"| {row.case}, {row.mode}{mark} | {' | '.join([*floor, *(found.get(name, '–') for name in names)])} |"
 
 
 def _caption(report: Report, rows: Sequence[RowResult], what: str) -> str:
     kept = [row.rounds for row in rows]
     count = f"{min(kept)}–{max(kept)}" if min(kept) < max(kept) else f"{kept[0]}"
-    measured = "MiB newly allocated at the peak of one call" if what == "memory" else "Time as a ratio to the floor"
-    rounds = (
-        "" if what == "memory" else f", median (quartiles) of {count} rounds of {1e3 * report.sample_seconds:.0f} ms"
-    )
+    rounds = f"median (quartiles) of {count} rounds of {1e3 * report.sample_seconds:.0f} ms"
+    measured = {
+        "time": f"Time as a ratio to the floor, {rounds}",
+        "memory": "MiB newly allocated at the peak of one call",
+        "deviation": "Largest difference from the first candidate's result, as a part of that one's largest entry",
+    }[what]
     malloc = "tuned malloc" if report.allocator else "default malloc"
     names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     text = (
-        f"{measured}{rounds}. F: forward, FB: forward and backward. Floor: {report.floor}. "
+        f"{measured}. F: forward, FB: forward and backward. Floor: {report.floor}. "
         f"{report.machine['processor']}, {_count(report.threads, 'thread')}, {malloc}; {names}."
     )
     noisy = " ¹ Other programs were running." if any(row.disturbed for row in rows) else ""
@@ -75,8 +87,8 @@ def _count(number: int, noun: str) -> str:
 def block(ask: str, folder: Path) -> str | None:
     """The table that a marker asks for; None if its topic was not measured."""
     topic, *rest = ask.split()
-    what = "memory" if "memory" in rest else "time"
-    tables = [word for word in rest if word not in {"time", "memory"}]
+    what = next((word for word in rest if word in CELLS), "time")
+    tables = [word for word in rest if word not in CELLS]
     path = path_of(topic, folder=folder)
     if not path.exists():
         return None

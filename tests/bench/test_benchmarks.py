@@ -77,6 +77,10 @@ def test_tables(report: Report, tmp_path: Path) -> None:
     table = report.rows[0].table
     assert f"{report.rows[0].floor.peak_mib:.1f}" in markdown(report, table=table, what="memory")
     assert markdown(report, table="no such table", what="time") == MISSING
+    errors = markdown(report, table=table, what="deviation")
+    shown = report.rows[0].candidates[0].deviation
+    assert ("0.0e+00" if shown is not None else "–") in errors
+    assert "floor ms" not in errors
 
 
 def test_a_page_may_ask_for_what_is_not_measured_yet(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ def test_every_topic_has_a_table() -> None:
 def test_an_unknown_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(["no-such-topic"])
-    assert "there are decoupled_conv" in capsys.readouterr().err
+    assert "there are conv_norm, decoupled_conv" in capsys.readouterr().err
 
 
 def test_the_process_starts_again_under_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
