@@ -164,6 +164,29 @@ def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
     assert int(layer.num_batches_tracked) == 1
 
 
+def trajectory(reentrant: bool | None, steps: int) -> list[Tensor]:
+    """Parameters, buffers and gradients after some steps, the norms checkpointed or not (None)."""
+    torch.manual_seed(0)
+    stages = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), gnn.SwitchableNorm2d(3)) for _ in range(2))
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        x = seeded(4, 3, 6, 6, seed=step).requires_grad_()
+        optimizer.zero_grad()
+        for stage in stages:
+            x = stage(x) if reentrant is None else checkpoint(stage, x, use_reentrant=reentrant)
+            x = x.tanh()
+        (x - 0.3).square().mean().backward()
+        optimizer.step()
+    return [*(t.detach() for t in stages.state_dict().values()), *(p.grad for p in stages.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_checkpointing_changes_no_bit(steps: int, reentrant: bool) -> None:
+    plain_steps, again = trajectory(None, steps), trajectory(reentrant, steps)
+    assert all(torch.equal(a, b) for a, b in zip(plain_steps, again, strict=True))
+
+
 def test_an_empty_batch_moves_nothing() -> None:
     for layer in (gnn.SwitchableNorm2d(3), gnn.SwitchableNorm2d(3, use_batch=False)):
         x = torch.zeros(0, 3, 4, 4, requires_grad=True)

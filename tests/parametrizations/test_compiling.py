@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from catalog import seeded
 from gonio import parametrizations as P
 from parametrizations.layers import MEMBERS, make, sample
-from tolerances import exact
+from tolerances import close, exact
 
 ONE = pytest.mark.parametrize("member", MEMBERS)
 
@@ -76,6 +76,42 @@ def test_compiled_with_assignment_and_loading(member: str) -> None:
     torch.testing.assert_close(compiled(x), other(x), **exact(torch.float32))
     layer.weight = seeded(*layer.weight.shape, seed=8)
     torch.testing.assert_close(compiled(x), layer(x), **exact(torch.float32))
+
+
+def network(member: str) -> nn.Module:
+    name, between = ("conv2d", nn.Conv2d(6, 4, 1)) if "conv" in member else ("linear", nn.Linear(4, 6))
+    return nn.Sequential(layer_of(member, name), nn.Tanh(), between, nn.Tanh(), layer_of(member, name, seed=2))
+
+
+def losses(step: nn.Module, model: nn.Module) -> list[float]:
+    """Of a training with a tick after each step."""
+    shape = (8, *sample(model[0]).shape[1:])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if any("SpectralNorm" in type(module).__name__ for module in model.modules()):
+        P.tick_on_step(optimizer, model)
+    found = []
+    for seed in range(6):
+        optimizer.zero_grad()
+        loss = step(seeded(*shape, seed=seed)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@ONE
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_training_with_ticks_is_one_graph_compiled_once(member: str) -> None:
+    """Power iterations move buffers between the steps; the graph reads them and is never made again."""
+    model = network(member)
+    twin = copy.deepcopy(model)
+    expected = losses(twin, twin)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = losses(compiled, model)
+    assert found == pytest.approx(expected, rel=1e-5)
+    for (name, mine), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, msg=name, **close(torch.float32))
 
 
 @pytest.mark.slow

@@ -67,12 +67,13 @@ class Checkpointed(nn.Module):
 
 
 def trajectory(member: str, reentrant: bool | None, steps: int) -> list[Tensor]:
-    model = Checkpointed(nn.Sequential(layer_of(member, "linear"), nn.Tanh()), reentrant)
+    layer = layer_of(member, "conv2d" if "conv" in member else "linear")
+    model = Checkpointed(nn.Sequential(layer, nn.Tanh()), reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if any(True for b in model.buffers()):
         P.tick_on_step(optimizer, model)
     for step in range(steps):
-        x = seeded(4, 6, seed=step).requires_grad_()
+        x = seeded(4, *sample(layer).shape[1:], seed=step).requires_grad_()
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
