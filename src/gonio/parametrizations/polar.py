@@ -102,10 +102,13 @@ def _moved(factor: Tensor, vectors: Tensor, values: Tensor, direction: Tensor) -
 
 def _differentiable(matrices: Tensor, direction: Tensor) -> Tensor:
     """J(direction) in operations whose derivatives are right again."""
-    factor = _Polar.apply(matrices)[0]
+    factor, vectors, values = _Polar.apply(matrices)
     root = factor @ matrices.mT
+    root = (root + root.mT) / 2
+    # In value the H of :func:`_decomposed`, whose singular values are not below its floor; in derivative H itself.
+    root = root + ((vectors * values.unsqueeze(-2)) @ vectors.mT - root).detach()
     turned = direction @ factor.mT
-    rotation = _Lyapunov.apply((root + root.mT) / 2, turned - turned.mT)
+    rotation = _Lyapunov.apply(root, turned - turned.mT)
     return rotation @ factor + torch.linalg.solve(root, direction - turned @ factor)
 
 
