@@ -33,6 +33,20 @@ def saved(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+def through_cloudpickle(model: nn.Module) -> nn.Module:
+    """What process pools other than torch's send."""
+    cloudpickle = pytest.importorskip("cloudpickle", reason="comes with joblib")
+    return pickle.loads(cloudpickle.dumps(model))
+
+
+def through_joblib(model: nn.Module) -> nn.Module:
+    joblib = pytest.importorskip("joblib", reason="comes with scikit-learn")
+    file = io.BytesIO()
+    joblib.dump(model, file)
+    file.seek(0)
+    return joblib.load(file)
+
+
 TRIPS = {
     "deepcopy": copy.deepcopy,
     "three deepcopies": lambda m: copy.deepcopy(copy.deepcopy(copy.deepcopy(m))),
@@ -40,6 +54,8 @@ TRIPS = {
     "pickle protocol 2": lambda m: pickle.loads(pickle.dumps(m, protocol=2)),
     "torch.save": saved,
     "AveragedModel": lambda m: AveragedModel(m).module,
+    "cloudpickle": through_cloudpickle,
+    "joblib": through_joblib,
 }
 
 
@@ -60,22 +76,28 @@ def test_detaching_a_copy_leaves_the_original(member: str, trip: str) -> None:
     assert all(p.grad is None for p in twin.parameters())
 
 
-def test_copies_after_forward_and_backward() -> None:
-    model = model_of(next(iter(MEMBERS)))
-    model(sample(model[0])).sum().backward()
+@pytest.mark.parametrize("member", MEMBERS)
+def test_copies_after_forward_and_backward(member: str) -> None:
+    model = model_of(member)
+    output = model(sample(model[0]))
     assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight)
+    output.sum().backward()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin[0].weight, model[0].weight)
+    twin(sample(model[0])).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
 
 
-def _in_a_child(rank: int, model: nn.Module, x: Tensor, folder: str) -> None:
-    torch.save(model(x).detach(), Path(folder) / f"{rank}.pt")
+def _in_a_child(rank: int, models: list[nn.Module], x: Tensor, folder: str) -> None:
+    torch.save([model(x).detach() for model in models], Path(folder) / f"{rank}.pt")
 
 
 def test_spawn_sends_models(tmp_path: Path) -> None:
-    model = nn.ModuleList(model_of(member) for member in MEMBERS)
-    chain = model[0]
-    x = sample(chain[0])
-    spawn(_in_a_child, args=(chain, x, str(tmp_path)), nprocs=1)
-    assert torch.equal(torch.load(tmp_path / "0.pt", weights_only=True), chain(x))
+    models = [model_of(member) for member in MEMBERS]
+    x = sample(models[0][0])
+    spawn(_in_a_child, args=(models, x, str(tmp_path)), nprocs=1)
+    for output, model in zip(torch.load(tmp_path / "0.pt", weights_only=True), models, strict=True):
+        assert torch.equal(output, model(x))
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])

@@ -164,6 +164,24 @@ def test_folding_is_the_same_in_both_modes(member: str) -> None:
 
 
 @ONE
+def test_no_read_is_stale(member: str) -> None:
+    """Nothing is cached between reads: a step, a tick, a load and a hand-made change all show at once."""
+    layer = layer_of(member, "linear")
+    seen = [layer.weight.detach().clone()]
+    for change in (
+        lambda raw: raw.add_(0.3 * seeded(*raw.shape, seed=5)),
+        lambda raw: raw.copy_(seeded(*raw.shape, seed=6)),
+        lambda raw: raw.data.neg_(),
+    ):
+        with torch.no_grad():
+            change(layer._parameters["weight"])
+        weight = layer.weight.detach()
+        assert not any(torch.equal(weight, old) for old in seen)
+        assert torch.equal(weight, layer.weight)
+        seen.append(weight.clone())
+
+
+@ONE
 def test_channels_last_survives(member: str) -> None:
     layer = layer_of(member).to(memory_format=torch.channels_last)
     x = sample(layer).contiguous(memory_format=torch.channels_last)
