@@ -13,6 +13,7 @@ from gonio.geometry import Layout, filter_norms, layout_of, matrix_view, operato
 from gonio.init import delta_orthogonal_, orthogonal_
 from gonio.init.haar import BLOCK, haar_columns
 from init.layers import LAYERS, signal
+from tolerances import exact
 
 PLAIN = Layout()
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -85,6 +86,11 @@ def test_blocks_of_reflectors_fit_together(n: int, extra: int) -> None:
     error = q.mT @ q - torch.eye(n, dtype=torch.float64)
     assert float(error.abs().max()) < 1e-13
     assert not torch.equal(q[0], q[1])
+    by_columns = haar_columns(2, n + extra, n, fresh(), torch.float64, by_rows=False)
+    assert by_columns.mT.is_contiguous()
+    torch.testing.assert_close(by_columns, q, **exact(torch.float64))
+    single = haar_columns(1, n + extra, n, fresh(), torch.float64)
+    assert float((single.mT @ single - torch.eye(n, dtype=torch.float64)).abs().max()) < 1e-13
 
 
 def test_large_matrices_keep_their_accuracy_in_float32() -> None:

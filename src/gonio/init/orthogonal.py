@@ -71,8 +71,9 @@ def orthogonal_(
     matrices, rows, cols = _view_shape(weight, layout, view)
     scale = resolve_gain(gain) * _scale(weight, layout, max(rows, cols), preserve)
     small, large = sorted((rows, cols))
-    q = haar_columns(matrices, large, small, fresh_generator(generator), working_dtype(weight)).mul_(scale)
-    return write_(weight, unview(q.mT if rows < cols else q, weight.shape, layout, view=view))
+    tall = rows >= cols
+    q = haar_columns(matrices, large, small, fresh_generator(generator), working_dtype(weight), by_rows=tall)
+    return write_(weight, unview((q if tall else q.mT).mul_(scale), weight.shape, layout, view=view))
 
 
 def _view_shape(weight: Tensor, layout: Layout, view: View) -> torch.Size:
