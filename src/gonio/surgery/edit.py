@@ -59,7 +59,7 @@ class Edit:
         self._touched = Touched()
         self._replicated: set[int] | None = None
         self.changes: list[Change] = []
-        self._notes: list[str] = []
+        self.notes: list[str] = []
 
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
@@ -80,7 +80,7 @@ class Edit:
 
     def note(self, text: str) -> None:
         """Say something about the edit as a whole, for its table."""
-        self._notes.append(text)
+        self.notes.append(text)
 
     def changed(self, path: str, what: str) -> None:
         """Record in words what was done to a module."""
@@ -153,7 +153,7 @@ class Edit:
     def done(self) -> Edited:
         """The record that the verb returns."""
         undo = Undo(self.verb, self.model, self._inverses, self._touched)
-        return Edited(self.verb, tuple(self.changes), tuple(self._notes), undo)
+        return Edited(self.verb, tuple(self.changes), tuple(self.notes), undo)
 
 
 @dataclass(frozen=True)

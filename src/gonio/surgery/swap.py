@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.bypass import bypassed, call_children_, note_other_references
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
@@ -49,6 +49,9 @@ def swap_(
         optimizer: told about parameters that appear and disappear.
         options: go to the factory.
 
+    A layer that the factory refuses (a subclass that computes something else than its torch class) is an
+    error where `where` selects it; without `where` it stays, and the result says why.
+
     Raises:
         NoMatchError: if `where` selects no layer that the factory takes.
         AlreadyAppliedError: if a selected layer already is what the factory makes.
@@ -74,8 +77,9 @@ def swap_(
     found, read = _found(model, factory, where)
     before = {id(p) for p in model.parameters()}
     with Edit(model, "swap_") as edit:
-        for site in found:
-            _swap_one_(edit, site, _made(factory, site, options), optimizer)
+        stay = {site.path: _swap_one_(edit, site, factory, options, optimizer) for site in found}
+        _say_what_stays(edit, {path: error for path, error in stay.items() if error}, strict=where is not None)
+        found = [site for site in found if stay[site.path] is None]
         _check_reachable(edit, found)
         call_children_(edit, found)
         note_other_references(edit, found)
@@ -113,17 +117,22 @@ def _check_replaceable(site: Site) -> None:
             raise NotApplicableError("swap_", site.path, why, "Swap it before you compile it.")
 
 
-def _made(factory: Callable[..., nn.Module], site: Site, options: dict[str, Any]) -> nn.Module:
-    new: Any = factory(site.module, **options)
+def _swap_one_(
+    edit: Edit,
+    site: Site,
+    factory: Callable[..., nn.Module],
+    options: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+) -> NotApplicableError | None:
+    """Replace one layer; what the factory says if it refuses it."""
+    old = site.module
+    try:
+        new: Any = factory(old, **options)
+    except NotApplicableError as error:
+        return error
     if not isinstance(new, nn.Module):
         found = f"a {type(new).__name__} for {site.path!r}"
         raise InvalidArgumentError(f"swap_ needs a factory that makes modules ({_name(factory)})", found, "Return one.")
-    made: nn.Module = new
-    return made
-
-
-def _swap_one_(edit: Edit, site: Site, new: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    old = site.module
     kept = {id(module) for module in old.modules()}  # a factory may put the old layer into the new one
     for module in new.modules():
         if id(module) not in kept:
@@ -131,6 +140,19 @@ def _swap_one_(edit: Edit, site: Site, new: nn.Module, optimizer: torch.optim.Op
     edit.replace_(site, new, what=f"{type(old).__name__} → {type(new).__name__}")
     if optimizer is not None:
         follow_parameters_(edit, optimizer, list(old.parameters()), list(new.parameters()))
+    return None
+
+
+def _say_what_stays(edit: Edit, refused: dict[str, NotApplicableError], *, strict: bool) -> None:
+    """A layer that the factory refuses is an error where it was asked for, or if no other was replaced."""
+    reasons: dict[str, list[str]] = {}
+    for path, error in refused.items():
+        reasons.setdefault(str(error), []).append(path)
+        if strict or not edit.changes:
+            error.add_note(f"at {listing(list(refused))}")
+            raise error
+    for why, paths in reasons.items():
+        edit.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
 
 
 def _check_reachable(edit: Edit, found: list[Site]) -> None:
