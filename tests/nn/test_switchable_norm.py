@@ -130,6 +130,46 @@ def test_halves_are_normalised_in_float32(dtype: torch.dtype, mean: float) -> No
     assert layer.running_mean.dtype is torch.float32
 
 
+def test_half_precision_does_not_overflow() -> None:
+    """Squares of 6e4 are beyond float16; torch's batch norm in float16 is left with NaN in its running variance."""
+    x = (seeded(8, 4, 6, 6).sign() * 6e4).half()
+    torchs = nn.BatchNorm2d(4).half()
+    torchs(x)
+    assert not bool(torchs.running_var.isfinite().all())
+    layer = gnn.SwitchableNorm2d(4).half()
+    y = x.clone().requires_grad_()
+    output = layer(y)
+    output.float().square().sum().backward()
+    for tensor in (output, y.grad, layer.running_mean, layer.running_var, *(p.grad for p in layer.parameters())):
+        assert bool(tensor.isfinite().all())
+    expected = switchable_norm(copy.deepcopy(layer).double(), x.double())
+    torch.testing.assert_close(output.double(), expected, **exact(torch.float16))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_compiled_in_every_layout(layout: torch.memory_format, dtype: torch.dtype, backend: str) -> None:
+    """Against the float64 reference, gradients of the parameters included; one graph, compiled once."""
+    torch._dynamo.reset()
+    layer = norm(gnn.SwitchableNorm2d, 6).to(dtype)
+    oracle = copy.deepcopy(layer).double()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            x = (2 + seeded(4, 6, 5, 3, seed=seed)).to(dtype).contiguous(memory_format=layout).requires_grad_()
+            output = compiled(x)
+            assert output.is_contiguous(memory_format=layout)
+            x64 = x.detach().double().requires_grad_()
+            expected = switchable_norm(oracle, x64)
+            torch.testing.assert_close(output.double(), expected, **close(dtype))
+            found = gradients(output, [x, *layer.parameters()])
+            wanted = gradients(expected, [x64, *oracle.parameters()])
+            for a, b in zip(found, wanted, strict=True):
+                scale = max(1.0, float(b.abs().max()))
+                torch.testing.assert_close(a.double(), b, rtol=close(dtype)["rtol"], atol=close(dtype)["atol"] * scale)
+
+
 def test_running_statistics_follow_torchs_convention() -> None:
     """new = 0.9·old + 0.1·batch, from mean 0 and variance 1; the variance is biased."""
     x = 3 + 2 * seeded(4, 6, 5, 3)
