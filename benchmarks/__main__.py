@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(topics())}; all by default")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, 3 short rounds, nothing compiled")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose 'table case mode' it is found in")
     parser.add_argument("--rounds", type=int, default=Settings.rounds, help="samples per candidate")
     parser.add_argument("--threads", type=int, default=describe()["cores"], help="of torch; all cores by default")
     parser.add_argument("--malloc", choices=["tuned", "default"], default="tuned", help="settings of glibc's allocator")
@@ -43,10 +45,12 @@ def without_compiled(row: Row) -> Row:
     return Row(row.case, row.mode, row.floor, kept, row.table)
 
 
-def run(topic: ModuleType, settings: Settings, *, quick: bool, threads: int) -> Report:
-    """Measure all rows of a topic."""
+def run(topic: ModuleType, settings: Settings, *, quick: bool, threads: int, rows: str = "") -> Report:
+    """Measure the rows of a topic that are asked for."""
     found = []
     for row in topic.rows(quick=quick):
+        if not re.search(rows, f"{row.table} {row.case} {row.mode}"):
+            continue
         found.append(measure(without_compiled(row) if quick else row, settings))
         print(line(found[-1]), file=sys.stderr, flush=True)
     return Report(
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = QUICK if options.quick else Settings(rounds=options.rounds)
     for name in options.topics or topics():
         topic = importlib.import_module(f"benchmarks.{name}")
-        report = run(topic, settings, quick=options.quick, threads=options.threads)
+        report = run(topic, settings, quick=options.quick, threads=options.threads, rows=options.rows)
         print(os.path.relpath(write(report)))
     return 0
 
