@@ -33,6 +33,7 @@ class Applied:
         switchable-norm:
         swap_: 1 module
           1  BatchNorm2d → SwitchableNorm2d
+          note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
         >>> applied.undo_()
     """
 
