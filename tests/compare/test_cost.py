@@ -19,6 +19,7 @@ def product(tensor: Tensor, count: int) -> None:
         tensor @ tensor
 
 
+@pytest.mark.slow  # it reads a clock: no gate of every change
 def test_time_ratios_of_equal_and_of_double_work() -> None:
     square = torch.ones(64, 64)
     blocks = _time_ratios(lambda: product(square, 20), [lambda: product(square, 20), lambda: product(square, 40)])
