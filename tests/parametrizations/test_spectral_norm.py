@@ -12,6 +12,7 @@ from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.measuring import measure
 from gonio.parametrizations import spectral_convolution, spectral_views
 from parametrizations.layers import LAYERS, make, sample
 from tolerances import close
@@ -256,6 +257,28 @@ def test_sigma_is_what_the_vectors_show() -> None:
     torch.testing.assert_close(P.parametrization_of(conv).sigma(raw), circular)
     with pytest.raises(InvalidArgumentError, match="found a template"):
         P.SpectralNorm().sigma(raw)
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+def test_what_is_reported_is_measured(view: str) -> None:
+    """The norm that is kept, beside the one that was asked for, also where old vectors promise too much."""
+    layer = attached(make("conv2d").double(), view=view)
+    norm = P.parametrization_of(layer)
+    of = {"filters": "of the filters' matrix", "conv": "of the convolution"}[view]
+    for promised in (True, False):
+        if not promised:
+            with torch.no_grad():
+                layer._parameters["weight"].copy_(seeded(*layer.weight.shape, seed=5, dtype=torch.float64))
+        weight = layer.weight.detach()
+        expected = (
+            torch.linalg.matrix_norm(weight.flatten(1), 2)
+            if view == "filters"
+            else geometry.conv_spectral_norm(weight, (96, 96), layout=geometry.layout_of(layer))
+        )
+        assert norm.measured(weight) == pytest.approx(float(expected), rel=5e-3)
+        assert norm.holds(weight) is promised
+        note = f"its largest gain, {of}, is {norm.measured(weight):.4g} for a norm of 1"
+        assert note in measure(nn.Sequential(layer))["0"].notes
 
 
 def test_vectors_of_another_weight_do_not_explode() -> None:

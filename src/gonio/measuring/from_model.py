@@ -16,6 +16,7 @@ from gonio.geometry import Layout, layout_of
 from gonio.measuring.entry import PADDING, Entry
 from gonio.measuring.names import infer
 from gonio.parametrizations.base import parametrization_of
+from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
 
 __all__ = ["entries_of_model"]
@@ -64,11 +65,25 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
         return Entry(path, kind, None, partial(_read, module, name), "a part of a parametrization", notes)
     parametrization = parametrization_of(module, name)
     if parametrization is not None:
-        notes = (*notes, f"the weight that {type(parametrization).__name__} computes")
+        notes = (*notes, f"the weight that {type(parametrization).__name__} computes", *_gain(module, name))
     elif tensor is None:
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     return Entry(path, kind, layout, partial(_read, module, name), reason, notes)
+
+
+def _gain(module: nn.Module, name: str) -> tuple[str, ...]:
+    """What a spectral norm promises, and what it keeps: its singular vectors may be old."""
+    parametrization = parametrization_of(module, name)
+    if not isinstance(parametrization, SpectralNorm):
+        return ()
+    weight = _read(module, name)
+    if weight.is_meta or not weight.isfinite().all():
+        return ()
+    of = "of the convolution" if parametrization.view == "conv" else "of the filters' matrix"
+    return (
+        f"its largest gain, {of}, is {parametrization.measured(weight):.4g} for a norm of {parametrization.norm:g}",
+    )
 
 
 def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:

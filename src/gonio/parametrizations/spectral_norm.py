@@ -126,12 +126,27 @@ class SpectralNorm(Parametrization):
             raise InvalidArgumentError("sigma() reads bound vectors", "a template", "Attach it to a layer.")
         return gains(self.how.matrices(widen(raw)), self.u, self.v, self.length)[0].amax(0)
 
+    def measured(self, weight: Tensor) -> float:
+        """The largest gain of a weight, found anew and not by the vectors; for ``view="conv"`` that of the operator.
+
+        Example:
+            >>> layer = nn.Linear(8, 8)
+            >>> sn = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
+            >>> round(sn.measured(layer.weight), 3)
+            1.0
+            >>> raw = next(layer.parameters())
+            >>> _ = raw.data.copy_(torch.diag(torch.arange(1.0, 9.0)))  # a change without a tick
+            >>> sn.measured(layer.weight) > 1.05
+            True
+        """
+        return _view_of(self.view, self.bound_layout, weight).measured(weight.detach())
+
     def holds(self, weight: Tensor) -> bool:
         """Whether the largest gain is `norm` within 1 %; with ``view="conv"``, at most 1 % above, and below by
         no more than 1 % and the margin."""
         how = _view_of(self.view, self.bound_layout, weight)
         low, high = 0.99 * self.norm / how.margin, 1.01 * self.norm
-        return low <= how.measured(weight.detach()) <= high
+        return low <= self.measured(weight) <= high
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Take over torch's u and v, if the layer has one matrix and the norm is torch's, 1."""
