@@ -272,6 +272,26 @@ def test_conversion_from_batch_norm(dims: int) -> None:
     torch.testing.assert_close(only(fresh, "batch")(x), old(x), **exact(torch.float64))
 
 
+def test_conversion_of_a_synchronised_batch_norm() -> None:
+    old = nn.SyncBatchNorm(6, eps=1e-3)
+    old.running_var.fill_(2.0)
+    new = gnn.SwitchableNorm2d.from_batch_norm(old)
+    assert new.weight is old.weight
+    assert (new.eps, new.synchronize) == (1e-3, True)
+    x = seeded(4, 6, 5, 3)
+    torch.testing.assert_close(only(new, "batch").eval()(x), old.eval()(x))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_norm_stays_frozen_with_its_mixture(frozen: bool) -> None:
+    new = gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3).requires_grad_(not frozen))
+    assert [p.requires_grad for p in new.parameters()] == [not frozen] * 4
+    half = nn.BatchNorm2d(3)
+    half.weight.requires_grad_(False)
+    assert gnn.SwitchableNorm2d.from_batch_norm(half).mean_logits.requires_grad
+    assert gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3, affine=False)).mean_logits.requires_grad
+
+
 def test_conversion_of_the_odd_batch_norms() -> None:
     bare = gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3, affine=False, track_running_stats=False))
     assert bare.weight is None

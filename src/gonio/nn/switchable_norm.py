@@ -83,12 +83,15 @@ class SwitchableNorm(RunningStatistics):
 
     @classmethod
     def _around(cls: type[Self], norm: nn.modules.batchnorm._BatchNorm, use_batch: bool, synchronize: bool) -> Self:
-        check_plain(norm, cls.torchs, asked="from_batch_norm")
+        kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else cls.torchs
+        check_plain(norm, kind, asked="from_batch_norm")
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         like = next((t for t in (norm.weight, norm.running_mean) if t is not None), torch.empty(0))
         new = cls(*same, like.device, like.dtype, use_batch=use_batch, synchronize=synchronize)
         for name in ("weight", "bias"):
             new._parameters[name] = norm._parameters[name]
+        if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters()):
+            new.requires_grad_(False)  # frozen stays frozen, the mixture too
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             old, buffer = norm._buffers.get(name), new._buffers.get(name)
             if old is not None and buffer is not None:
@@ -183,7 +186,7 @@ class SwitchableNorm1d(SwitchableNorm):
 
     @classmethod
     def from_batch_norm(
-        cls, norm: nn.BatchNorm1d, *, use_batch: bool = True, synchronize: bool = True
+        cls, norm: nn.BatchNorm1d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
     ) -> SwitchableNorm1d:
         """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
         return cls._around(norm, use_batch, synchronize)
@@ -255,11 +258,12 @@ class SwitchableNorm2d(SwitchableNorm):
 
     @classmethod
     def from_batch_norm(
-        cls, norm: nn.BatchNorm2d, *, use_batch: bool = True, synchronize: bool = True
+        cls, norm: nn.BatchNorm2d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
     ) -> SwitchableNorm2d:
         """A switchable norm on the same scale and shift, with a copy of the running statistics.
 
-        The mixture starts equal, so the output is another one than the batch norm's.
+        The mixture starts equal, so the output is another one than the batch norm's; it is frozen if scale and
+        shift are. Other norms become batch norms first: :func:`gonio.nn.to_batch_norm`.
         """
         return cls._around(norm, use_batch, synchronize)
 
@@ -286,7 +290,7 @@ class SwitchableNorm3d(SwitchableNorm):
 
     @classmethod
     def from_batch_norm(
-        cls, norm: nn.BatchNorm3d, *, use_batch: bool = True, synchronize: bool = True
+        cls, norm: nn.BatchNorm3d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
     ) -> SwitchableNorm3d:
         """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
         return cls._around(norm, use_batch, synchronize)
