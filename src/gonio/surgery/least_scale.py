@@ -2,7 +2,10 @@ r"""The least sum of squared weights among all ways to place the free scales of 
 
 The sum is a sum of terms :math:`s_i^2\, m_{ij} / t_j^2` and so convex in the logarithms of the scales. For
 one scale with all others held it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is the
-square of the rows that produce the channel and Q of the columns that consume it.
+square of the rows that produce the channel and Q of the columns that consume it. In the logarithm of s this
+is a hyperbolic cosine about its minimum, so a step of up to twice the way still descends: steps are
+lengthened as successive over-relaxation does for a chain of that many scales, which needs a number of
+sweeps in proportion to its length instead of its square.
 """
 
 from __future__ import annotations
@@ -69,6 +72,7 @@ class _Ends:
         self.layers: dict[int, Layer] = {}
         self.rows: dict[int, Tensor] = {}
         self.columns: dict[int, Tensor] = {}
+        self.longer = _over_relaxation(variables)
         self.loops = {v for v in variables if {id(p) for p in v.producers} & {id(c) for c, _ in v.consumers}}
         for layer in (part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))):
             if id(layer) not in self.layers:
@@ -99,16 +103,49 @@ class _Ends:
         return math.fsum(float(self.made(layer).sum()) for layer in self.layers.values())
 
 
+def _over_relaxation(variables: list[Variable]) -> dict[Variable, float]:
+    """By how much to lengthen the steps of each variable: 1 for one that no other variable depends on."""
+    group = {variable: {variable} for variable in variables}
+    touching: dict[int, Variable] = {}
+    for variable in variables:
+        for layer in (*variable.producers, *(layer for layer, _ in variable.consumers)):
+            other = touching.setdefault(id(layer), variable)
+            if group[other] is not group[variable]:
+                joined = group[other] | group[variable]
+                group.update(dict.fromkeys(joined, joined))
+    return {variable: 2 / (1 + math.sin(math.pi / (len(group[variable]) + 1))) for variable in variables}
+
+
 def _improve_(ends: _Ends, variable: Variable, *, per_channel: bool) -> float:
-    """Give each channel of one variable its best scale; the largest log step."""
+    """Give one variable its best scales; the largest log step."""
+    moved = 0.0 if per_channel and variable not in ends.loops else _improve_together_(ends, variable)
+    return max(moved, _improve_each_(ends, variable)) if per_channel else moved
+
+
+def _improve_each_(ends: _Ends, variable: Variable) -> float:
+    """Every channel by itself."""
     made = torch.stack([ends.made(layer) for layer in variable.producers]).sum(0)
     used = torch.stack([ends.used(layer, per) for layer, per in variable.consumers]).sum(0)
-    if not per_channel:
-        made, used = made.sum().expand_as(made), used.sum().expand_as(used)
     # Where a layer both makes and reads the tensor, the channels of one step depend on each other: a full
     # step of all of them overshoots, half of it descends.
-    power = 0.125 if variable in ends.loops and per_channel else 0.25
+    return _step_(ends, variable, used, made, power=0.125 if variable in ends.loops else 0.25)
+
+
+def _improve_together_(ends: _Ends, variable: Variable) -> float:
+    """All channels by one factor, which does not change a layer that both makes and reads the tensor."""
+    loops = {id(p) for p in variable.producers} & {id(layer) for layer, _ in variable.consumers}
+    made = [ends.made(layer).sum() for layer in variable.producers if id(layer) not in loops]
+    used = [ends.used(layer, per).sum() for layer, per in variable.consumers if id(layer) not in loops]
+    if not made or not used:
+        return 0.0
+    shape = (variable.channels,)
+    return _step_(
+        ends, variable, torch.stack(used).sum().expand(shape), torch.stack(made).sum().expand(shape), power=0.25
+    )
+
+
+def _step_(ends: _Ends, variable: Variable, used: Tensor, made: Tensor, *, power: float) -> float:
     # a channel that is never produced or never used has no best scale: it stays
-    step = torch.where((made > 0) & (used > 0), (used / made).pow(power), 1.0)
+    step = torch.where((made > 0) & (used > 0), (used / made).pow(power * ends.longer[variable]), 1.0)
     ends.scale_(variable, step)
     return float(step.log().abs().max()) if step.numel() else 0.0

@@ -104,7 +104,7 @@ class _Reader:
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path = str(node.target)
         flows = [self.flow[source] for source in node.all_input_nodes if source in self.flow]
-        self._pin_inputs(node, f"{type(module).__name__} normalises it")
+        self._pin_inputs(node, f"a {type(module).__name__} normalises it")
         refusal = self._refusal(path, module)
         if refusal or module._parameters.get("weight") is None:
             return
