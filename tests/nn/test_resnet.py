@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import gonio
 from catalog import seeded
+from foreign import torchvision_resnet18
 from gonio.nn import DecoupledConv2d
 from networks import ResNet18
-from nn.vision import torchvision_resnet18
 
 CLASSES = 5
 

@@ -1,0 +1,38 @@
+"""timm and torchvision beside a torch without CUDA."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+__all__ = ["timm", "torchvision", "torchvision_resnet18"]
+
+_LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone
+
+
+def torchvision() -> ModuleType:
+    """torchvision, or a skip with the reason.
+
+    Its wheels are built for CUDA and name operators at import that only their CUDA library defines.
+    """
+    if torch.version.cuda is None and not _LIBRARIES:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)
+    return pytest.importorskip("torchvision", reason="the extra `models` is not installed")
+
+
+def timm() -> ModuleType:
+    """timm, or a skip with the reason."""
+    torchvision()
+    return pytest.importorskip("timm", reason="the extra `models` is not installed")
+
+
+def torchvision_resnet18(classes: int) -> nn.Module:
+    """torchvision's network, or a skip with the reason."""
+    return torchvision().models.resnet18(num_classes=classes)
