@@ -53,7 +53,7 @@ def measure(
             torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
             of these. Without the model, layouts are read off the shapes; each tensor's `notes` say so.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
-            the outputs of all layers are measured too, in evaluation mode: `signals`.
+            the outputs of all layers and the gradients there are measured too, in evaluation mode: `signals`.
         loader: the data loader of the model's training. Its sizes are read, nothing is drawn from it: batches too
             small for batch normalisation, a last batch of one sample.
         optimizer: of the model's training: weight decay where the scale of a weight does not matter.
@@ -90,7 +90,7 @@ def measure(
     if not isinstance(source, nn.Module):
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
     structure = structure_of(source)
-    signals = () if batch is None else measure_signals(source, batch)
+    signals, silent = ((), ()) if batch is None else measure_signals(source, batch)
     return Measurements(
         name,
         tuple(_annotated(tensor, structure) for tensor in tensors),
@@ -98,7 +98,7 @@ def measure(
         scale=structure.scale,
         mixtures=structure.mixtures,
         signals=signals,
-        notes=(*notes, *structure.notes),
+        notes=(*notes, *structure.notes, *silent),
         versions=_versions(),
     )
 

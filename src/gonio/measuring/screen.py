@@ -85,15 +85,16 @@ def _signals(measured: Measurements) -> Table:
     return table
 
 
-SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead")
+SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain")
 
 
 def signal_cells(signal: Signal) -> tuple[str, ...]:
     """A signal's figures as text, in the order of :data:`SIGNAL_TITLES`."""
     figures = (number(signal.mean), number(signal.std), number(signal.rms), number(signal.gain))
-    dead = f"{signal.dead_units} of {signal.units}"
+    dead = "ends a branch" if signal.branch == "ends" else f"{signal.dead_units} of {signal.units}"
+    back = "waits" if signal.branch == "waits" else number(signal.gradient_rms)
     broken = f", {signal.nonfinite} values NaN or infinite" if signal.nonfinite else ""
-    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}")
+    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}", back, number(signal.gradient_gain))
 
 
 def _table(measured: Measurements, width: int) -> Table:

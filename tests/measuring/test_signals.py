@@ -1,0 +1,235 @@
+"""Signals forward and backward: against autograd by hand, the laws of initialisation, branches that start at zero."""
+
+from __future__ import annotations
+
+import copy
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gonio
+from gonio import init
+from gonio.measuring import measure
+from gonio.measuring.signals import Signal
+from gonio.seeding import generator
+
+DEPTH = 20
+
+
+def signals(model: nn.Module, batch: object) -> dict[str, Signal]:
+    return {signal.path: signal for signal in measure(model, batch=batch).signals}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+def test_gradients_are_autograds() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = draw(50, 6)
+    found = signals(model, x)
+    first = model[0](x)
+    second = first.tanh()
+    cotangent = torch.randn(50, 3, generator=generator(0, "cotangent", 0))
+    expected = torch.autograd.grad(model[2](second), [first, second], cotangent)
+    assert found["2"].gradient_rms == pytest.approx(rms(cotangent), rel=1e-5)
+    assert found["1"].gradient_rms == pytest.approx(rms(expected[1]), rel=1e-5)
+    assert found["0"].gradient_rms == pytest.approx(rms(expected[0]), rel=1e-5)
+    assert found["1"].gradient_gain == pytest.approx(rms(expected[0]) / rms(expected[1]), rel=1e-5)
+    assert found["2"].gradient_norm_ratio == pytest.approx(float(expected[1].norm() / cotangent.norm()), rel=1e-5)
+    assert found["0"].norm_ratio == pytest.approx(float(first.detach().norm() / x.norm()), rel=1e-5)
+    reached = expected[0] @ model[0].weight
+    assert found["0"].gradient_gain == pytest.approx(rms(reached) / rms(expected[0]), rel=1e-5)  # to the model's input
+
+
+class Residual(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def test_what_the_skip_sends_back_is_not_the_layers() -> None:
+    layer = nn.Linear(6, 6, bias=False)
+    found = signals(nn.Sequential(nn.Linear(6, 6), Residual(layer)), draw(40, 6))
+    cotangent = torch.randn(40, 6, generator=generator(0, "cotangent", 0))
+    assert found["1.branch"].gradient_gain == pytest.approx(rms(cotangent @ layer.weight) / rms(cotangent), rel=1e-5)
+    assert found["0"].gradient_rms == pytest.approx(rms(cotangent + cotangent @ layer.weight), rel=1e-5)
+
+
+def test_an_orthogonal_chain_keeps_both_norms_exactly() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(DEPTH)))
+    gonio.init_(model, init.orthogonal_, gain=1.0)
+    for signal in signals(model, draw(64, 32)).values():
+        assert signal.norm_ratio == pytest.approx(1, abs=1e-5)
+        assert signal.gradient_norm_ratio == pytest.approx(1, abs=1e-5)
+
+
+def relu_chain() -> nn.Sequential:
+    layers = [part for _ in range(DEPTH) for part in (nn.Linear(256, 256, bias=False), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def test_he_keeps_the_signal_through_twenty_layers_and_torchs_default_loses_it() -> None:
+    """A sixth of the second moment per layer remains under torch's default, forward and backward."""
+    model, x = relu_chain(), draw(128, 256)
+    last, first = f"{2 * DEPTH - 2}", "0"
+    found = signals(model, x)
+    per_layer = (found[last].rms / found[first].rms) ** (1 / (DEPTH - 1))
+    back = (found[first].gradient_rms / found[last].gradient_rms) ** (1 / (DEPTH - 1))
+    assert (per_layer, back) == pytest.approx((sqrt(1 / 6), sqrt(1 / 6)), rel=0.05)
+    gonio.init_(model, init.he_, gain="relu")
+    found = signals(model, x)
+    assert 0.5 < found[last].rms / found[first].rms < 2
+    assert 0.5 < found[first].gradient_rms / found[last].gradient_rms < 2
+
+
+def test_rms_goes_forward_and_norm_back_through_rectangles() -> None:
+    """Variance 1/fan_in keeps entries forward and norms of gradients backward; 1/fan_out the other way round."""
+    model, x = nn.Sequential(nn.Linear(400, 100, bias=False)), draw(500, 400)
+    for preserve, forward, backward in [
+        ("rms", "gain", "gradient_norm_ratio"),
+        ("norm", "norm_ratio", "gradient_gain"),
+    ]:
+        gonio.init_(model, init.variance_scaling_, preserve=preserve, gain=1.0)
+        signal = signals(model, x)["0"]
+        assert getattr(signal, forward) == pytest.approx(1, abs=0.02)
+        assert abs(getattr(signal, "norm_ratio" if forward == "gain" else "gain") - 1) > 0.3
+        if preserve == "norm":
+            assert getattr(signal, backward) == pytest.approx(1, abs=0.02)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+
+
+def test_a_zero_initialised_branch_is_neither_dead_nor_vanishing() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block(), nn.Flatten(), nn.Linear(288, 4))
+    nn.init.zeros_(model[1].norm2.weight)
+    found = signals(model, draw(16, 3, 8, 8))
+    assert found["1.norm2"].branch == "ends"
+    assert found["1.norm2"].gradient_rms > 0  # it does learn
+    for path in ("1.conv1", "1.norm1", "1.conv2"):
+        assert (found[path].branch, found[path].gradient_rms) == ("waits", 0.0)
+        assert found[path].rms > 0
+    assert {found[path].branch for path in found if not path.startswith("1.")} == {""}
+    assert found["0"].gradient_rms > 0  # through the skip
+    text = str(measure(model, batch=draw(16, 3, 8, 8)))
+    assert "ends a branch" in text
+    assert text.count("waits") == 3
+
+
+class Scaled(nn.Module):
+    """ReZero: the branch is multiplied by a number that starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.scale = nn.Linear(8, 8), nn.ReLU(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.act(self.fc(x))
+
+
+def test_a_branch_multiplied_by_zero_waits() -> None:
+    found = signals(nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 2)), draw(16, 8))
+    assert [found[path].branch for path in ("0", "1.fc", "1.act", "2")] == ["", "waits", "waits", ""]
+
+
+def test_a_dead_layer_is_dead() -> None:
+    """Negative control: no gradient because of units that are 0, not because of a branch."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    found = signals(model, draw(16, 8))
+    assert (found["0"].gradient_rms, found["0"].branch) == (0.0, "")
+    assert (found["1"].dead_units, found["1"].branch) == (8, "")
+
+
+def test_nothing_is_left_behind() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2))
+    model[0].weight.requires_grad_(False)
+    model[4].weight.grad = torch.ones_like(model[4].weight)
+    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    found = signals(model, draw(5, 3, 8, 8))
+    assert not model[0].weight.requires_grad
+    assert model[0].weight.grad is None
+    assert torch.equal(model[4].weight.grad, torch.ones_like(model[4].weight))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert model[1].track_running_stats
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert signals(model, draw(5, 3, 8, 8)) == found  # a frozen model passes gradients all the same
+
+
+def test_a_batch_norm_without_statistics_uses_those_of_the_batch() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), draw(64, 6)
+    assert signals(model, x)["1"].rms == pytest.approx(1, abs=1e-3)
+    assert not model[1].num_batches_tracked
+    assert signals(model, x[:1])["1"].rms == pytest.approx(rms(model[0](x[:1])), rel=1e-3)  # one value has no variance
+    model[1].running_var.fill_(4.0)
+    model[1].num_batches_tracked += 1
+    assert signals(model, x)["1"].rms == pytest.approx(rms(model[0](x)) / 2, rel=1e-3)
+
+
+def test_working_in_place_changes_no_figure() -> None:
+    def model(*, inplace: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 3))
+
+    plain, written = (signals(model(inplace=inplace), draw(50, 6)) for inplace in (False, True))
+    assert written["0"] == plain["0"]
+    assert written["1"].gain == plain["1"].gain < 1
+    assert written["1"].gradient_gain is None  # its input and its output are one tensor
+    assert written["2"] == plain["2"]
+
+
+def test_a_checkpointed_model_gives_the_same() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, body: nn.Module, reentrant: bool | None) -> None:
+            super().__init__()
+            self.body, self.reentrant = body, reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+    body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    assert signals(Checkpointed(body, False), draw(9, 6)) == signals(Checkpointed(body, None), draw(9, 6))
+
+
+def test_without_a_derivative_it_says_so() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).argmax(-1)
+
+    found = measure(Choice(), batch=draw(5, 4))
+    assert found.signals[0].gradient_rms is None
+    assert found.signals[0].rms > 0
+    assert "Nothing is said on gradients: its output has no gradient." in found.notes
+
+
+def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")
+    nn.utils.parametrizations.weight_norm(model[1])
+    assert list(signals(model, draw(5, 8))) == ["0", "1"]
