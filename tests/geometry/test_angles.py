@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     alignment,
@@ -170,7 +170,7 @@ def test_welch_bound_is_attained_by_three_vectors_at_120_degrees() -> None:
     assert float(alignment(frame)) == pytest.approx((3 - 2) / (3 - 1), abs=1e-12)  # its tight-frame minimum
 
 
-@THOROUGH
+@REPEATABLE
 @given(n=st.integers(2, 12), d=st.integers(1, 8), seed=st.integers(0, 10**6))
 def test_bounds_hold_for_any_matrix(n: int, d: int, seed: int) -> None:
     matrix = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_bounds_hold_for_any_matrix(n: int, d: int, seed: int) -> None:
     assert sqrt(a / d) <= mu + 1e-9
 
 
-@THOROUGH
+@REPEATABLE
 @given(rows=st.lists(st.lists(st.floats(-1e9, 1e9, width=32), min_size=3, max_size=3), min_size=2, max_size=5))
 def test_finite_for_any_entries(rows: list[list[float]]) -> None:
     matrix = torch.tensor(rows).requires_grad_()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     Layout,
@@ -224,7 +224,7 @@ def test_float64_decides_between_near_equals() -> None:
     assert float(value) == pytest.approx(fourier_norm(weight * (1 + 1e-10), (9, 9)), rel=1e-12)
 
 
-@THOROUGH
+@REPEATABLE
 @given(
     out=st.integers(1, 4),
     in_=st.integers(1, 4),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import angles, banding, cosines, duplicates, near_duplicates, normalize, sign_hash, sign_similarity
 from gonio.geometry.banding import cheapest_search
@@ -106,7 +106,7 @@ def test_hash_is_invariant_to_scale_and_complemented_by_negation() -> None:
     assert torch.equal(sign_hash(matrix.expand(2, 5, 8))[1], sign_hash(matrix))
 
 
-@THOROUGH
+@REPEATABLE
 @given(n=st.integers(0, 12), d=st.integers(1, 4), cosine=st.floats(0.3, 1.0), seed=st.integers(0, 10**6))
 def test_small_sets_are_exact(n: int, d: int, cosine: float, seed: int) -> None:
     vectors = torch.randn(n, d, generator=torch.Generator().manual_seed(seed))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import filter_norms, normalize, safe_norm
 from tolerances import close, exact
@@ -97,7 +97,7 @@ def test_keepdim() -> None:
     assert safe_norm(torch.ones(2, 3, 4), (1, 2), keepdim=True).shape == (2, 1, 1)
 
 
-@THOROUGH
+@REPEATABLE
 @given(
     rows=st.lists(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=3, max_size=3), min_size=1, max_size=4)
 )

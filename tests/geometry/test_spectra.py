@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     condition_number,
@@ -174,7 +174,7 @@ def test_more_steps_never_lower_the_estimate() -> None:
     assert estimates == sorted(estimates)
 
 
-@THOROUGH
+@REPEATABLE
 @given(
     n=st.integers(1, 8),
     d=st.integers(1, 8),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from geometry.examples import THOROUGH
+from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry import Layout, layout_of, matrix_view, unview
 from references.geometry import filter_rows
@@ -132,7 +132,7 @@ def test_views_are_differentiable() -> None:
     assert torch.equal(gradient, 2 * weight)
 
 
-@THOROUGH
+@REPEATABLE
 @given(
     groups=st.integers(1, 4),
     out=st.integers(1, 4),

@@ -1,0 +1,199 @@
+"""Ten thousand awkward inputs for every public function: finite value, finite gradient."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from geometry.examples import NUMBER, THOROUGH, awkward, awkward_matrices
+from gonio import geometry
+from gonio.geometry import Layout
+
+pytestmark = pytest.mark.slow
+
+Function = Callable[[Tensor], Sequence[Tensor]]
+
+
+def one(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Function:
+    return lambda x: [function(x, *arguments, **options)]
+
+
+def fields(function: Callable[[Tensor], Any], *names: str) -> Function:
+    return lambda x: [getattr(function(x), name) for name in names]
+
+
+DEFECTS = ("entrywise", "frobenius", "spectral")
+
+
+def rolled_angle(x: Tensor) -> Sequence[Tensor]:
+    return [geometry.angle_between(x, x.roll(1, -2))]
+
+
+# name: (function of a matrix, least number of rows, whether it takes stacks of matrices)
+OF_MATRICES: dict[str, tuple[Function, int, bool]] = {
+    "safe_norm": (one(geometry.safe_norm, -1), 1, True),
+    "normalize": (one(geometry.normalize), 1, True),
+    "filter_norms": (one(geometry.filter_norms), 1, True),
+    "cosines": (one(geometry.cosines), 1, True),
+    "angles": (one(geometry.angles), 1, True),
+    "angle_between": (rolled_angle, 1, True),
+    "coherence": (one(geometry.coherence), 2, True),
+    "alignment": (one(geometry.alignment), 1, True),
+    "alignment_zscore": (one(geometry.alignment_zscore), 1, True),
+    "sign_similarity": (one(geometry.sign_similarity), 1, True),
+    "singular_values": (one(geometry.singular_values), 1, True),
+    "spectral_norm": (one(geometry.spectral_norm, steps=4), 1, True),
+    "stable_rank": (one(geometry.stable_rank), 1, True),
+    "effective_rank": (one(geometry.effective_rank), 1, True),
+    "spectrum": (fields(geometry.spectrum, "values", "stable_rank", "effective_rank"), 1, True),
+    "orthogonality_defect": (
+        # its gradient grows as the cube of the weight, beyond float16 from 30 on
+        lambda x: fields(geometry.orthogonality_defect, *DEFECTS)(x / x.detach().abs().amax().clamp_min(1)),
+        1,
+        True,
+    ),
+    "matrix_view": (one(geometry.matrix_view, view="last_two"), 1, True),
+    "unview": (lambda x: [geometry.unview(geometry.matrix_view(x), x.shape)], 1, True),
+    "least_scale": (lambda x: [geometry.least_scale(list(x))], 1, False),
+    "scale_imbalance": (lambda x: [geometry.scale_imbalance(list(x))], 1, False),
+}
+# Discontinuous or unbounded by definition: their values alone.
+WITHOUT_GRADIENT: dict[str, tuple[Function, int, bool]] = {
+    "sign_hash": (one(geometry.sign_hash, 16), 1, True),
+    "near_duplicates": (fields(partial(geometry.near_duplicates, cosine=0.9), "cosines"), 1, False),
+    "condition_number": (lambda x: [1 / geometry.condition_number(x)], 1, True),
+}
+OF_CONVOLUTIONS = {
+    "conv_spectral_norm": lambda w, size, layout: geometry.conv_spectral_norm(w, size, layout=layout),
+    "conv_spectral_norm_bound": lambda w, size, layout: geometry.conv_spectral_norm_bound(w, size=size, layout=layout),
+    "conv_spectral_norm_certificate": lambda w, _, layout: geometry.conv_spectral_norm_certificate(w, layout=layout),
+    "operator_matrix": geometry.operator_matrix,
+    "unview_operator": lambda w, size, layout: geometry.unview_operator(
+        geometry.operator_matrix(w, size, layout), w.shape, size, layout
+    ),
+}
+ESTIMATE = "conv_spectral_norm_estimate"
+OF_NUMBERS = {"random_angle_density", "alignment_deviation", "expected_coherence", "marchenko_pastur", "welch_bound"}
+
+
+def check_finite(values: Sequence[Tensor], x: Tensor | None = None) -> None:
+    """Values, and the gradient of their mean, are numbers."""
+    for value in values:
+        assert value.isfinite().all(), value
+        if x is not None:
+            (gradient,) = torch.autograd.grad(value.float().mean(), x, retain_graph=True)
+            assert gradient.isfinite().all(), gradient
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_of_matrices(name: str) -> None:
+    function, rows, groups = OF_MATRICES[name]
+
+    @THOROUGH
+    @given(awkward_matrices(rows=rows, groups=groups))
+    def check(matrix: Tensor) -> None:
+        matrix.requires_grad_()
+        check_finite(function(matrix), matrix)
+
+    check()
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_without_gradient(name: str) -> None:
+    function, rows, groups = WITHOUT_GRADIENT[name]
+
+    @THOROUGH
+    @given(awkward_matrices(rows=rows, groups=groups))
+    def check(matrix: Tensor) -> None:
+        check_finite(function(matrix))
+
+    check()
+
+
+def convolution(seed: int) -> tuple[Tensor, tuple[int, ...], Layout]:
+    """A weight, grid and layout that belong together; the grid holds the dilated kernel."""
+    rng = np.random.default_rng(seed)
+    dims, groups, out, in_ = (int(rng.integers(1, most + 1)) for most in (2, 2, 3, 3))
+    kernel, stride, dilation = (tuple(map(int, rng.integers(1, most + 1, dims))) for most in (3, 2, 2))
+    size = tuple(s * -(-((k - 1) * d + 1) // s) for k, s, d in zip(kernel, stride, dilation, strict=True))
+    layout = Layout(transposed=bool(rng.integers(2)), groups=groups, stride=stride, dilation=dilation)
+    return awkward((groups * out, in_, *kernel), seed), size, layout
+
+
+@pytest.mark.parametrize("name", [*OF_CONVOLUTIONS, ESTIMATE])
+def test_of_convolutions(name: str) -> None:
+    @THOROUGH
+    @given(NUMBER)
+    def check(seed: int) -> None:
+        weight, size, layout = convolution(seed)
+        if name == ESTIMATE:
+            check_finite([geometry.conv_spectral_norm_estimate(weight, size, layout=layout)])
+        else:
+            weight.requires_grad_()
+            check_finite([OF_CONVOLUTIONS[name](weight, size, layout)], weight)
+
+    check()
+
+
+@THOROUGH
+@given(st.lists(st.floats(-1, 4), max_size=4), st.integers(2, 10**9))
+def test_random_angle_density(theta: list[float], dim: int) -> None:
+    angles = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
+    density = geometry.random_angle_density(angles, dim)
+    check_finite([density])
+    assert (density >= 0).all()
+
+
+@THOROUGH
+@given(st.integers(2, 10**9), st.integers(2, 10**9))
+def test_laws_of_chance(n: int, d: int) -> None:
+    assert 0 < geometry.alignment_deviation(n, d) < 2
+    assert 0 <= geometry.welch_bound(n, d) < geometry.expected_coherence(n, d) * (1 + 1e-6) + 1e-12
+    assert geometry.expected_coherence(n, d) <= 1 + 1e-9
+
+
+@THOROUGH
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(1e-30, 1e30), st.lists(st.floats(0, 3), max_size=4))
+def test_marchenko_pastur(rows: int, cols: int, std: float, at: list[float]) -> None:
+    law = geometry.marchenko_pastur(rows, cols, std=std)
+    assert 0 <= law.lower <= law.upper
+    density = law.density(law.upper * torch.tensor(at, dtype=torch.float64))
+    check_finite([density])
+    assert (density >= 0).all()
+
+
+MODULES: list[tuple[nn.Module, str]] = [
+    (nn.Linear(2, 3), "weight"),
+    (nn.Embedding(3, 2), "weight"),
+    (nn.Conv2d(4, 6, 3, groups=2), "weight"),
+    (nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2), "weight"),
+    (nn.MultiheadAttention(4, 2), "in_proj_weight"),
+    (nn.LSTM(2, 3), "weight_hh_l0"),
+    (nn.GRUCell(2, 3), "weight_ih"),
+]
+
+
+@THOROUGH
+@given(st.sampled_from(MODULES), NUMBER)
+def test_layout_of(case: tuple[nn.Module, str], seed: int) -> None:
+    module, name = case
+    layout = geometry.layout_of(module, name)
+    weight = awkward(tuple(getattr(module, name).shape), seed)
+    for view in ("filters", "taps", "last_two"):
+        matrices = geometry.matrix_view(weight, layout, view=view)
+        assert torch.equal(geometry.unview(matrices, weight.shape, layout, view=view), weight)
+
+
+def test_every_public_function_is_here() -> None:
+    public = {name for name in geometry.__all__ if inspect.isfunction(getattr(geometry, name))}
+    covered = {*OF_MATRICES, *WITHOUT_GRADIENT, *OF_CONVOLUTIONS, ESTIMATE, *OF_NUMBERS, "layout_of"}
+    assert public == covered

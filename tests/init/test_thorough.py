@@ -1,0 +1,103 @@
+"""Ten thousand shapes, layouts, dtypes and gains for every public function: finite, and written everywhere."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from geometry.examples import THOROUGH
+from gonio import init
+from gonio.geometry import Layout
+from gonio.init.gain import ACTIVATIONS
+
+pytestmark = pytest.mark.slow
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+FILLS: dict[str, tuple[Callable[..., Tensor], dict[str, st.SearchStrategy[Any]]]] = {
+    "variance_scaling_": (
+        init.variance_scaling_,
+        {
+            "preserve": st.sampled_from(["norm", "rms", "both"]),
+            "distribution": st.sampled_from(["normal", "uniform", "truncated_normal", "rademacher"]),
+        },
+    ),
+    "xavier_": (init.xavier_, {"distribution": st.sampled_from(["normal", "uniform"])}),
+    "he_": (init.he_, {"preserve": st.sampled_from(["norm", "rms"])}),
+    "lecun_": (init.lecun_, {}),
+    "orthogonal_": (
+        init.orthogonal_,
+        {
+            "preserve": st.sampled_from([None, "norm", "rms"]),
+            "view": st.sampled_from(["filters", "taps", "last_two"]),
+        },
+    ),
+    "delta_orthogonal_": (init.delta_orthogonal_, {}),
+}
+GAINS = st.one_of(st.floats(-4, 4), st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from(list(ACTIVATIONS.values())))
+
+
+@st.composite
+def weights(draw: st.DrawFn, *, isometric: bool) -> tuple[Tensor, Layout]:
+    """An unwritten weight and a layout that fits; for an isometry a kernel and no fewer outputs than inputs."""
+    groups, blocks = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 3)]))
+    dims = draw(st.integers(1 if isometric else 0, 3))
+    transposed = draw(st.booleans())
+    first, second = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    out, in_ = (max(first, second), min(first, second)) if isometric else (first, second)
+    rows, cols = (in_, out) if transposed else (out, in_)
+    shape = (groups * blocks * rows, cols, *[draw(st.integers(1, 3)) for _ in range(dims)])
+    stride = tuple(draw(st.integers(1, 3)) for _ in range(dims)) if draw(st.booleans()) else ()
+    layout = Layout(transposed=transposed, groups=groups, blocks=blocks, stride=stride)
+    return torch.full(shape, torch.nan, dtype=draw(st.sampled_from(DTYPES))), layout
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_fills(name: str) -> None:
+    function, options = FILLS[name]
+
+    @THOROUGH
+    @given(weights(isometric=name == "delta_orthogonal_"), GAINS, st.integers(0, 2**32), st.fixed_dictionaries(options))
+    def check(case: tuple[Tensor, Layout], gain: Any, seed: int, chosen: dict[str, Any]) -> None:
+        weight, layout = case
+        generator = torch.Generator().manual_seed(seed)
+        assert function(weight, gain=gain, layout=layout, generator=generator, **chosen) is weight
+        assert weight.isfinite().all()
+
+    check()
+
+
+@THOROUGH
+@given(weights(isometric=False))
+def test_fans(case: tuple[Tensor, Layout]) -> None:
+    weight, layout = case
+    fan = init.fans(weight.shape, layout)
+    assert 0 < fan.fan_in < float("inf")
+    assert 0 < fan.fan_out < float("inf")
+
+
+@THOROUGH
+@given(
+    st.sampled_from(sorted(ACTIVATIONS)), st.floats(0.01, 100), st.floats(-5, 5), st.floats(0.01, 100), st.floats(-5, 5)
+)
+def test_gain(name: str, inner: float, shift: float, outer: float, offset: float) -> None:
+    """Of any activation, stretched and shifted before and after."""
+
+    def function(z: Tensor) -> Tensor:
+        return outer * ACTIVATIONS[name](inner * z + shift) + offset
+
+    rms = init.gain(function)
+    assert 0 < rms < float("inf")
+    spread = 1 / init.gain(function, kind="std") if float(function(torch.tensor([-16.0, 0, 16])).std()) > 1e-3 else 0
+    assert spread <= 1 / rms * (1 + 1e-9)
+
+
+def test_every_public_function_is_here() -> None:
+    public = {name for name in init.__all__ if inspect.isfunction(getattr(init, name))}
+    assert public == {*FILLS, "fans", "gain"}
