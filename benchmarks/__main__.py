@@ -1,4 +1,7 @@
-"""`python -m benchmarks [TOPIC …] [--quick]`: measure and write benchmarks/results/TOPIC.json."""
+"""`python -m benchmarks [TOPIC …] [--quick] [--rows REGEX]`: measure and write benchmarks/results/TOPIC.json.
+
+With `--rows` the other rows of the file stay, if they were measured under the same conditions.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import benchmarks
 from benchmarks.harness import Row, Settings, measure
 from benchmarks.machine import TUNED_MALLOC, allocator, describe, restart_with, versions
-from benchmarks.results import Report, RowResult, write
+from benchmarks.results import Report, RowResult, merged, path_of, read, write
 
 QUICK = Settings(rounds=3, sample_seconds=0.01, retries=0)
 
@@ -47,12 +51,18 @@ def without_compiled(row: Row) -> Row:
 
 def run(topic: ModuleType, settings: Settings, *, quick: bool, threads: int, rows: str = "") -> Report:
     """Measure the rows of a topic that are asked for."""
+    report = _report(topic, settings, quick=quick, threads=threads)
     found = []
     for row in topic.rows(quick=quick):
         if not re.search(rows, f"{row.table} {row.case} {row.mode}"):
             continue
         found.append(measure(without_compiled(row) if quick else row, settings))
         print(line(found[-1]), file=sys.stderr, flush=True)
+    return replace(report, rows=tuple(found))
+
+
+def _report(topic: ModuleType, settings: Settings, *, quick: bool, threads: int) -> Report:
+    """What is known before anything is measured."""
     return Report(
         topic=topic.__name__.rsplit(".", 1)[-1],
         title=topic.TITLE,
@@ -63,7 +73,7 @@ def run(topic: ModuleType, settings: Settings, *, quick: bool, threads: int, row
         allocator=allocator(),
         machine=describe(),
         versions=versions(),
-        rows=tuple(found),
+        rows=(),
     )
 
 
@@ -82,7 +92,14 @@ def main(arguments: Sequence[str]) -> int:
     settings = QUICK if options.quick else Settings(rounds=options.rounds)
     for name in options.topics or topics():
         topic = importlib.import_module(f"benchmarks.{name}")
+        path = path_of(name, quick=options.quick)
+        old = read(path) if options.rows and path.exists() else None
+        if old is not None:  # before the measurement, not after it
+            merged(_report(topic, settings, quick=options.quick, threads=options.threads), old, ())
         report = run(topic, settings, quick=options.quick, threads=options.threads, rows=options.rows)
+        if old is not None:
+            keys = [(row.table, row.case, row.mode) for row in topic.rows(quick=options.quick)]
+            report = merged(report, old, keys)
         print(os.path.relpath(write(report)))
     return 0
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-__all__ = ["FOLDER", "Measured", "Ratio", "Report", "RowResult", "path_of", "read", "write"]
+__all__ = ["FOLDER", "Key", "Measured", "Ratio", "Report", "RowResult", "merged", "path_of", "read", "write"]
 
 FOLDER = Path(__file__).resolve().parent / "results"
+Key = tuple[str, str, str]  # table, case and mode, which together name a row
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class RowResult:
     dropped: int
     disturbed: bool  # too few quiet rounds: all were kept
 
+    @property
+    def key(self) -> Key:
+        return self.table, self.case, self.mode
+
 
 @dataclass(frozen=True)
 class Report:
@@ -80,6 +85,11 @@ class Report:
     versions: dict[str, str]
     rows: tuple[RowResult, ...]
 
+    @property
+    def conditions(self) -> Report:
+        """Everything but the rows: figures share a table only where this is equal."""
+        return replace(self, rows=())
+
 
 _ADAPTER = TypeAdapter(Report)
 
@@ -94,6 +104,20 @@ def write(report: Report, *, folder: Path = FOLDER) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_ADAPTER.dump_json(report, indent=1) + b"\n")
     return path
+
+
+def merged(new: Report, old: Report, order: Sequence[Key]) -> Report:
+    """Rows measured one after another as one report: those of `old` that `new` has not, in the topic's order.
+
+    Raises:
+        ValueError: if the two were measured under different conditions.
+    """
+    if new.conditions != old.conditions:
+        fields = vars(new)
+        differ = [name for name in fields if name != "rows" and fields[name] != getattr(old, name)]
+        raise ValueError(f"{new.topic} was measured before with other {', '.join(differ)}; measure all rows anew")
+    rows = {row.key: row for row in (*old.rows, *new.rows)}
+    return replace(new, rows=tuple(rows[key] for key in order if key in rows))
 
 
 def read(path: Path) -> Report:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main, parse, run, topics, without_compiled
 from benchmarks.harness import Settings
 from benchmarks.machine import restart_with
-from benchmarks.results import Report, path_of, read, write
+from benchmarks.results import Report, merged, path_of, read, write
 from benchmarks.tables import BLOCK, MISSING, ROOT, filled, markdown
 from benchmarks.tables import main as tables
 
@@ -41,6 +43,25 @@ def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
     assert {"topic", "machine", "versions", "allocator", "threads", "rows"} <= set(data)
     assert {"case", "mode", "floor", "candidates", "rounds", "dropped", "disturbed"} <= set(data["rows"][0])
     assert {"name", "wall", "cpu", "milliseconds", "peak_mib"} <= set(data["rows"][0]["candidates"][0])
+
+
+def test_rows_measured_one_after_another_make_one_report(report: Report) -> None:
+    first, *others = report.rows
+    order = [row.key for row in report.rows]
+    parts = [replace(report, rows=(row,)) for row in (*reversed(others), first)]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = merged(part, whole, order)
+    assert whole == report
+    again = replace(first, rounds=first.rounds + 1)
+    assert merged(replace(report, rows=(again,)), report, order).rows == (again, *others)
+    assert merged(report, report, order[1:]).rows == tuple(others)  # a row that the topic no longer has
+
+
+def test_figures_of_two_machines_share_no_table(report: Report) -> None:
+    other = replace(report, threads=report.threads + 1, versions={**report.versions, "torch": "0.1"})
+    with pytest.raises(ValueError, match="measured before with other threads, versions; measure all rows anew"):
+        merged(report, other, ())
 
 
 def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
@@ -120,3 +141,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("benchmarks.__main__.write", lambda report: write(report, folder=tmp_path))
     assert main(["decoupled_linear", "--quick", "--threads", "1"]) == 0
     assert "decoupled_linear.json" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_keeps_the_rows_that_were_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.restart_with", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__.write", lambda report: write(report, folder=tmp_path))
+    monkeypatch.setattr("benchmarks.__main__.path_of", partial(path_of, folder=tmp_path))
+    for table in ("layers", "whole"):
+        assert main(["orthogonal_init", "--quick", "--threads", "1", "--rows", f"^{table} "]) == 0
+    found = read(path_of("orthogonal_init", quick=True, folder=tmp_path))
+    topic = importlib.import_module("benchmarks.orthogonal_init")
+    assert [row.key for row in found.rows] == [(row.table, row.case, row.mode) for row in topic.rows(quick=True)]
+    with pytest.raises(ValueError, match="other threads"):
+        main(["orthogonal_init", "--quick", "--threads", "2", "--rows", "whole"])
