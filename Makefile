@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compare test test-slow lint bench docs clean
+.PHONY: compare test test-slow sweep lint bench docs clean
 
 compare: $(VENV)/.lab
 	$(BIN)/gonio compare
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
+
+# Models of timm through all of the library; about an hour on one core. Goes on where it stopped.
+SWEEP ?= 332
+sweep: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m sweeps.timm_sweep --count $(SWEEP) --out timm-sweep.jsonl
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,85 @@
+"""timm's models, which nobody here wrote: through all of the library, and every verb undone to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from catalog import seeded
+from foreign import timm
+from sweeps import passage
+from sweeps.passage import VERBS, check_verb, prepared, walk
+from sweeps.timm_sweep import SMALL, build, models, sample, summary
+
+REFUSALS = ("calibrate_", "balance_", "fold_", "swap_ norms", "swap_ linear layers", "swap_ convolutions")
+
+
+def test_the_sample_and_the_list_are_what_they_say() -> None:
+    listed = dict(models())
+    assert len(listed) >= 600
+    assert max(listed.values()) <= 30_000_000
+    assert len(set(SMALL)) == len(set(sample(30))) == 30
+    assert set(SMALL) <= set(listed)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_measure_convert_train_undo_fold_save_load(name: str, tmp_path: Path) -> None:
+    timm()
+    found = walk(name, lambda: build(name), tmp_path, verbs=False)
+    assert not found.failed
+    assert all(outcome.startswith("passed") for outcome in found.steps.values())
+    assert found.figures["converted"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sample(30))
+def test_every_verb_is_undone_to_the_bit(name: str) -> None:
+    timm()
+    model, x = build(name)
+    prepared(model, x)
+    outcomes = {verb: check_verb(apply, model, x) for verb, apply in VERBS.items()}
+    refused = {verb for verb, outcome in outcomes.items() if outcome != "passed"}
+    assert refused <= set(REFUSALS), {verb: outcomes[verb] for verb in refused}
+
+
+# --- negative controls ------------------------------------------------------------------------------
+
+
+def small() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)), seeded(4, 2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("leave", "message"),
+    [
+        (lambda m: m[0].weight.data.add_(1e-7), "0.weight differs"),
+        (lambda m: m[0].register_forward_hook(lambda *_: None), "hooks differ"),
+        (lambda m: m.train(), "classes differ"),
+        (lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach())), "parameters differ"),
+    ],
+)
+def test_what_an_undo_leaves_behind_is_found(leave, message: str) -> None:
+    class Undone:
+        def undo_(self) -> None:
+            leave(model)
+
+    model, x = small()
+    with pytest.raises(AssertionError, match=message):
+        check_verb(lambda m, x: Undone(), model.eval(), x)
+
+
+def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong(model: nn.Module) -> gonio.surgery.Edited:
+        edited = gonio.fold_(model)
+        model[0].bias.data.mul_(1.001)
+        return edited
+
+    monkeypatch.setattr(passage, "fold_", wrong)
+    found = walk("small", small, tmp_path, verbs=True)
+    assert [line.split(": ")[0] for line in found.failed] == ["fold in float32", "fold in float64"]
+    assert "1 failed" in summary([found.to_dict()])
+    assert "deviates by" in summary([found.to_dict()])
