@@ -79,7 +79,7 @@ def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return edited
 
     monkeypatch.setattr(passage, "fold_", wrong)
-    found = walk("small", small, tmp_path, verbs=True)
+    found = walk("small", small, tmp_path, verbs=False)
     assert [line.split(": ")[0] for line in found.failed] == ["fold in float32", "fold in float64"]
-    assert "1 failed" in summary([found.to_dict()])
+    assert "fold in float64: 1 failed" in summary([found.to_dict()])
     assert "deviates by" in summary([found.to_dict()])
