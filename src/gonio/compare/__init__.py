@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gonio.compare import tasks
+from gonio.compare import engines, tasks
 from gonio.compare.dry_run import dry_run
+from gonio.compare.engines import default_jobs
 from gonio.compare.plan import Plan, RecipeEntry, Training
 from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
 from gonio.compare.portrait import portrait
 from gonio.compare.progress import Bar, Lines, Quiet, Watcher, watcher_for
 from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, RunRecord
-from gonio.compare.running import default_jobs, run
+from gonio.compare.running import run
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
 
@@ -36,6 +37,7 @@ __all__ = [
     "accuracy",
     "default_jobs",
     "dry_run",
+    "engines",
     "make_plan",
     "portrait",
     "run",

@@ -1,18 +1,18 @@
-"""Run what a study lacks, as many runs at a time as there are cores."""
+"""Run what a study lacks, as many runs at a time as the engine has room for."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from gonio.compare.cost import measure_costs
+from gonio.compare.engines import Engine, Job, Local, NodeLost
 from gonio.compare.lock import locked
 from gonio.compare.one_run import run_one
 from gonio.compare.plan import Plan, RecipeEntry
@@ -24,10 +24,19 @@ from gonio.compare.study import Study
 from gonio.compare.workers import Worker
 from gonio.errors import Interrupted, InvalidArgumentError
 
-__all__ = ["default_jobs", "run"]
+__all__ = ["run"]
+
+_LOSSES = 3  # lost nodes after which a run counts as failed; the next command tries it again
 
 
-def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watcher | None = None) -> Study:
+def run(
+    plan: Plan,
+    path: str | Path,
+    *,
+    jobs: int | None = None,
+    engine: Engine | None = None,
+    watcher: Watcher | None = None,
+) -> Study:
     """Do every run of the plan that the study in `path` lacks, then measure what the recipes cost.
 
     Each run is a process of its own on one thread. It starts from its seed, so its result depends neither
@@ -36,7 +45,8 @@ def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watch
 
     Args:
         path: the study's folder; made if absent, continued if it holds the same plan.
-        jobs: how many runs at a time; None is one per core.
+        jobs: how many runs at a time on this machine; None is one per core.
+        engine: where the runs are computed; None is this machine. It is closed at the end.
         watcher: told about progress; see :func:`watcher_for`.
 
     Raises:
@@ -54,9 +64,11 @@ def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watch
         ...     [record.status for record in study.runs()]
         ['finished', 'finished']
     """
-    jobs = default_jobs() if jobs is None else jobs
-    if jobs < 1:
-        raise InvalidArgumentError("jobs must be at least 1", str(jobs), "Leave it out for one per core.")
+    if engine is not None and jobs is not None:
+        raise InvalidArgumentError(
+            "an engine knows how many runs it has room for", f"jobs={jobs} beside it", "Leave one of them out."
+        )
+    engine = engine or Local(jobs)
     require_scipy()
     watcher = watcher or Quiet()
     folder = Path(path)
@@ -64,59 +76,64 @@ def run(plan: Plan, path: str | Path, *, jobs: int | None = None, watcher: Watch
     with locked(folder), _termination_raises(f"the study {str(path)!r}"):
         study = Study.create_locked(folder, plan)
         try:
-            _train(study, jobs, watcher)
+            _Training(study, engine, watcher).go()
             _measure(study, watcher)
         finally:
             watcher.stop()
+            engine.close()
     return study
 
 
-def default_jobs() -> int:
-    """The cores that this process may use.
+class _Training:
+    """The runs of a study: those that wait, and those that are being computed."""
 
-    Example:
-        >>> gonio.compare.default_jobs() >= 1
-        True
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def __init__(self, study: Study, engine: Engine, watcher: Watcher) -> None:
+        self._study, self._engine, self._watcher = study, engine, watcher
+        self._waiting = study.missing()[::-1]
+        self._running: dict[Job, tuple[RecipeEntry, int]] = {}
+        self._losses: Counter[tuple[str, int]] = Counter()
 
+    def go(self) -> None:
+        """Until each run has its row."""
+        total = len(self._study.plan.grid)
+        self._watcher.start(total, total - len(self._waiting))
+        try:
+            while self._waiting or self._running:
+                while self._waiting and len(self._running) < self._engine.slots:
+                    self._start(*self._waiting.pop())
+                for job in self._engine.wait(self._running):
+                    self._settle(job, *self._running[job])
+        finally:
+            for job in self._running:
+                job.stop()
 
-def _train(study: Study, jobs: int, watcher: Watcher) -> None:
-    waiting = study.missing()[::-1]
-    watcher.start(len(study.plan.grid), len(study.plan.grid) - len(waiting))
-    used = versions()
-    running: dict[Worker, tuple[RecipeEntry, int]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                entry, seed = waiting.pop()
-                running[Worker(_run_as_data, study.plan, entry, seed)] = (entry, seed)
-            for worker in _ready(running):
-                entry, seed = running[worker]
-                record = _record(worker, entry, seed)
-                study.add(entry, record, used)
-                del running[worker]
-                watcher.run_ended(record)
-    finally:
-        for worker in running:
-            worker.stop()
+    def _start(self, entry: RecipeEntry, seed: int) -> None:
+        self._running[self._engine.start(_run_as_data, self._study.plan, entry, seed)] = (entry, seed)
 
-
-def _ready(running: dict[Worker, tuple[RecipeEntry, int]]) -> list[Worker]:
-    """Wait until at least one worker has ended."""
-    ready = connection.wait([handle for worker in running for handle in worker.handles])
-    return [worker for worker in running if any(handle in ready for handle in worker.handles)]
+    def _settle(self, job: Job, entry: RecipeEntry, seed: int) -> None:
+        """Commit what a job brought, or give its run back if its machine was lost."""
+        used = versions()
+        try:
+            found = job.result()
+            record, used = RunRecord(**found["record"]), found["versions"]
+        except ChildProcessError as error:
+            record = RunRecord(entry.name, seed, "failed", error=str(error))
+        except NodeLost as error:
+            self._losses[entry.name, seed] += 1
+            if self._losses[entry.name, seed] < _LOSSES:
+                self._watcher.stage(f"{entry.name}, seed {seed}: {error}; it is run again")
+                self._waiting.append((entry, seed))
+                del self._running[job]
+                return
+            record = RunRecord(entry.name, seed, "failed", error=f"{error}, {_LOSSES} times")
+        self._study.add(entry, record, used)
+        del self._running[job]
+        self._watcher.run_ended(record)
 
 
 def _run_as_data(plan: Plan, entry: RecipeEntry, seed: int) -> dict[str, Any]:
-    return run_one(plan, entry, seed).to_dict()
-
-
-def _record(worker: Worker, entry: RecipeEntry, seed: int) -> RunRecord:
-    try:
-        return RunRecord(**worker.result())
-    except ChildProcessError as error:
-        return RunRecord(entry.name, seed, "failed", error=str(error))
+    """What a job calls; the versions are those of the machine that it runs on."""
+    return {"record": run_one(plan, entry, seed).to_dict(), "versions": dict(versions())}
 
 
 def _measure(study: Study, watcher: Watcher) -> None:
