@@ -14,9 +14,10 @@ from gonio.recipes import Recipe, built_in_names
 
 @pytest.mark.parametrize("name", built_in_names())
 def test_it_shows_the_plan(name: str) -> None:
-    result = invoke("plan", name, "--model", "digits-cnn")
+    model = "pointnet" if name.endswith("-1d") else "digits-cnn"
+    result = invoke("plan", name, "--model", model)
     assert result.exit_code == 0
-    assert result.stdout == f"{Recipe.load(name).plan(models.digits_cnn())}\n"
+    assert result.stdout == f"{Recipe.load(name).plan(models.resolve(model)())}\n"
     assert result.stderr == ""
 
 

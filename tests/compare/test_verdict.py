@@ -85,6 +85,14 @@ def test_diverged_without_a_worst_value_counts_as_the_worst_finished_score() -> 
     assert any("the worst case: the worst finished run" in note for note in results.notes)
 
 
+def test_diverged_is_never_better_than_a_run_that_finished() -> None:
+    # bits per byte: 8 is what knowing nothing costs, but a finished run may be worse still
+    shifts = [0.1, "diverged", 0.1, 0.2, 0.1, 0.2, 0.1, 0.1]
+    results = compare(shifts, worst=8.0, direction="min")
+    assert results.effects[0].differences[1] == pytest.approx(max(BASE) + 0.1 - BASE[1])
+    assert results.effects[0].verdict != "helps"
+
+
 def test_failed_runs_leave_their_pair_out_and_are_stated() -> None:
     results = compare([0.1, "failed", 0.1, None, 0.1, 0.2, 0.1, 0.1])
     effect = results.effects[0]

@@ -57,3 +57,22 @@ def state(model: nn.Module) -> dict[str, object]:
         "keys": list(model.state_dict()),
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
     }
+
+
+def model_for(recipe: str) -> nn.Module:
+    """A small network for (N, 1, 8, 8) that a built-in recipe fits."""
+    if not recipe.endswith("-1d"):
+        return convnet()
+    return nn.Sequential(
+        nn.Flatten(2),
+        nn.Conv1d(1, 4, 9, stride=4, bias=False),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Conv1d(4, 6, 3, bias=False),
+        nn.BatchNorm1d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(72, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )

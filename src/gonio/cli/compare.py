@@ -28,7 +28,14 @@ def command(
         typer.Argument(help="Built-in recipes or recipe files; none: one per method family.", metavar="RECIPE"),
     ] = None,
     *,
-    task: Annotated[str, typer.Option("--task", help="A built-in task, or file.py:factory.", metavar="TASK")] = _TASK,
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            help="bytes, digits, points, torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.",
+            metavar="TASK",
+        ),
+    ] = _TASK,
     model: Annotated[
         str | None,
         typer.Option(
@@ -50,12 +57,12 @@ def command(
     was; more seeds or recipes are added to what is there.
     """
     from gonio.cli.inputs import users_code
-    from gonio.compare import BUILT_IN_RECIPES, default_jobs, make_plan, run, watcher_for
+    from gonio.compare import default_jobs, make_plan, run, watcher_for
     from gonio.compare import dry_run as describe
 
     words = _command_line(recipes or [], task=task, model=model, seeds=seeds, study=study)
     with users_code(task, model):
-        plan = make_plan(recipes or BUILT_IN_RECIPES, task=task, model=model, seeds=seeds, command=words)
+        plan = make_plan(recipes or None, task=task, model=model, seeds=seeds, command=words)
     jobs = default_jobs() if jobs is None else jobs
     if dry_run:
         put(f"study {study}\n{describe(plan, jobs=jobs)}\n{_plans(plan)}")

@@ -77,7 +77,7 @@ def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], No
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = task.loss(model(inputs), targets)
+        loss = task.loss(task.outputs(model, inputs), targets)
         if applied.penalty is not None:
             loss = loss + applied.penalty()
         loss.backward()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gonio.compare.plan import Plan, RecipeEntry, Training
+from gonio.compare.plan_checks import check_model, check_names, check_training, positive, seeds_of
 from gonio.compare.results import BASELINE
 from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
-from gonio.compare.training import OPTIMIZERS
-from gonio.errors import InvalidArgumentError
+from gonio.errors import UnmatchedRuleError
 from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest
 from gonio.recipes import Recipe
@@ -32,7 +32,7 @@ BUILT_IN_RECIPES = (
 
 
 def make_plan(
-    recipes: Sequence[str | Recipe] = BUILT_IN_RECIPES,
+    recipes: Sequence[str | Recipe] | None = None,
     *,
     task: str = "digits",
     model: str | None = None,
@@ -47,7 +47,9 @@ def make_plan(
     first run, and not after an hour.
 
     Args:
-        recipes: built-in names, files, or recipes; without the baseline, which always is the first.
+        recipes: built-in names, files, or recipes; without the baseline, which always is the first. None: the
+            task's own choice, or one per method family; those that take no layer of the model are left out,
+            and a note says so.
         task: see :func:`gonio.compare.tasks.resolve`.
         model: see :func:`gonio.models.resolve`; None is the task's own.
         seeds: how many (0, 1, …), or which.
@@ -67,31 +69,48 @@ def make_plan(
     """
     data = resolve_task(task)
     chosen = training or data.training
-    _check_training(chosen, data)
+    check_training(chosen, data)
     spec = model or data.model
-    loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator stays as it was
         net = resolve_model(spec)(**data.sizes)
-    _check_model(net, spec, data)
-    _check_recipes(loaded, net)
+    check_model(net, spec, data)
+    loaded, left_out = _chosen(recipes, data, net)
     return Plan(
         task=task,
         model=spec,
         recipes=tuple(_entry(recipe) for recipe in (Recipe(BASELINE), *loaded)),
-        seeds=_seeds(seeds),
+        seeds=seeds_of(seeds),
         training=chosen,
         metric=data.metric.name,
         direction=data.metric.direction,
         unit=data.metric.unit,
         splits={name: len(split) for name, split in data.splits.items()},
         data=data.digest(),
-        sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
+        sesoi=positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=_code(task, spec),
-        notes=(*data.notes, *_confounded(loaded)),
+        notes=(*data.notes, *left_out, *_confounded(loaded)),
         versions=versions(),
         command=command,
     )
+
+
+def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
+    """The recipes, each of which fits the model, and a note on each default that does not."""
+    if recipes is not None:
+        loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
+        check_names(loaded)
+        for recipe in loaded:
+            recipe.plan(model)
+        return loaded, []
+    fitting, notes = [], []
+    for recipe in map(Recipe.load, task.recipes or BUILT_IN_RECIPES):
+        try:
+            recipe.plan(model)
+            fitting.append(recipe)
+        except UnmatchedRuleError:
+            notes.append(f"{recipe.name} is left out: one of its rules takes no layer of this model.")
+    return fitting, notes
 
 
 def versions() -> Mapping[str, str]:
@@ -113,66 +132,6 @@ def _code(*specs: str) -> Mapping[str, str]:
 
 def _entry(recipe: Recipe) -> RecipeEntry:
     return RecipeEntry(recipe.name, recipe.to_dict(), recipe.hash)
-
-
-def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not found or len(set(found)) < len(found):
-        raise InvalidArgumentError(
-            "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
-        )
-    return found
-
-
-def _check_model(model: nn.Module, spec: str, task: Task) -> None:
-    """One forward pass and loss of two examples: shapes that do not fit would fail every run."""
-    inputs, targets = task.train.inputs[:2], task.train.targets[:2]
-    try:
-        with torch.no_grad():
-            task.loss(model.eval()(inputs), targets)
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
-            "and its outputs the task's loss",
-            f"{type(error).__name__}: {error}",
-            "Choose a model for such inputs and targets.",
-        ) from error
-
-
-def _check_recipes(recipes: Sequence[Recipe], model: nn.Module) -> None:
-    names = [BASELINE, *(recipe.name for recipe in recipes)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InvalidArgumentError(
-            "each recipe of a comparison needs its own name, and none may be 'baseline'",
-            f"{', '.join(twice)} more than once",
-            "Rename one of them in its file.",
-        )
-    for recipe in recipes:
-        recipe.plan(model)
-
-
-def _check_training(training: Training, task: Task) -> None:
-    for name in ("epochs", "batch_size", "lr"):
-        _positive(name, getattr(training, name))
-    if training.optimizer not in OPTIMIZERS:
-        raise InvalidArgumentError(
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}",
-            repr(training.optimizer),
-            "Choose one of them.",
-        )
-    if training.batch_size > len(task.train):
-        raise InvalidArgumentError(
-            f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}",
-            str(training.batch_size),
-            "Choose a smaller one.",
-        )
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0 or value == float("inf"):
-        raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give a larger one.")
-    return value
 
 
 def _confounded(recipes: Sequence[Recipe]) -> list[str]:

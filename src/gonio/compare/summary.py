@@ -68,7 +68,9 @@ def _scores(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], floa
     """Score by recipe and seed; diverged runs have the worst, failed ones none."""
     finished = [run.score for run in runs if run.score is not None]
     bound = min if plan.direction == "max" else max
-    worst = plan.worst if plan.worst is not None else bound(finished, default=None)
+    # a metric without a bound may get worse than what a model that knows nothing has
+    reached = finished if plan.worst is None else [*finished, plan.worst]
+    worst = bound(reached, default=None)
     found = {(r.recipe, r.seed): worst if r.status == "diverged" else r.score for r in runs}
     return {key: score for key, score in found.items() if score is not None}
 

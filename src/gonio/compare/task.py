@@ -89,6 +89,10 @@ class Task:
         sesoi: smallest effect of interest, in the metric's unit.
         augment: (inputs, generator) to inputs of the same shape; called once per epoch on the training
             split, with a generator that depends on seed and epoch alone.
+        standardize: mean and standard deviation of each channel, applied in front of the model. The inputs
+            themselves stay in their own unit, which is also the unit of what disturbs them.
+        recipes: built-in recipes that a study of this task runs if the command names none; empty: one per
+            method family, as far as they fit the model.
         notes: what a reader of the results must know about the data and the training.
     """
 
@@ -103,12 +107,29 @@ class Task:
     metric: Metric = ACCURACY
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     augment: Callable[[Tensor, Generator], Tensor] | None = None
+    standardize: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    recipes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def splits(self) -> Mapping[str, Split]:
         """The three splits by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def outputs(self, model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """What the model answers to inputs in their own unit.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> task = replace(gonio.compare.tasks.digits(), standardize=((0.5,), (0.25,)))
+            >>> task.outputs(nn.Identity(), torch.ones(1, 1, 1, 1)).item()
+            2.0
+        """
+        if self.standardize is None:
+            return model(inputs)
+        shape = (1, -1, *(1,) * (inputs.ndim - 2))
+        mean, std = (inputs.new_tensor(values).view(shape) for values in self.standardize)
+        return model((inputs - mean) / std)
 
     def digest(self) -> str:
         """SHA-256 over every number of the three splits."""

@@ -64,7 +64,7 @@ def fit(
         total, count = 0.0, 0
         for inputs, targets in batches(task, training.batch_size, seed=seed, epoch=epoch):
             optimizer.zero_grad()
-            loss = task.loss(model(inputs), targets)
+            loss = task.loss(task.outputs(model, inputs), targets)
             objective = loss if penalty is None else loss + penalty()
             if not torch.isfinite(objective):
                 done.diverged = f"the training loss is {objective.item()} in epoch {epoch}"
@@ -131,14 +131,14 @@ def batches(task: Task, size: int, *, seed: int, epoch: int) -> Iterator[tuple[T
 
 def evaluate(model: nn.Module, task: Task, split: Split) -> float | None:
     """The task's metric on a split, in evaluation mode; None if an output is not finite."""
-    outputs = outputs_of(model, split.inputs)
+    outputs = outputs_of(model, task, split.inputs)
     if not bool(torch.isfinite(outputs).all()):
         return None
     return float(task.metric.function(outputs, split.targets))
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+def outputs_of(model: nn.Module, task: Task, inputs: Tensor) -> Tensor:
     """The model's outputs in evaluation mode."""
     model.eval()
-    return torch.cat([model(part) for part in inputs.split(_EVALUATION_BATCH)])
+    return torch.cat([task.outputs(model, part) for part in inputs.split(_EVALUATION_BATCH)])

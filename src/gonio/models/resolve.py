@@ -11,12 +11,18 @@ from types import ModuleType
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
+from gonio.models.byte_transformer import byte_transformer
 from gonio.models.digits_cnn import digits_cnn
+from gonio.models.pointnet import pointnet
 from gonio.models.user_code import accepted, is_user_code, load_function
 
 __all__ = ["BUILT_IN", "ModelFactory", "resolve"]
 
-BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {"digits-cnn": digits_cnn}
+BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
+    "byte-transformer": byte_transformer,
+    "digits-cnn": digits_cnn,
+    "pointnet": pointnet,
+}
 
 
 @dataclass(frozen=True)
