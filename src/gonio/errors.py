@@ -28,6 +28,7 @@ __all__ = [
     "UnmatchedRuleError",
     "UnreadableFileError",
     "UnsetStateError",
+    "UntrainedParametersError",
 ]
 
 
@@ -195,6 +196,17 @@ class UnsetStateError(GonioError, RuntimeError):
             f"the weight of a layer with {what} was asked for; its state holds whatever the memory held, "
             f"because it was allocated by to_empty() and never set. "
             f"Call reset_parameters() of every module, or load a state dict."
+        )
+
+
+class UntrainedParametersError(GonioError, RuntimeError):
+    """An optimizer takes a step that trains a layer without the parameters that an edit added to it."""
+
+    def __init__(self, verb: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"optimizer.step() was asked for; {listing(names, limit=4)}, which {verb} added, "
+            f"{'are' if len(names) > 1 else 'is'} in no optimizer and would never be trained. "
+            f"Pass optimizer= to {verb}, or build the optimizer after it; requires_grad_(False) keeps them as they are."
         )
 
 

@@ -35,6 +35,10 @@ def check_trained_undo(case: VerbCase) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = Snapshot.of(model, x)
     edited = case.apply(model)
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    added = [p for p in model.parameters() if id(p) not in held]
+    if added:  # a step without them raises
+        optimizer.add_param_group({"params": added})
     output = model(x)
     (output * seeded(*output.shape, dtype=output.dtype)).sum().backward()
     optimizer.step()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
+from gonio.surgery.awaiting import await_optimizer, held_by
 from gonio.surgery.edit import Edit
 
-__all__ = ["check_holds", "follow_parameters_", "note_added"]
+__all__ = ["check_holds", "note_added", "tell_"]
 
 
 def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
@@ -20,11 +21,38 @@ def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> No
     Raises:
         InvalidArgumentError: for an optimizer of another model.
     """
-    if optimizer is not None and not _held(optimizer) & {id(p) for p in model.parameters()}:
+    if optimizer is not None and not held_by(optimizer) & {id(p) for p in model.parameters()}:
         raise _holds_none()
 
 
-def follow_parameters_(
+def tell_(
+    edit: Edit,
+    path: str,
+    optimizer: torch.optim.Optimizer | None,
+    before: Sequence[nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+    *,
+    present: Sequence[nn.Parameter],
+) -> None:
+    """Give a layer's new parameters to the optimizer that was passed; without one, wait for one that has them.
+
+    Args:
+        edit: records the inverse.
+        path: of the layer.
+        optimizer: the one that was passed.
+        before: the parameters that the layer had.
+        after: those that it has, by name.
+        present: those that the model had.
+    """
+    if optimizer is not None:
+        _follow_(edit, optimizer, before, list(after.values()))
+        return
+    known = {id(parameter) for parameter in present}
+    added = {name: parameter for name, parameter in after.items() if id(parameter) not in known}
+    await_optimizer(edit, path, before, added, present)
+
+
+def _follow_(
     edit: Edit,
     optimizer: torch.optim.Optimizer,
     before: Sequence[nn.Parameter],
@@ -35,7 +63,7 @@ def follow_parameters_(
     A Parameter that the model still uses elsewhere is not gone, and one that the optimizer has already is
     not new. State of the parameters that stay is untouched. Undoing the edit restores groups and state.
     """
-    held = _held(optimizer)
+    held = held_by(optimizer)
     used = {id(p) for p in edit.model.parameters()}
     added = [p for p in dict.fromkeys(after) if id(p) not in held and not any(p is b for b in before)]
     gone = {id(p) for p in before} - used
@@ -52,15 +80,12 @@ def follow_parameters_(
     group["params"].extend(added)
 
 
-def note_added(edit: Edit, before: set[int]) -> None:
+def note_added(edit: Edit, present: Sequence[nn.Parameter]) -> None:
     """Say how many parameters the model has that it had not; an optimizer does not find them by itself."""
-    count = sum(id(p) not in before for p in edit.model.parameters())
+    known = {id(parameter) for parameter in present}
+    count = sum(id(p) not in known for p in edit.model.parameters())
     if count:
         edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")
-
-
-def _held(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _group_of(optimizer: torch.optim.Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:
@@ -89,7 +114,7 @@ def _restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             group["params"] = before
         for parameter, value in state.items():
             optimizer.state.setdefault(parameter, value)
-        known = _held(optimizer)
+        known = held_by(optimizer)
         for parameter in [p for p in optimizer.state if id(p) not in known]:
             del optimizer.state[parameter]
 

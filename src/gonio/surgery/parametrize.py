@@ -12,7 +12,7 @@ from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.base import Parametrization, attach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
+from gonio.surgery.optimizer import check_holds, note_added, tell_
 from gonio.surgery.site import Site, select, sites
 from gonio.surgery.where import Where
 from gonio.surgery.wrapping import refuse_shards
@@ -42,7 +42,8 @@ def parametrize_(
         template: copied for each layer.
         where: which layers; None for all that have such a tensor.
         tensor: the name of the tensor.
-        optimizer: told about added parameters.
+        optimizer: told about added parameters. Without it, the next step of one that trains the tensor raises
+            :class:`gonio.errors.UntrainedParametersError`, if no optimizer has them.
 
     Raises:
         NoMatchError: if `where` selects no layer with such a tensor.
@@ -69,12 +70,12 @@ def parametrize_(
     _check_ties(model, found, tensor)
     check_holds(optimizer, model)
     shared: dict[int, Parametrization] = {}
-    present = {id(p) for p in model.parameters()}
+    present = list(model.parameters())
     with Edit(model, "parametrize_") as edit:
         for site in found:
             raw = site.module._parameters[tensor]
             one = shared.setdefault(id(raw), copy.deepcopy(template))
-            _parametrize_one_(edit, site, one, tensor, optimizer)
+            _parametrize_one_(edit, site, one, tensor, optimizer, present)
         if optimizer is None:
             note_added(edit, present)
     return edit.done()
@@ -86,6 +87,7 @@ def _parametrize_one_(
     parametrization: Parametrization,
     tensor: str,
     optimizer: torch.optim.Optimizer | None,
+    present: list[nn.Parameter],
 ) -> None:
     module = site.module
     before = list(module.parameters())
@@ -98,8 +100,7 @@ def _parametrize_one_(
     if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
         edit.on_undo(lambda: edit.overwrite_(raw, value))
     edit.changed(site.path, f"{tensor} = {parametrization}")
-    if optimizer is not None:
-        follow_parameters_(edit, optimizer, before, list(module.parameters()))
+    tell_(edit, site.path, optimizer, before, dict(module.named_parameters()), present=present)
 
 
 def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:

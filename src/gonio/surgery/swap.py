@@ -13,7 +13,7 @@ from torch import nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.bypass import bypassed, call_children_, note_other_references
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import check_holds, follow_parameters_, note_added
+from gonio.surgery.optimizer import check_holds, note_added, tell_
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where, as_selector
 from gonio.surgery.wrapping import calls_what_it_was_made_from, refuse_shards
@@ -46,7 +46,9 @@ def swap_(
         factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which
             layers it takes.
         where: which layers; None for all that the factory takes.
-        optimizer: told about parameters that appear and disappear.
+        optimizer: told about parameters that appear and disappear. Without it, the next step of one that trains
+            what the layers had raises :class:`gonio.errors.UntrainedParametersError`, if no optimizer has what
+            they have now.
         options: go to the factory.
 
     A layer that the factory refuses (a subclass that computes something else than its torch class) is an
@@ -75,9 +77,9 @@ def swap_(
     check_holds(optimizer, model)
     refuse_shards(model, "swap_")
     found, read = _found(model, factory, where)
-    before = {id(p) for p in model.parameters()}
+    present = list(model.parameters())
     with Edit(model, "swap_") as edit:
-        stay = {site.path: _swap_one_(edit, site, factory, options, optimizer) for site in found}
+        stay = {site.path: _swap_one_(edit, site, factory, options, optimizer, present) for site in found}
         _say_what_stays(edit, {path: error for path, error in stay.items() if error}, strict=where is not None)
         found = [site for site in found if stay[site.path] is None]
         _check_reachable(edit, found)
@@ -86,7 +88,7 @@ def swap_(
         for site in read:
             edit.note(f"{site.path} stays: its parent reads its weight and does not call it")
         if optimizer is None:
-            note_added(edit, before)
+            note_added(edit, present)
     return edit.done()
 
 
@@ -123,6 +125,7 @@ def _swap_one_(
     factory: Callable[..., nn.Module],
     options: dict[str, Any],
     optimizer: torch.optim.Optimizer | None,
+    present: list[nn.Parameter],
 ) -> NotApplicableError | None:
     """Replace one layer; what the factory says if it refuses it."""
     old = site.module
@@ -138,8 +141,7 @@ def _swap_one_(
         if id(module) not in kept:
             module.training = old.training
     edit.replace_(site, new, what=f"{type(old).__name__} → {type(new).__name__}")
-    if optimizer is not None:
-        follow_parameters_(edit, optimizer, list(old.parameters()), list(new.parameters()))
+    tell_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()), present=present)
     return None
 
 
