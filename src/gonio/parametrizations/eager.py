@@ -15,10 +15,14 @@ def is_eager(*tensors: Tensor) -> bool:
     Only then the custom autograd functions of this package are used. Compilers fuse the plain formula
     themselves, and transforms of functions and tensor subclasses know plain operations only.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110 - a generator takes longer than all of the above
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return False
+    return True

@@ -62,7 +62,7 @@ class Parametrization(nn.Module, ABC):
         if self._unset:
             raise UnsetStateError(type(self).__name__)
         # Only where autocast is on: to enter the context costs as much as a small layer, and shows in graphs.
-        if not raw.is_meta and torch.is_autocast_enabled(raw.device.type):
+        if not raw.is_meta and torch.is_autocast_enabled("cpu" if raw.is_cpu else raw.device.type):
             with full_precision(raw):
                 return self._widened(raw)
         return self._widened(raw)

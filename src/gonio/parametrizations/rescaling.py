@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,6 +11,9 @@ from gonio.parametrizations.eager import is_eager
 from gonio.parametrizations.filters import by_filter
 
 __all__ = ["rescaled"]
+
+_ONES = (1,) * 8
+_SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
 
 def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None = None) -> Tensor:
@@ -27,14 +28,12 @@ def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None
         layout: how the tensor is stored.
         floor: norms of `raw` up to which its filters are rounding, one per filter.
     """
-    if raw.device.type != "cpu" or layout.transposed or not is_eager(raw, norms):
+    if not raw.is_cpu or layout.transposed or not is_eager(raw, norms):
         return _formula(raw, norms, layout, floor)
     if raw.dim() == 4 and not raw.is_contiguous():
         # channels_last: a filter is a sum over its entries in whatever order they lie
-        last: Tensor = _Fused.apply(raw.permute(0, 2, 3, 1).contiguous(), norms, floor)
-        return last.permute(0, 3, 1, 2)
-    weight: Tensor = _Fused.apply(raw.contiguous(), norms, floor)
-    return weight
+        return _fused(raw.permute(0, 2, 3, 1).contiguous(), norms, floor).permute(0, 3, 1, 2)
+    return _fused(raw.contiguous(), norms, floor)
 
 
 def _formula(raw: Tensor, norms: Tensor, layout: Layout, floor: Tensor | None) -> Tensor:
@@ -46,49 +45,45 @@ def _formula(raw: Tensor, norms: Tensor, layout: Layout, floor: Tensor | None) -
     return (filters * (norms.view(each) * norm.masked_fill(zero, torch.inf).reciprocal())).view_as(raw)
 
 
-class _Fused(torch.autograd.Function):
+def _fused(raw: Tensor, norms: Tensor, floor: Tensor | None) -> Tensor:
     """By torch's kernels, which read the weight once and write it once; plain operations take three times as long.
 
-    The kernels are NaN at a zero filter; there seldom is one, and to look costs nothing on CPU. Their own second
-    derivative takes the norms for constants (gradgradcheck fails, torch 2.13); here it is that of the formula.
+    The kernels are NaN at a zero filter, which plain operations are not; there seldom is one, and to look costs
+    little on CPU. Their own second derivative takes the norms for constants (gradgradcheck fails, torch 2.13), so
+    gradients that are to be differentiated again are replaced by those of the formula.
+    """
+    each = norms.view(-1, *_ONES[: raw.dim() - 1])
+    weight, found = torch._weight_norm_interface(raw, each, 0)
+    excess = found if floor is None else found - floor.view_as(found)
+    if not excess.min().item() > _SMALLEST[found.dtype]:
+        return _formula(raw, norms, Layout(), floor)
+    if weight.grad_fn is not None:
+        weight.grad_fn.register_hook(_Differentiable(raw, each))
+    return weight
+
+
+class _Differentiable:
+    """After the backward kernel, if its results will be differentiated: the same from operations that can be.
+
+    An object, and not an autograd function around the kernels, which would cost as much as they do on small layers.
     """
 
-    @staticmethod
-    def forward(ctx: Any, raw: Tensor, norms: Tensor, floor: Tensor | None) -> Tensor:
-        weight, found = torch._weight_norm_interface(raw, _each(norms, raw), 0)
-        smallest = torch.finfo(found.dtype).tiny ** 0.5
-        excess = found if floor is None else found - floor.view_as(found)
-        ctx.zero = None
-        if excess.min().item() <= smallest:
-            ctx.zero = excess <= smallest
-            weight.masked_fill_(ctx.zero, 0)
-            found = found.masked_fill(ctx.zero, 1)
-        ctx.save_for_backward(raw, norms, found)
-        return weight
+    __slots__ = ("each", "raw")
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        raw, norms, found = ctx.saved_tensors
-        each = _each(norms, raw)
-        if torch.is_grad_enabled():  # to be differentiated again
-            return *_gradients(raw, each, ctx.zero, grad), None
-        kernel = torch.ops.aten._weight_norm_interface_backward.default
-        of_raw, of_norms = kernel(grad.contiguous(), raw, each, found, 0)
-        if ctx.zero is not None:
-            of_raw.masked_fill_(ctx.zero, 0)
-            of_norms.masked_fill_(ctx.zero, 0)
-        return of_raw, of_norms.view(-1), None
+    def __init__(self, raw: Tensor, each: Tensor) -> None:
+        self.raw, self.each = raw, each
+
+    def __call__(self, found: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        ours = _gradients(self.raw, self.each, grads[0])
+        return tuple(None if theirs is None else mine for mine, theirs in zip(ours, found, strict=True))
 
 
-def _gradients(raw: Tensor, norms: Tensor, zero: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The backward pass in operations that can be differentiated again."""
+def _gradients(raw: Tensor, norms: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The backward pass, without zero filters, in operations that can be differentiated again."""
     dims = tuple(range(1, raw.dim()))
-    norm = safe_norm(raw, dims, keepdim=True)
-    inverse = norm.masked_fill(norm == 0 if zero is None else zero, torch.inf).reciprocal()
+    inverse = safe_norm(raw, dims, keepdim=True).reciprocal()
     direction = raw * inverse
     along = (grad * direction).sum(dims, keepdim=True)
-    return norms * inverse * (grad - direction * along), along.flatten()
-
-
-def _each(norms: Tensor, raw: Tensor) -> Tensor:
-    return norms.view(-1, *[1] * (raw.dim() - 1))
+    return norms * inverse * (grad - direction * along), along

@@ -59,9 +59,11 @@ class WeightNorm(Parametrization):
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        if self.magnitude is None:
+        magnitude = self._parameters["magnitude"]  # the registry itself: `self.magnitude` is a slow search
+        if magnitude is None:
             return raw  # a template keeps every weight
-        return rescaled(raw, self.magnitude.to(raw.dtype), self.bound_layout)
+        norms = magnitude if magnitude.dtype is raw.dtype else magnitude.to(raw.dtype)
+        return rescaled(raw, norms, self.bound_layout)
 
     def holds(self, weight: Tensor) -> bool:
         """Every finite weight is of this form."""
