@@ -15,6 +15,7 @@ from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     Layout,
+    conv_lanczos,
     conv_spectral_norm,
     conv_spectral_norm_bound,
     conv_spectral_norm_certificate,
@@ -69,6 +70,25 @@ def test_estimate_is_below_and_near(name: str) -> None:
     weight, layout, size, top = case(name)
     ratio = float(conv_spectral_norm_estimate(weight, size, layout=layout)) / top
     assert 1 - 1e-5 < ratio < 1 + 1e-10
+
+
+def test_frequencies_taken_in_parts_give_the_same_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(12, 12, 3, 3, generator=torch.Generator().manual_seed(0))
+    at_once = conv_spectral_norm_estimate(weight, (20, 20))
+    monkeypatch.setattr(conv_lanczos, "CHUNK_ENTRIES", 9 * 12 * 40)
+    torch.testing.assert_close(conv_spectral_norm_estimate(weight, (20, 20)), at_once, **close(torch.float32))
+
+
+def test_the_estimate_goes_on_until_the_top_value_has_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values 1e-4 apart at the top of many: 24 steps do not tell them apart."""
+    g = torch.Generator().manual_seed(0)
+    values = torch.linspace(0, 1, 200, dtype=torch.float64)
+    values[-2:] = torch.tensor([1.02, 1.0201])
+    left, right = (torch.linalg.qr(torch.randn(200, 200, generator=g, dtype=torch.float64))[0] for _ in range(2))
+    weight = (left * values) @ right
+    assert float(conv_spectral_norm_estimate(weight[..., None], (1,))) == pytest.approx(1.0201, rel=1e-5)
+    monkeypatch.setattr(conv_lanczos, "MOST", 24)
+    assert float(conv_spectral_norm_estimate(weight[..., None], (1,))) < 1.0201 * (1 - 1e-6)
 
 
 @EACH_CONV
