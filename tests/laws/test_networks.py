@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gonio
 from gonio import nn as gnn
 from gonio import parametrizations as P
+from foreign import torchvision_resnet18
 from networks import ResNet18, images, train
 from tolerances import exact
 
@@ -29,10 +30,10 @@ PLAIN = (nn.Conv2d, nn.BatchNorm2d, nn.Identity, nn.ReLU, nn.Linear, nn.MaxPool2
 X = images(4, seed=9)
 
 
-def trained(method: str) -> nn.Module:
+def trained(method: str, make: Callable[[], nn.Module] = ResNet18) -> nn.Module:
     """A network that trained with a method on all its convolutions, or norms; the optimizer existed before."""
     torch.manual_seed(0)
-    model = ResNet18()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     if method == "SwitchableNorm":
         gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer)
@@ -69,10 +70,15 @@ def test_a_trained_network_folds_to_plain_layers(method: str) -> None:
     expected = model(X).detach()
     gonio.fold_(model, example=X)
     assert_equal(model(X).detach(), expected)
+    assert_plain(model)
+
+
+def assert_plain(model: nn.Module) -> None:
+    """Layers of torch alone, and no norm."""
     kinds = {type(module) for module in model.modules()}
     assert {kind for kind in kinds if kind.__module__.startswith("gonio")} == set()
     assert nn.BatchNorm2d not in kinds
-    assert kinds - set(PLAIN) <= {ResNet18, type(model.layer1[0])}
+    assert kinds - set(PLAIN) <= {type(model), type(model.layer1[0])}
 
 
 def run_elsewhere(model: nn.Module) -> Tensor:
@@ -112,3 +118,16 @@ def test_a_parametrized_network_runs_in_onnx(method: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 4, 3, 2), nn.Flatten()).eval()
     gonio.parametrize_(model, PARAMETRIZATIONS[method]())
     assert_equal(run_elsewhere(model), model(X).detach())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # inside torch's exporter
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_of_full_size(method: str) -> None:
+    """torchvision's ResNet-18: trained, folded to plain layers, run elsewhere."""
+    model = foldable_(trained(method, lambda: torchvision_resnet18(10)))
+    expected = model(X).detach()
+    gonio.fold_(model, example=X)
+    assert_plain(model)
+    assert_equal(model(X).detach(), expected)
+    assert_equal(run_elsewhere(model), expected)
