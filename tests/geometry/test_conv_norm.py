@@ -45,6 +45,13 @@ CONVS: dict[str, tuple[tuple[int, ...], Layout, tuple[int, ...]]] = {
     "wider than the grid": ((2, 2, 5, 5), Layout(), (3, 3)),
 }
 EACH_CONV = pytest.mark.parametrize("name", CONVS)
+SMALL = conv_lanczos.SMALL
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels as small as most of these would be handed to the exact search."""
+    monkeypatch.setattr(conv_lanczos, "SMALL", 0)
 
 
 def case(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Layout, tuple[int, ...], float]:
@@ -70,6 +77,15 @@ def test_estimate_is_below_and_near(name: str) -> None:
     weight, layout, size, top = case(name)
     ratio = float(conv_spectral_norm_estimate(weight, size, layout=layout)) / top
     assert 1 - 1e-5 < ratio < 1 + 1e-10
+
+
+def test_small_ones_are_handed_to_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, layout, size, _ = case("strided", torch.float32)
+    exact_norm = conv_spectral_norm(weight, size, layout=layout)
+    walked = conv_spectral_norm_estimate(weight, size, layout=layout)
+    monkeypatch.setattr(conv_lanczos, "SMALL", SMALL)
+    assert torch.equal(conv_spectral_norm_estimate(weight, size, layout=layout), exact_norm)
+    torch.testing.assert_close(walked, exact_norm)
 
 
 def test_frequencies_taken_in_parts_give_the_same_estimate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gonio.geometry.conv_norm import grid_of, largest_entry
+from gonio.geometry.conv_norm import conv_spectral_norm, grid_of, largest_entry
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.precision import full_precision, whole, widen, widest
 from gonio.geometry.symbol import Taps, taps_of
@@ -33,6 +33,7 @@ MORE, MOST = 8, 160  # steps between looks at the residual, and in all
 # singular value, is the error; half of it bounds the distance to some singular value.
 RESIDUAL = 2e-5
 CHUNK_ENTRIES = 1 << 22
+SMALL = 1 << 26  # frequencies times channels cubed, up to which ruling frequencies out takes less time
 
 
 def conv_spectral_norm_estimate(
@@ -44,7 +45,8 @@ def conv_spectral_norm_estimate(
     decomposition per frequency, but Golub–Kahan steps at all frequencies at once, and more of them where the
     norm is large, until the residual at the top one is 2e-5 of the value: within 1e-5 of a singular value
     there, typically within 1e-9 of the largest. In hundreds of Gaussian kernels the frequency was always
-    the top one. Where a guarantee is needed take :func:`conv_spectral_norm`, or :func:`conv_spectral_norm_bound`
+    the top one. Kernels and grids so small that this would not pay are handed to :func:`conv_spectral_norm`.
+    Where a guarantee is needed take :func:`conv_spectral_norm`, or :func:`conv_spectral_norm_bound`
     for every grid.
 
     Args:
@@ -69,6 +71,8 @@ def conv_spectral_norm_estimate(
         taps = taps_of(widen(weight) / scale, layout).smaller_side()
         taps = Taps(taps.matrices.contiguous(), taps.positions)  # read twice per step
         grid = torch.tensor(grid_of(size, layout, weight, taps.reach))
+        if (int(grid.prod()) // 2 + 1) * taps.matrices.shape[0] * taps.matrices.shape[2] ** 3 <= SMALL:
+            return conv_spectral_norm(weight, size, layout=layout)
         gaps = (grid // COARSE).clamp_min(1)
         walk = _leaders(taps, _half_plane(grid, gaps), grid, seed)
         if bool((gaps > 1).any()):
