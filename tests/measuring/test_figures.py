@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from gonio.measuring import measure
-from gonio.measuring.pairs import BLOCK, angle_std_at_random, coherence_at_random, expected_above, measure_pairs
+from gonio.measuring.blocks import BLOCK
+from gonio.measuring.chance import angle_std_at_random, coherence_at_random, expected_above
+from gonio.measuring.pairs import measure_pairs
 from references.measuring import angle_std_by_chance, closest, coherence_by_chance, figures, groups_of
 from tolerances import close
 
@@ -81,10 +83,11 @@ def test_very_many_filters_are_sampled_always_alike_and_it_is_said(monkeypatch: 
     first, second = measure(layer)["weight"], measure(layer)["weight"]
     assert first == second
     assert first.pairs == 100 * 99 // 2
-    assert "angles from 100 of 1000 filters, drawn at random" in first.notes
+    said = f"angles from 100 of 1000 filters, drawn at random: alignment ± {2 * first.alignment_error:.2g} (95 %)"
+    assert said in first.notes
     assert first.alignment == pytest.approx(1.0, abs=0.1)
     assert first.filters == 1000
-    assert "near duplicates sought among all of them by hashing" in first.notes
+    assert "near duplicates sought among all of them" in first.notes
 
 
 def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +100,10 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     assert found.findings[0].found == (
         "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more, most of all 11 and 5987 with 1.000"
     )
-    monkeypatch.setattr("gonio.measuring.pairs.HASHED", 0)
-    assert measure({"w.weight": weight})["w"].near_duplicates == 0
+    monkeypatch.setattr("gonio.measuring.neighbours.SEARCHED", 0)
+    unsought = measure({"w.weight": weight})["w"]
+    assert unsought.near_duplicates == 0
+    assert "near duplicates sought among those drawn alone" in unsought.notes
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -112,7 +117,8 @@ def test_the_closest_pair_is_named(groups: int) -> None:
 def test_the_largest_singular_value_of_a_large_matrix_comes_from_products(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(60, 40)
     exact = measure(layer)["weight"]
-    monkeypatch.setattr("gonio.measuring.tensor.EXACT_WORK", 0)
+    for name in ("EXACT_WORK", "SMALL"):
+        monkeypatch.setattr(f"gonio.measuring.spectra.{name}", 0)
     fast = measure(layer)["weight"]
     assert fast.effective_rank is None
     assert fast.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)

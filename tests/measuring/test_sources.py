@@ -174,8 +174,8 @@ def test_adapters_are_measured_alone_and_with_what_they_adapt() -> None:
     total = measure({"w.weight": q.base_layer.weight + q.get_delta_weight("default")})["w"]
     assert found["q.base_and_lora.default"].alignment == pytest.approx(total.alignment, rel=1e-5)
     state = measure(made.state_dict())
-    assert state["q.lora_BA"].stable_rank == pytest.approx(delta.stable_rank, rel=1e-4)
-    assert "without its scale" in state["q.lora_BA"].notes[0]
+    assert state["q.lora_BA.default"].stable_rank == pytest.approx(delta.stable_rank, rel=1e-4)
+    assert "without its scale" in state["q.lora_BA.default"].notes[0]
 
 
 class Subclass(torch.Tensor):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.from_state import state_in
+from gonio.measuring.checkpoint import state_in
 from gonio.recipes import Recipe
 
 __all__ = ["SUFFIXES", "Checkpoint", "check_target", "load_into_", "read", "write"]
@@ -116,5 +116,5 @@ def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             f"it is damaged or holds more than tensors and plain containers ({str(error).splitlines()[0][:200]})",
             "Code in a file is never run here: save model.state_dict(), best as .safetensors.",
         ) from error
-    state, key = state_in(content, what=repr(path.name))
-    return state, content if key else {}
+    found = state_in(content, what=repr(path.name))
+    return found.state, content if found.key else {}

@@ -19,8 +19,8 @@ from gonio.foreign_text import plain, shorten
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.measuring.columns import number
 from gonio.measuring.entry import Entry
-from gonio.measuring.measure import Source, entries_of
 from gonio.measuring.numbers import numbers_of
+from gonio.measuring.source import Source, contents_of, name_of
 
 __all__ = ["Differences", "TensorDifference", "difference"]
 
@@ -136,12 +136,10 @@ def difference(before: Source, after: Source) -> Differences:
         >>> round(moved.norm_ratio, 4), round(moved.angle_max, 3), round(moved.relative, 4)
         (3.0, 0.0, 2.0)
     """
-    first_name, first, _ = entries_of(before)
-    second_name, second, _ = entries_of(after)
-    left, right = ({entry.name: entry for entry in entries} for entries in (first, second))
+    left, right = ({entry.name: entry for entry in contents_of(source).entries} for source in (before, after))
     names = [*left, *(name for name in right if name not in left)]
     return Differences(
-        first_name, second_name, tuple(_compare(name, left.get(name), right.get(name)) for name in names)
+        name_of(before), name_of(after), tuple(_compare(name, left.get(name), right.get(name)) for name in names)
     )
 
 

@@ -25,6 +25,7 @@ class Entry:
         load: reads the tensor; called once, and the tensor is dropped before the next is read.
         reason: why it has no filters, or why it cannot be measured at all.
         notes: what the reader must know, for example that the layout was guessed.
+        shape, dtype: as far as they are known without reading it; None and "" for a weight that is computed.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Entry:
     load: Callable[[], Tensor] | None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
 
     @property
     def path(self) -> str:

@@ -2,87 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
+from gonio.measuring.adapters import Adapter, adapters_in
 from gonio.measuring.entry import Entry
 from gonio.measuring.names import clean_names, infer
+from gonio.measuring.quantised import Packed, packed_weights
+from gonio.measuring.stored import Stored, in_memory
 
-__all__ = ["entries_of_shapes", "entries_of_state", "state_in"]
-
-# Where trainers put the weights, in the order of trust.
-_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
-
-
-def state_in(content: Any, *, what: str) -> tuple[Mapping[str, Any], str]:
-    """The state dict in a checkpoint, and the key under which it was ("" for the checkpoint itself).
-
-    Raises:
-        InvalidArgumentError: if there are no named tensors in it.
-    """
-    if isinstance(content, Mapping):
-        if any(isinstance(value, Tensor) for value in content.values()):
-            return content, ""
-        for key in _KEYS:
-            inner = content.get(key)
-            if isinstance(inner, Mapping) and any(isinstance(value, Tensor) for value in inner.values()):
-                return inner, key
-    held = f"a mapping with the keys {list(content)[:8]}" if isinstance(content, Mapping) else type(content).__name__
-    raise InvalidArgumentError(
-        f"measure() looks for named tensors in {what}",
-        held,
-        f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}.",
-    )
+__all__ = ["Configs", "Contents", "entries_of_mapping", "entries_of_stored", "other_entries", "packed_linears"]
 
 
-def entries_of_state(state: Mapping[str, Any]) -> list[Entry]:
+@dataclass(frozen=True)
+class Configs:
+    """What lies beside a file: how its weights were quantised, how its adapters are scaled."""
+
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A source's tensors and adapters, and notes on how it was read."""
+
+    entries: list[Entry]
+    adapters: list[Adapter]
+    notes: tuple[str, ...] = ()
+
+
+def entries_of_mapping(state: Mapping[Any, Any], notes: tuple[str, ...] = ()) -> Contents:
     """One entry per key: the tensors, and what is no tensor with the reason."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    entries = entries_of_shapes(shapes, {name: partial(_same, value) for name, value in tensors.items()})
-    entries += _low_rank(shapes, tensors)
-    others = [(str(name), value) for name, value in state.items() if not isinstance(value, Tensor)]
-    return entries + [
-        Entry(name, type(value).__name__, None, None, f"not a tensor but {type(value).__name__}")
-        for name, value in others
-        if value is not None
+    found = entries_of_stored(in_memory({**tensors, **packed_linears(state)}), notes=notes)
+    return Contents(found.entries + other_entries(state), found.adapters, notes)
+
+
+def packed_linears(state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Torch's quantised linear layers keep (weight, bias) under one key."""
+    return {
+        f"{str(name).removesuffix('._packed_params')}.weight": value[0]
+        for name, value in state.items()
+        if _is_packed_linear(name, value)
+    }
+
+
+def _is_packed_linear(name: Any, value: Any) -> bool:
+    return str(name).endswith("._packed_params") and isinstance(value, tuple) and isinstance(value[:1][0], Tensor)
+
+
+def other_entries(state: Mapping[Any, Any]) -> list[Entry]:
+    """A row for each value that is no tensor; None stands for nothing."""
+    return [
+        Entry(str(name), type(value).__name__, None, None, f"not a tensor but {type(value).__name__}")
+        for name, value in state.items()
+        if not isinstance(value, Tensor) and value is not None and not _is_packed_linear(name, value)
     ]
 
 
-def entries_of_shapes(shapes: Mapping[str, tuple[int, ...]], loads: Mapping[str, Callable[[], Tensor]]) -> list[Entry]:
-    """One entry per tensor, read only when it is measured."""
-    cleaned = clean_names(shapes)
+def entries_of_stored(
+    stored: Mapping[str, Stored], *, configs: Configs | None = None, notes: tuple[str, ...] = ()
+) -> Contents:
+    """One entry per tensor, read only when it is measured, and one for each weight that several make up."""
+    configs = configs or Configs()
+    packed = packed_weights(stored, configs.quantization)
+    whole = {part: weight for weight in packed for part in weight.parts}
+    cleaned = clean_names(stored)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     made = []
-    for name in shapes:
-        layout, kind, reason, notes = infer(name, shapes)
-        made.append(Entry(cleaned[name], kind, layout, loads[name], reason, notes))
-    return made
+    for name, tensor in stored.items():
+        weight = whole.get(name)
+        if weight is not None and weight.parts[0] == name:
+            made.append(_unpacked(weight, cleaned, shapes))
+        elif weight is not None:
+            reason = f"a part of the quantised {cleaned.get(weight.name, weight.name)}"
+            made.append(Entry(cleaned[name], "", None, tensor.load, reason, (), tensor.shape, tensor.dtype))
+        else:
+            layout, kind, reason, said = infer(name, shapes)
+            made.append(Entry(cleaned[name], kind, layout, tensor.load, reason, said, tensor.shape, tensor.dtype))
+    return Contents(made, adapters_in(stored, configs.adapter), notes)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _low_rank(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[Entry]:
-    """For each pair of adapter matrices A and B their product, which is what the adapter adds to the weight."""
-    made = []
-    for name, shape in shapes.items():
-        if ".lora_A" not in name:
-            continue
-        other = name.replace(".lora_A", ".lora_B")
-        if other in shapes and len(shape) == 2 and len(shapes[other]) == 2 and shapes[other][1] == shape[0]:
-            path = name.split(".lora_A")[0]
-            load = partial(_product, tensors[other], tensors[name])
-            note = "the product of the adapter's B and A, without its scale, which the file does not hold"
-            made.append(Entry(f"{path}.lora_BA", "low-rank product", Layout(), load, notes=(note,)))
-    return made
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.matmul(left.float(), right.float())
+def _unpacked(weight: Packed, cleaned: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Entry:
+    """The entry of a weight that is computed from its parts; a stack of matrices is one of experts."""
+    name = cleaned.get(weight.name, weight.name)
+    layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
+    if weight.matrices > 1 or layout is None:
+        layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
+    tensor = weight.stored
+    return Entry(name, kind, layout, tensor.load, reason, (weight.note, *notes), tensor.shape, tensor.dtype)

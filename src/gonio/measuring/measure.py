@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.foreign_text import redact
-from gonio.measuring.entry import Entry
-from gonio.measuring.from_file import entries_of_file
-from gonio.measuring.from_model import entries_of_model
-from gonio.measuring.from_state import entries_of_state, state_in
+from gonio.measuring.engines import measure_here, measure_on_ray
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.rules import findings_of
 from gonio.measuring.setting import Setting
 from gonio.measuring.signals import measure_signals
+from gonio.measuring.source import Source, contents_of, name_of
 from gonio.measuring.structure import Structure, structure_of
-from gonio.measuring.tensor import TensorMeasurement, measure_tensor
+from gonio.measuring.tensor import TensorMeasurement
 from gonio.measuring.training import Training
 
-__all__ = ["Source", "entries_of", "measure"]
-
-Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+__all__ = ["measure"]
 
 
 def measure(
@@ -37,6 +32,8 @@ def measure(
     batch: Any = None,
     loader: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
+    base: Source | None = None,
+    engine: Literal["local", "ray"] = "local",
     progress: Callable[[int, int], None] | None = None,
 ) -> Measurements:
     r"""Norms, angles and spectra of all weights, each beside what random weights would show.
@@ -57,6 +54,10 @@ def measure(
         loader: the data loader of the model's training. Its sizes are read, nothing is drawn from it: batches too
             small for batch normalisation, a last batch of one sample.
         optimizer: of the model's training: weight decay where the scale of a weight does not matter.
+        base: of a source that holds low-rank adapters, the model that they adapt: then the adapted weights and their
+            sums with the adapters are measured too.
+        engine: `ray` spreads the tensors of a file over the cluster to which this process is, or can be, connected;
+            the file must have the same path everywhere.
         progress: called after each tensor with how many are done and how many there are.
 
     Returns:
@@ -64,7 +65,8 @@ def measure(
 
     Raises:
         InvalidArgumentError: if the source is none of these or holds no tensors, if a batch, a loader or an
-            optimizer is given without a model, or is none.
+            optimizer is given without a model, or is none, if a base is given without adapters, or for an unknown
+            engine.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
     Example:
@@ -80,13 +82,14 @@ def measure(
         20(3), 1974.
     """
     _check(source, batch, loader, optimizer)
+    _check_engine(engine, source, base)
     training = Training.of(loader, optimizer)
-    name, entries, notes = entries_of(source)
-    tensors = []
-    for done, entry in enumerate(entries, start=1):
-        tensors.append(measure_tensor(entry))
-        if progress is not None:
-            progress(done, len(entries))
+    name, contents = name_of(source), contents_of(source, base)
+    if engine == "ray":
+        tensors = measure_on_ray(source, base, contents.entries, progress)
+    else:
+        tensors = measure_here(contents.entries, progress)
+    notes = contents.notes
     if not isinstance(source, nn.Module):
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
     structure = structure_of(source)
@@ -117,6 +120,18 @@ def _check(source: Source, batch: Any, loader: Any, optimizer: Any) -> None:
             raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
 
 
+def _check_engine(engine: str, *sources: Source | None) -> None:
+    if engine not in ("local", "ray"):
+        raise InvalidArgumentError("measure(engine=) is 'local' or 'ray'", repr(engine), "Choose one of them.")
+    other = [source for source in sources if source is not None and not isinstance(source, (str, os.PathLike))]
+    if engine == "ray" and other:
+        raise InvalidArgumentError(
+            "measure(engine='ray') spreads the tensors of files",
+            type(other[0]).__name__,
+            "Save the weights where all nodes can read them, or measure here.",
+        )
+
+
 def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:
     norm = structure.followed.get(tensor.path)
     if norm is None or tensor.status != "measured":
@@ -125,23 +140,6 @@ def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasure
     if tensor.path in structure.invariant:
         note += ": the function does not depend on its norm"
     return replace(tensor, notes=(*tensor.notes, note))
-
-
-def entries_of(source: Source) -> tuple[str, list[Entry], tuple[str, ...]]:
-    """The source's name, its tensors, and notes on how it was read."""
-    if isinstance(source, nn.Module):
-        return type(source).__name__, entries_of_model(source), ()
-    if isinstance(source, (str, os.PathLike)):
-        entries, notes = entries_of_file(source)
-        return redact(os.fspath(source)), entries, notes
-    if not isinstance(source, Mapping):
-        raise InvalidArgumentError(
-            "measure() takes a model, a state dict or a path",
-            type(source).__name__,
-            "For one tensor use the functions of gonio.geometry.",
-        )
-    state, key = state_in(source, what="the mapping")
-    return "state dict", entries_of_state(state), (f"read from {key!r} of the checkpoint",) if key else ()
 
 
 def _versions() -> dict[str, str]:

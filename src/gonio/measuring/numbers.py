@@ -42,8 +42,12 @@ def numbers_of(tensor: Tensor) -> Numbers:
         return _no_floats(tensor)
     if not tensor.numel():
         return Numbers(None, f"empty: shape {tuple(tensor.shape)}", skipped=False)
-    if tensor.element_size() == 1:  # 8-bit floats: few operations take them
-        return Numbers(tensor.detach().float(), notes=(*notes, "8-bit floats, read as float32"))
+    if tensor.element_size() == 1:  # few operations take such floats, and those of 4 bits none
+        try:
+            tensor.detach().flatten()[:1].float()
+        except RuntimeError:
+            return Numbers(None, f"packed as {_kind(tensor.dtype)}")
+        notes = (*notes, "8-bit floats, read as float32")
     return Numbers(tensor.detach(), notes=notes)
 
 

@@ -1,24 +1,25 @@
-"""Angles between all filters of a weight, in bounded memory, and what random directions would show."""
+"""Angles between the filters of a weight, in bounded memory: all pairs, or those of a sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import exp, expm1, lgamma, log, pi, sqrt
+from math import sqrt
 
 import torch
 from torch import Tensor
 
-from gonio.geometry import near_duplicates, normalize, random_angle_density
+from gonio.geometry import normalize
+from gonio.measuring.blocks import BLOCK, computed_in, rows_at
+from gonio.measuring.neighbours import NEAR, near_pairs
 from gonio.seeding import generator
 
-__all__ = ["NEAR", "SAMPLE", "Pairs", "angle_std_at_random", "coherence_at_random", "expected_above", "measure_pairs"]
+__all__ = ["Pairs", "measure_pairs"]
 
 SAMPLE = 4096  # filters per matrix; of more, this many are drawn
-HASHED = 1 << 27  # entries of a weight up to which all its filters are searched for near duplicates
-BLOCK = 1 << 21  # entries of one block of cosines: 8 MiB in float32, which stays in the cache
-NEAR = 0.95  # |cosine| from which two filters count as nearly the same
+LENGTH = 1 << 24  # entries of the drawn filters, in float32 at once: 64 MiB
+FEWEST = 16  # drawn, however long they are
+LONG = 1 << 20  # length from which the drawn filters are not held in float32 either
 BINS = 180  # degrees
 
 
@@ -27,12 +28,12 @@ class Pairs:
     """All unordered pairs of filters that share their inputs; angles in degrees.
 
     Attributes:
-        mean_square_cosine: 1/d for random directions.
+        mean_square_cosine: 1/d for random directions. `error`: its standard error where filters were drawn.
         coherence: largest absolute cosine; `closest`: the two filters that have it, counted over all groups.
         near: pairs with an absolute cosine of at least :data:`NEAR`.
         histogram: pairs per degree.
-        sampled: filters drawn from each matrix, where there are more than :data:`SAMPLE`; else None.
-        hashed: whether, beside the sample, all filters were searched for near duplicates by hashing.
+        sampled: filters drawn from each matrix, where there are too many for all pairs; else None.
+        searched: whether, beside the sample, all filters were searched for near duplicates.
     """
 
     count: int
@@ -44,101 +45,165 @@ class Pairs:
     near: int
     histogram: tuple[int, ...]
     sampled: int | None
-    hashed: bool = False
+    error: float = 0.0
+    searched: bool = False
 
 
 def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
     """The pairs within each matrix of (groups, n, d); None where no matrix has two directions.
 
-    A zero filter has no direction and is left out. Memory is bounded by a block of cosines, whatever n is.
+    A zero filter has no direction and is left out, as is one with a non-finite entry. Memory is bounded by
+    :data:`LENGTH` and a block of cosines, whatever n and d are.
 
     Args:
-        name: seeds the sample that is drawn of very many filters, so that it is the same every time.
+        name: seeds the sample that is drawn of many or long filters, so that it is the same every time.
     """
     total = _Totals()
-    n = matrices.shape[1]
+    n, d = matrices.shape[1:]
+    drawn = _drawn(n, d)
     for index, matrix in enumerate(matrices):
-        order = _sample(n, f"{name}/{index}").to(matrix.device) if n > SAMPLE else None
-        unit, numbers = _directions(matrix if order is None else matrix[order])
-        numbers = index * n + (numbers if order is None else order[numbers])
-        for cosines, i, j in _blocks(unit):
-            total.add(cosines, numbers, i, j)
+        order = _sample(n, drawn, f"{name}/{index}").to(matrix.device)
+        total.add(matrix, order, index * n)
     found = total.pairs()
-    if found is None or n <= SAMPLE:
+    if found is None or drawn == n:
         return found
-    found = replace(found, sampled=SAMPLE)
-    return _search_all(matrices, found) if matrices.numel() <= HASHED else found
+    found = replace(found, sampled=drawn, error=total.error(n, drawn))
+    return _search_all(matrices, found, name)
 
 
-def _search_all(matrices: Tensor, found: Pairs) -> Pairs:
+def _drawn(n: int, d: int) -> int:
+    return min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))
+
+
+def _sample(n: int, drawn: int, name: str) -> Tensor:
+    return torch.arange(n) if drawn == n else torch.randperm(n, generator=generator(0, "measure", name))[:drawn]
+
+
+def _search_all(matrices: Tensor, found: Pairs, name: str) -> Pairs:
     """Near duplicates among all filters, of which the sample holds only some."""
+    if found.near > found.count // 100:  # most filters are alike: the sample says it
+        return found
     near, coherence, closest = 0, found.coherence, found.closest
     for index, matrix in enumerate(matrices):
-        pairs = near_duplicates(matrix, cosine=NEAR)
-        near += len(pairs.pairs)
-        if len(pairs.pairs) and float(pairs.cosines.abs().max()) >= coherence:
+        pairs = near_pairs(matrix, name=f"{name}/{index}")
+        if pairs is None:
+            return found
+        near += len(pairs.cosines)
+        if len(pairs.cosines) and float(pairs.cosines.abs().max()) >= coherence:
             best = int(pairs.cosines.abs().argmax())
             coherence = float(pairs.cosines[best].abs())
             i, j = (int(v) + index * matrices.shape[1] for v in pairs.pairs[best])
             closest = (i, j)
-    return replace(found, near=near, coherence=coherence, closest=closest, hashed=True)
+    return replace(found, near=near, coherence=coherence, closest=closest, searched=True)
 
 
-def _sample(n: int, name: str) -> Tensor:
-    return torch.randperm(n, generator=generator(0, "measure", name))[:SAMPLE]
-
-
-def _directions(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of the rows that are not 0, and which rows these are; one copy of them in memory."""
-    unit = torch.empty(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
-    step = max(1, BLOCK // max(1, rows.shape[-1]))
-    alive = []
-    for start in range(0, len(rows), step):
-        part = normalize(rows[start : start + step].to(unit.dtype))
-        unit[start : start + step] = part
-        alive.append(part.any(-1))
-    kept = torch.cat(alive).nonzero().squeeze(-1) if alive else rows.new_zeros(0, dtype=torch.long)
-    return (unit if len(kept) == len(unit) else unit[kept]), kept
-
-
-def _blocks(unit: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The cosines of all unordered pairs of rows, a flat block at a time, with both rows of each."""
-    n = len(unit)
-    start = 0
+def _cosines(matrix: Tensor, order: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where a block starts, its cosines (some rows from there on × all columns), and the numbers of the columns."""
+    if matrix.shape[1] > LONG:
+        yield _from_gram(matrix, order)
+        return
+    unit, order = _directions(matrix, order)
+    n, start = len(unit), 0
     while start < n - 1:
-        stop = min(n, start + max(1, BLOCK // (n - start)))
-        block = unit[start:stop] @ unit[start:].mT
-        upper = torch.ones_like(block, dtype=torch.bool).triu_(1)
-        i, j = upper.nonzero(as_tuple=True)
-        yield block[i, j].clamp_(-1.0, 1.0), i + start, j + start
+        stop = min(n, start + max(1, min(512, BLOCK // (n - start))))
+        yield start, unit[start:stop] @ unit[start:].mT, order[start:]
         start = stop
+
+
+def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors of these rows, without those that have no direction, and which rows are left."""
+    unit = torch.empty(len(order), matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
+    alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
+    step = max(1, BLOCK // max(1, matrix.shape[1]))
+    for start in range(0, len(order), step):
+        part = normalize(_at_scale(rows_at(matrix, order[start : start + step])))
+        unit[start : start + step] = part
+        alive[start : start + step] = part.any(-1) & torch.isfinite(part).all(-1)
+    if bool(alive.all()):
+        return unit, order
+    return unit[alive], order[alive]
+
+
+def _at_scale(rows: Tensor) -> Tensor:
+    """Rows whose squares would overflow, divided by their largest entry."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    return rows / largest.masked_fill(~(largest > 1e15), 1)
+
+
+def _from_gram(matrix: Tensor, order: Tensor) -> tuple[int, Tensor, Tensor]:
+    """The same for a few very long filters, whose cosines are one block, from products of their parts."""
+    rows = order.sort().values
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=matrix.device)
+    for start in range(0, matrix.shape[1], BLOCK // FEWEST):
+        part = rows_at(matrix[:, start : start + BLOCK // FEWEST], rows).double()
+        gram += part @ part.mT
+    norms = gram.diagonal().sqrt()
+    alive = (norms > 0) & torch.isfinite(norms)
+    scaled = gram[alive][:, alive] / norms[alive, None] / norms[None, alive]
+    return 0, scaled.to(computed_in(matrix.dtype)), rows[alive]
 
 
 class _Totals:
     """Running sums over blocks, in float64."""
 
     def __init__(self) -> None:
-        self.count = self.near = 0
-        self.angle = self.square_angle = self.square_cosine = self.coherence = 0.0
+        self.count = self.near = self.matrices = 0
+        self.angle = self.square_angle = self.square_cosine = self.fourth = self.coherence = 0.0
         self.closest = (0, 0)
         self.histogram = torch.zeros(BINS, dtype=torch.float64)
+        self.spread = 0.0  # variance over filters of the mean square cosine with the others, over all matrices
 
-    def add(self, cosines: Tensor, numbers: Tensor, i: Tensor, j: Tensor) -> None:
-        if not cosines.numel():
-            return
-        size = cosines.abs()
-        degrees = torch.rad2deg(torch.acos(cosines))
+    def add(self, matrix: Tensor, order: Tensor, offset: int) -> None:
+        """One matrix: the rows of these numbers, which are counted from `offset` over all matrices."""
+        sums = torch.zeros(len(order), dtype=torch.float64)
+        for start, cosines, rows in _cosines(matrix, order):
+            self._block(cosines, rows + offset, start, sums)
+        if len(order) > 2:
+            self.spread += float((sums / (len(order) - 1)).var())
+        self.matrices += 1
+
+    def _block(self, cosines: Tensor, rows: Tensor, start: int, sums: Tensor) -> None:
+        """A block whose first columns are its own rows: what lies right of their diagonal counts."""
+        height = len(cosines)
+        own = cosines[:, :height].contiguous()
+        upper = torch.ones_like(own, dtype=torch.bool).triu_(1)
+        squares = own.square()
+        sums[start : start + height] += (squares.sum(1) - squares.diagonal()).double().cpu()
+        if height > 1:
+            self._part(own[upper], lambda at: tuple(int(rows[v]) for v in upper.nonzero()[at]))
+        if cosines.shape[1] > height:
+            width = cosines.shape[1] - height
+            rest = cosines[:, height:].contiguous()
+            squares = rest.square()
+            sums[start : start + height] += squares.sum(1).double().cpu()
+            sums[start + height : start + height + width] += squares.sum(0).double().cpu()
+            self._part(rest, lambda at: (int(rows[at // width]), int(rows[height + at % width])))
+
+    def _part(self, cosines: Tensor, filters: Callable[[int], tuple[int, ...]]) -> None:
+        """Count these cosines, which are overwritten; `filters` says whose the one at some place is."""
+        cosines.clamp_(-1.0, 1.0)
+        low, high = (float(v) for v in torch.aminmax(cosines))
+        if max(-low, high) > self.coherence:
+            self.coherence = max(-low, high)
+            first, second = sorted(filters(int(cosines.argmax() if high >= -low else cosines.argmin())))
+            self.closest = (first, second)
+        if max(-low, high) >= NEAR:
+            self.near += int((cosines.abs() >= NEAR).sum())
         self.count += cosines.numel()
-        self.near += int((size >= NEAR).sum())
-        best = size.argmax()
-        if float(size[best]) > self.coherence:
-            self.coherence = float(size[best])
-            self.closest = (int(numbers[i[best]]), int(numbers[j[best]]))
-        self.square_cosine += float(cosines.square().sum(dtype=torch.float64))
-        shifted = degrees - 90  # a spread of 1° about 90° would lose digits in a sum of squares
+        squares = cosines.square()
+        self.square_cosine += float(squares.sum())
+        self.fourth += float(squares.square_().sum())
+        shifted = torch.asin(cosines, out=cosines).mul_(-180 / torch.pi)  # degrees from 90: no digits are lost
         self.angle += float(shifted.sum(dtype=torch.float64))
-        self.square_angle += float(shifted.square().sum(dtype=torch.float64))
-        self.histogram += torch.histc(degrees, BINS, 0, 180).double().cpu()
+        self.square_angle += float(torch.linalg.vector_norm(shifted, dtype=torch.float64)) ** 2
+        self.histogram += torch.histc(shifted.add_(90).clamp_(0, 180), BINS, 0, 180).double().cpu()
+
+    def error(self, n: int, drawn: int) -> float:
+        """Standard error of the mean square cosine of `drawn` of n filters: Hoeffding's two terms, estimated."""
+        single = max(0.0, self.fourth / self.count - (self.square_cosine / self.count) ** 2)
+        shared = max(0.0, self.spread / self.matrices - single / (drawn - 1))
+        variance = 4 * shared / drawn + 2 * single / (drawn * (drawn - 1))
+        return sqrt((1 - drawn / n) * variance / self.matrices)
 
     def pairs(self) -> Pairs | None:
         if not self.count:
@@ -157,63 +222,3 @@ class _Totals:
             histogram=counts,
             sampled=None,
         )
-
-
-@lru_cache(maxsize=4096)
-def angle_std_at_random(dim: int) -> float:
-    r"""Standard deviation in degrees of the angle between random directions, about :math:`57.3/\sqrt{d}`.
-
-    Example:
-        >>> from gonio.measuring.pairs import angle_std_at_random
-        >>> round(angle_std_at_random(2), 2), round(angle_std_at_random(576), 2)
-        (51.96, 2.39)
-    """
-    if dim < 2:
-        return 90.0
-    theta = (torch.arange(20_000, dtype=torch.float64) + 0.5) * (pi / 20_000)
-    weight = random_angle_density(theta, dim)
-    weight = weight / weight.sum()
-    return float(torch.rad2deg((weight * (theta - pi / 2).square()).sum().sqrt()))
-
-
-@lru_cache(maxsize=4096)
-def coherence_at_random(pairs: int, dim: int, *, quantile: float = 0.5) -> float:
-    r"""The largest :math:`|\cos|` that so many pairs of random directions show; its median by default.
-
-    :math:`t` with :math:`(1 - P(|\cos| > t))^N = q` (all pairs treated as independent; any two of them
-    are), where :math:`P(|\cos| > t) = I_{1-t^2}(\tfrac{d-1}{2}, \tfrac12)`.
-
-    Example:
-        >>> from gonio.measuring.pairs import coherence_at_random
-        >>> round(coherence_at_random(64 * 63 // 2, 576), 3)
-        0.149
-    """
-    if dim < 2 or pairs < 1:
-        return 1.0
-    target = -expm1(log(quantile) / pairs)
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _tail(middle, dim) > target else (low, middle)
-    return (low + high) / 2
-
-
-def expected_above(cosine: float, pairs: int, dim: int) -> float:
-    """How many of so many pairs of random directions have an absolute cosine above `cosine`, on average."""
-    return pairs * _tail(cosine, dim) if dim > 1 else float(pairs)
-
-
-def _tail(cosine: float, dim: int) -> float:
-    """P(|cos θ| > cosine), as twice the integral of the angle's density from 0 to the arc cosine."""
-    # Substituting x = sin θ makes the integrand x^(d−2)/√(1−x²); scaled by its end point it cannot underflow.
-    end = sqrt(max(0.0, 1.0 - cosine * cosine))
-    if end == 0.0:
-        return 0.0
-    if end == 1.0:
-        return 1.0
-    # x = end·(1 − s)^(1/(d−1)) turns x^(d−2) dx into a constant: ∫ = end^(d−1)/(d−1) · mean of 1/√(1−x²).
-    s = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    x = end * (1 - s).pow(1 / (dim - 1))
-    mean = float((1 - x * x).rsqrt().mean())
-    log_constant = lgamma(dim / 2) - lgamma((dim - 1) / 2) - 0.5 * log(pi)
-    return min(1.0, 2 * exp(log_constant + (dim - 1) * log(end)) / (dim - 1) * mean)

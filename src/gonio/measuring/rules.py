@@ -17,9 +17,10 @@ from typing import Any
 
 from gonio.errors import UnknownNameError
 from gonio.measuring.advice import ADVICE, advice_of
+from gonio.measuring.chance import expected_above
 from gonio.measuring.entry import PADDING
 from gonio.measuring.findings import LEVELS, Finding
-from gonio.measuring.pairs import NEAR, expected_above
+from gonio.measuring.neighbours import NEAR
 from gonio.measuring.rule import Rule
 from gonio.measuring.setting import Setting
 from gonio.measuring.tensor import TensorMeasurement

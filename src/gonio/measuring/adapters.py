@@ -1,0 +1,179 @@
+"""Low-rank adapters in a file or state dict: what each adds to the weight that it adapts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.geometry import Layout
+from gonio.geometry.views import PLAIN
+from gonio.measuring.entry import Entry
+from gonio.measuring.stored import Stored
+
+__all__ = ["Adapter", "adapters_in", "entries_of_adapters"]
+
+_PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?A(?:\.([^.]+))??(?:\.weight)?")
+_KOHYA = re.compile(r"(.+)\.lora_down\.weight")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter of one weight.
+
+    Attributes:
+        path: of the adapted layer. `name`: of the adapter where a layer may have several.
+        down, up: its matrices A and B. `parts`: their names.
+        scale: what their product is multiplied by; None where nothing says it.
+        turned: whether the weight is stored as the transpose of B A. `layout`: of the weight.
+        magnitude: of the sum's filters, where only directions are adapted (DoRA).
+    """
+
+    path: str
+    name: str
+    down: Stored
+    up: Stored
+    scale: float | None
+    turned: bool = False
+    layout: Layout = PLAIN
+    magnitude: Stored | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it adds."""
+        rows, columns = self.up.shape[0], self.down.shape[1:]
+        return (columns[0], rows) if self.turned else (rows, *columns)
+
+    def delta(self) -> Tensor:
+        """scale · B A, in the shape of the weight; a convolution's A has the kernel, and its B is 1×1."""
+        down, up = self.down.load().float(), self.up.load().float()
+        product = (up.flatten(1) @ down.flatten(1)).mul_(1.0 if self.scale is None else self.scale)
+        return product.mT if self.turned else product.reshape(up.shape[0], *down.shape[1:])
+
+    def total(self, base: Entry) -> Tensor:
+        """The base's weight with what the adapter adds."""
+        weight = base.load() if base.load is not None else None
+        if not isinstance(weight, Tensor) or tuple(weight.shape) != self.shape:
+            found = "nothing" if weight is None else f"the shape {tuple(weight.shape)}"
+            raise ValueError(f"the adapter is made for a weight of the shape {self.shape}, the base has {found}")
+        made = weight.float() + self.delta()
+        if self.magnitude is None:
+            return made
+        if self.turned:
+            raise ValueError("the directions of a transposed weight alone are adapted, which is not read here")
+        norms = torch.linalg.vector_norm(made.flatten(1), dim=1)
+        factor = self.magnitude.load().float().flatten() / norms
+        return made * factor.reshape(-1, *[1] * (made.ndim - 1))
+
+
+def adapters_in(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> list[Adapter]:
+    """The adapters among these tensors.
+
+    Args:
+        config: of the adapter (`adapter_config.json`), or nothing; the scale is in it.
+    """
+    made = []
+    for name in stored:
+        adapter = _of_peft(name, stored, config) or _of_kohya(name, stored)
+        if adapter is not None and _fits(adapter):
+            made.append(adapter)
+    return made
+
+
+def _fits(adapter: Adapter) -> bool:
+    down, up = adapter.down.shape, adapter.up.shape
+    return len(down) >= 2 and len(up) >= 2 and up[1] == down[0] and all(n == 1 for n in up[2:])
+
+
+def _of_peft(name: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Adapter | None:
+    match = _PEFT.fullmatch(name)
+    if match is None:
+        return None
+    path, kind, adapter = match[1], match[2] or "", match[3]
+    other = name.replace(f".lora_{kind}A", f".lora_{kind}B")
+    if other not in stored:
+        return None
+    flipped = not kind and bool(config.get("fan_in_fan_out"))
+    stem, rank = name[: match.end(1)], next(iter(stored[name].shape), 0)
+    magnitude = next((stored[key] for key in _magnitudes(stem, adapter) if key in stored), None)
+    return Adapter(
+        path,
+        adapter or "",
+        stored[name],
+        stored[other],
+        _scale(path, rank, config),
+        turned=bool(kind) or flipped,
+        layout=Layout(transposed=flipped),
+        magnitude=magnitude,
+    )
+
+
+def _magnitudes(stem: str, adapter: str | None) -> Iterator[str]:
+    yield f"{stem}.lora_magnitude_vector"
+    yield f"{stem}.lora_magnitude_vector.weight"
+    yield f"{stem}.lora_magnitude_vector.{adapter}.weight"
+
+
+def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float | None:
+    """alpha / r, or alpha / √r where the configuration says so; patterns name layers with an alpha of their own."""
+    alpha = config.get("lora_alpha")
+    patterns = config.get("alpha_pattern")
+    for pattern, own in patterns.items() if isinstance(patterns, Mapping) else ():
+        if path == pattern or path.endswith(f".{pattern}"):
+            alpha = own
+    if not isinstance(alpha, (int, float)) or rank < 1:
+        return None
+    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_kohya(name: str, stored: Mapping[str, Stored]) -> Adapter | None:
+    """The names that tools for diffusion models give, with the alpha beside the matrices."""
+    match = _KOHYA.fullmatch(name)
+    if match is None or f"{match[1]}.lora_up.weight" not in stored:
+        return None
+    down, alpha = stored[name], stored.get(f"{match[1]}.alpha")
+    scale = None
+    if alpha is not None and alpha.entries == 1 and down.shape and down.shape[0]:
+        scale = float(alpha.load().reshape(()).float()) / down.shape[0]
+    return Adapter(match[1], "", down, stored[f"{match[1]}.lora_up.weight"], scale)
+
+
+def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> list[Entry]:
+    """For each adapter what it adds and, where the base is at hand, the base's weight and the sum.
+
+    Args:
+        base: the tensors of the adapted model by path; empty if it is not at hand.
+    """
+    made: list[Entry] = []
+    for adapter in adapters:
+        end = f".{adapter.name}" if adapter.name else ""
+        scaled = adapter.scale is not None
+        note = f"with its scale {adapter.scale:.4g}" if scaled else "without its scale, which the file does not hold"
+        delta = Entry(
+            f"{adapter.path}.lora_BA{end}",
+            "low-rank product",
+            adapter.layout,
+            adapter.delta,
+            notes=(f"the product of the adapter's B and A, {note}",),
+            shape=adapter.shape,
+            dtype="float32",
+        )
+        made += [delta, *_with_base(adapter, delta, base, end)] if base else [delta]
+    return made
+
+
+def _with_base(adapter: Adapter, delta: Entry, base: Mapping[str, Entry], end: str) -> list[Entry]:
+    name = f"{adapter.path}.base_and_lora{end}"
+    held = base.get(adapter.path)
+    if held is None:
+        return [Entry(name, "", None, None, f"the base has no weight {adapter.path}")]
+    if adapter.scale is None:
+        return [held, Entry(name, held.kind, None, None, "the adapter's scale is not known")]
+    total = replace(held, name=name, load=partial(adapter.total, held), notes=())
+    return [held, total]
