@@ -45,7 +45,9 @@ def trained(method: str, make: Callable[[], nn.Module] = ResNet18) -> nn.Module:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = train(model, optimizer)
     assert all(torch.isfinite(torch.tensor(losses)))
-    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])], "parts did not train"
+    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    # A norm follows, so the gradient of a filter's norm is rounding, and may be lost in the rounding of the norm.
+    assert not [name for name in still if not name.endswith("magnitude")], "parts did not train"
     return model.eval()
 
 

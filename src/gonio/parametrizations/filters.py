@@ -34,6 +34,8 @@ def filter_size(weight: Tensor, layout: Layout) -> int:
 
 def matrices_of(weight: Tensor, layout: Layout) -> Tensor:
     """:func:`gonio.geometry.matrix_view` of a weight whose shape was checked when it was bound."""
+    if layout.matrices == 1 and not layout.transposed:
+        return weight.flatten(1).unsqueeze(0)
     filters = weight.unflatten(0, (layout.matrices, -1))
     return (filters.transpose(1, 2) if layout.transposed else filters).flatten(2)
 

@@ -40,7 +40,7 @@ def divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: Spec
     """`raw` times `norm` over the largest of the groups' gains; a zero weight as it is."""
     if not is_eager(raw, u, v):
         return _plainly_divided(raw, u, v, length, view, norm)
-    alone = raw.device.type == "cpu" and len(u) == 1 and u.dtype is v.dtype is raw.dtype
+    alone = raw.is_cpu and len(u) == 1 and u.dtype is v.dtype is raw.dtype
     weight: Tensor = (_DividedAlone if alone else _Divided).apply(raw, u, v, length, view, norm)
     return weight
 
@@ -128,7 +128,7 @@ class _DividedAlone(torch.autograd.Function):
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.dot(x.reshape(-1), x.reshape(-1)).item() ** 0.5)
+    return float(torch.linalg.vector_norm(x).item())
 
 
 def _again(raw: Tensor, left: Tensor, right: Tensor, view: SpectralView, norm: float, grad: Tensor) -> Tensor:

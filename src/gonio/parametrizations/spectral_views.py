@@ -26,6 +26,7 @@ from gonio.seeding import generator
 __all__ = ["EXACT", "ITERATIONS", "FilterView", "SpectralView", "random_vectors", "unit_or"]
 
 EXACT = 2**28  # multiplications up to which the first vectors come from a singular value decomposition
+_PLAIN = (1e-12, 1e12)  # norms whose squares float32 holds
 ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
 
 
@@ -106,6 +107,10 @@ def _top_pair(matrices: Tensor) -> dict[str, Tensor]:
 
 def unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Unit vectors; where a vector is zero, the one that was there: iteration from 0 would stay at 0."""
+    if vectors.is_cpu and len(vectors) == 1 and dims == (1, 2):  # one number, and to read it is free here
+        size = torch.linalg.vector_norm(vectors).item()
+        if _PLAIN[0] < size < _PLAIN[1]:
+            return vectors / size
     norm = safe_norm(vectors, dims, keepdim=True)
     return torch.where(norm > 0, vectors / norm.masked_fill(norm == 0, 1), fallback)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
         raise InvalidArgumentError("tick_() needs iterations >= 1", f"{iterations}", "Use 1 per step.")
     jobs = list(_jobs(model))
     for batch in _batches(jobs):
-        _advance_(batch, iterations)
+        raw = batch[0][1]
+        with full_precision(raw) if torch.is_autocast_enabled(raw.device.type) else nullcontext():
+            _advance_(batch, iterations)
     return len(jobs)
 
 
@@ -114,8 +117,8 @@ def _batches(jobs: list[_Job]) -> Iterator[list[_Job]]:
     groups: dict[Any, list[_Job]] = defaultdict(list)
     for job in jobs:
         parametrization, raw = job
-        alone = raw.device.type == "cpu" and raw.numel() > _SMALL
-        groups[parametrization.how, raw.device, raw.dtype, id(parametrization) if alone else 0].append(job)
+        alone = raw.is_cpu and raw.numel() > _SMALL
+        groups[id(parametrization) if alone else (parametrization.how, raw.device, raw.dtype)].append(job)
     yield from groups.values()
 
 
@@ -123,14 +126,18 @@ def _advance_(batch: list[_Job], iterations: int) -> None:
     how = batch[0][0].how
     if how is None:
         return
-    with full_precision(batch[0][1]):
-        matrices = [how.matrices(widen(raw)) for _, raw in batch]
-        together = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-        states = [{name: b.to(together.dtype) for name, b in p.named_buffers()} for p, _ in batch]
-        state = {name: torch.cat([s[name] for s in states]) for name in states[0]}
-        for _ in range(iterations):
-            state = how.step(together, state)
+    matrices = [how.matrices(widen(raw)) for _, raw in batch]
+    together = _joined(matrices)
+    buffers = [{name: b for name, b in p._buffers.items() if b is not None} for p, _ in batch]
+    state = {name: _joined([each[name].to(together.dtype) for each in buffers]) for name in buffers[0]}
+    for _ in range(iterations):
+        state = how.step(together, state)
     for index, (parametrization, _) in enumerate(batch):
-        for name, buffer in parametrization.named_buffers():
-            buffer.copy_(state[name].chunk(len(batch))[index])
+        for name, buffer in buffers[index].items():
+            if state[name] is not buffer:
+                buffer.copy_(state[name].chunk(len(batch))[index] if len(batch) > 1 else state[name])
         parametrization.ticked()
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
