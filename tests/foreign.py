@@ -1,4 +1,4 @@
-"""timm and torchvision beside a torch without CUDA."""
+"""timm, torchvision and transformers beside a torch without CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["timm", "torchvision", "torchvision_resnet18"]
+__all__ = ["timm", "torchvision", "torchvision_resnet18", "transformers"]
 
 _LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone
 
@@ -31,6 +31,12 @@ def timm() -> ModuleType:
     """timm, or a skip with the reason."""
     torchvision()
     return pytest.importorskip("timm", reason="the extra `models` is not installed")
+
+
+def transformers() -> ModuleType:
+    """transformers, or a skip with the reason; it imports torchvision where that is installed."""
+    torchvision()
+    return pytest.importorskip("transformers", reason="the extra `models` is not installed")
 
 
 def torchvision_resnet18(classes: int) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 import gonio
 from catalog import seeded
@@ -22,7 +24,7 @@ from gonio import parametrizations as P
 from gonio import regularizers as R
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import activation_after, balance_, calibrate_, fold_, lsuv_
-from gonio.surgery.equivalent import outputs
+from gonio.surgery.equivalent import call, outputs
 from gonio.surgery.tracing import trace
 
 __all__ = ["VERBS", "Passage", "check_verb", "prepared", "walk"]
@@ -56,7 +58,7 @@ class Passage:
         return asdict(self)
 
 
-def prepared(model: nn.Module, x: Tensor) -> nn.Module:
+def prepared(model: nn.Module, x: Any) -> nn.Module:
     """Running statistics of data, and scales and shifts off the values that constructors choose."""
     with suppress(NoMatchError):  # nothing keeps statistics
         calibrate_(model, [x])
@@ -68,10 +70,10 @@ def prepared(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 # Every verb, on whatever it can act on.
-VERBS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+VERBS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "init_": lambda m, x: gonio.init_(m, init.lecun_),
     "lsuv_": lambda m, x: lsuv_(m, x, where=_first_two(m), function=init.lecun_, max_steps=2),
-    "calibrate_": lambda m, x: calibrate_(m, [x + 1]),
+    "calibrate_": lambda m, x: calibrate_(m, [tree_map(_shifted, x)]),
     "balance_": lambda m, x: balance_(m, example=x),
     "fold_": lambda m, x: fold_(m, example=x),
     "swap_ convolutions": lambda m, x: gonio.swap_(m, gnn.DecoupledConv2d.from_conv, where=_plain(nn.Conv2d)),
@@ -83,11 +85,19 @@ VERBS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
+def _shifted(leaf: Any) -> Any:
+    return leaf + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _in(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
 class _Both:
     """Two edits of which the second stands on the first."""
 
     def __init__(self, model: nn.Module) -> None:
-        first = _first_two(model)
+        first = _first_two(model, more=("Conv1D",))  # transformers' own linear layer
         self.edits = [
             gonio.parametrize_(model, P.SpectralNorm(), where=first),
             gonio.init_(model, init.lecun_, where=lambda path, module: not first(path, module)),
@@ -101,12 +111,17 @@ class _Both:
 class _Attached:
     """A penalty on weights and outputs, computed once."""
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
+    def __init__(self, model: nn.Module, x: Any) -> None:
         few = _first_two(model)
         rules = [(None, R.Orthogonality(1e-4)), (few, R.SelfOrthogonality(1e-2)), (None, R.ScaleShift(1e-4))]
         self.penalty = gonio.Penalty(model, rules)
-        outputs(model, x)
+        tapped = [module for path, module in model.named_modules() if few(path, module)]
+        for module in tapped:  # outputs count in training; the rest of the model would move its statistics
+            module.train()
+        call(model, x)
         assert bool(torch.isfinite(self.penalty()))
+        for module in tapped:
+            module.eval()
 
     def undo_(self) -> None:
         self.penalty.remove()
@@ -117,14 +132,15 @@ def _plain(kind: type[nn.Module]) -> Callable[[str, nn.Module], bool]:
     return lambda path, module: type(module) is kind
 
 
-def _first_two(model: nn.Module) -> Callable[[str, nn.Module], bool]:
-    """Each layer costs a forward pass."""
-    kinds = (nn.Linear, nn.Conv2d)
-    chosen = [module for module in model.modules() if type(module) in kinds][:2]
+def _first_two(model: nn.Module, *, more: tuple[str, ...] = ()) -> Callable[[str, nn.Module], bool]:
+    """Two layers that share no weight, where each costs a forward pass."""
+    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    found = [m for m in model.modules() if type(m) in (nn.Linear, nn.Conv2d) or type(m).__name__ in more]
+    chosen = [m for m in found if uses[id(m._parameters["weight"])] == 1][:2] or found[:2]
     return lambda path, module: any(module is one for one in chosen)
 
 
-def check_verb(verb: Callable[[nn.Module, Tensor], Any], model: nn.Module, x: Tensor) -> str:
+def check_verb(verb: Callable[[nn.Module, Any], Any], model: nn.Module, x: Any) -> str:
     """Apply and undo; everything must be as before, to the bit. Returns "passed", or why it was refused."""
     before = _bits(model, x)
     try:
@@ -138,7 +154,7 @@ def check_verb(verb: Callable[[nn.Module, Tensor], Any], model: nn.Module, x: Te
     return "passed"
 
 
-def _bits(model: nn.Module, x: Tensor) -> dict[str, Any]:
+def _bits(model: nn.Module, x: Any) -> dict[str, Any]:
     hooks = [len(v) for m in model.modules() for k, v in vars(m).items() if k.endswith("_hooks")]
     return {
         "classes": [(path, type(m), m.training) for path, m in model.named_modules(remove_duplicate=False)],
@@ -159,19 +175,20 @@ def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert torch.equal(old, new), "the output differs"
 
 
-def walk(name: str, build: Callable[[], tuple[nn.Module, Tensor]], folder: Path, *, verbs: bool) -> Passage:
+def walk(name: str, build: Callable[[], tuple[nn.Module, Any]], folder: Path, *, verbs: bool) -> Passage:
     """All steps with one model; a step that fails is recorded, and the others go on where they can.
 
     Args:
         name: of the model.
-        build: makes the model and a batch that it takes.
+        build: makes the model and an example that it takes: a tensor, a tuple or a dict.
         folder: for the checkpoint.
         verbs: whether each verb is applied and undone too, beside the passage itself.
     """
     start, found = time.perf_counter(), Passage(name)
     with _recorded(found, "build"):
         model, x = build()
-        found.input, found.parameters = list(x.shape), sum(p.numel() for p in model.parameters())
+        found.input = list(x.shape) if isinstance(x, Tensor) else []
+        found.parameters = sum(p.numel() for p in model.parameters())
         found.traced = trace(model, training=False).reason
         prepared(model, x)
     if not found.failed:
@@ -185,7 +202,7 @@ def walk(name: str, build: Callable[[], tuple[nn.Module, Tensor]], folder: Path,
             _convert_and_train(found, model, x)
         for dtype in (torch.float32, torch.float64):
             with _recorded(found, f"fold in {str(dtype).removeprefix('torch.')}"):
-                _fold(found, copy.deepcopy(model).to(dtype), x.to(dtype), folder)
+                _fold(found, copy.deepcopy(model).to(dtype), tree_map(_in(dtype), x), dtype, folder)
     found.seconds = round(time.perf_counter() - start, 2)
     return found
 
@@ -206,7 +223,7 @@ def _measure(found: Passage, model: nn.Module) -> None:
     found.figures["activations known"] = len(activation_after(model))
 
 
-def _convert_and_train(found: Passage, model: nn.Module, x: Tensor) -> None:
+def _convert_and_train(found: Passage, model: nn.Module, x: Any) -> None:
     """A step with the converted model moves every trained parameter; the undo leaves the optimizer usable."""
     before = _bits(model, x)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
@@ -215,7 +232,7 @@ def _convert_and_train(found: Passage, model: nn.Module, x: Tensor) -> None:
         edits.append(VERBS["swap_ norms"](model, x))
     found.figures["converted"] = sum(len(edit.changes) for edit in edits)
     model.train()
-    loss = sum(output.float().square().mean() for output in _flat(model(x)))
+    loss = sum(output.float().square().mean() for output in _flat(call(model, x)))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -232,13 +249,13 @@ def _convert_and_train(found: Passage, model: nn.Module, x: Tensor) -> None:
 
 
 def _flat(output: Any) -> list[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(output)
+    leaves, _ = tree_flatten(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _fold(found: Passage, model: nn.Module, x: Tensor, folder: Path) -> None:
+def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: Path) -> None:
     """Parametrized, folded, saved and loaded into a twin: the same function within the limits."""
-    kind = str(x.dtype).removeprefix("torch.")
+    kind = str(dtype).removeprefix("torch.")
     gonio.parametrize_(model, P.WeightNorm())
     expected, twin = outputs(model, x), copy.deepcopy(model)
     edited = fold_(model)
@@ -249,7 +266,7 @@ def _fold(found: Passage, model: nn.Module, x: Tensor, folder: Path) -> None:
     found.figures["fold notes"] = [note[:300] for note in edited.notes[:5]]
     if moved > FOLD_LIMIT[kind]:
         wide = copy.deepcopy(twin).double()
-        own = _relative(expected, outputs(wide, x.double()))
+        own = _relative(expected, outputs(wide, tree_map(_in(torch.float64), x)))
         found.figures[f"rounding {kind}"] = own
         assert moved <= ROUNDINGS * own, f"deviates by {moved:.2g}, and the model's own rounding is {own:.2g}"
         found.steps[f"fold in {kind}"] = f"passed within the model's own rounding: {moved:.2g}, {own:.2g}"

@@ -40,7 +40,8 @@ def command(
         str | None,
         typer.Option(
             "--model",
-            help="timm:NAME, torchvision:NAME, a built-in name, or file.py:factory; none: the task's own.",
+            help="timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory; "
+            "none: the task's own.",
             metavar="MODEL",
         ),
     ] = None,

@@ -22,7 +22,9 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="timm:NAME, torchvision:NAME, a built-in name, or file.py:factory.", metavar="MODEL"
+            "--model",
+            help="timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory.",
+            metavar="MODEL",
         ),
     ],
     output: Annotated[

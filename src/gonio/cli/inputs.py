@@ -15,7 +15,7 @@ __all__ = ["build_model", "users_code"]
 
 
 def build_model(spec: str, **sizes: int) -> nn.Module:
-    """A model with random weights from `timm:NAME`, `torchvision:NAME`, a built-in name or `file.py:factory`.
+    """A model with random weights, by the name that :func:`gonio.models.resolve` takes.
 
     Raises:
         NotApplicableError: if the user's own code raises anything.

@@ -31,7 +31,7 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="timm:NAME, torchvision:NAME, a built-in name, file.py:factory; or a checkpoint "
+            help="timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, file.py:factory; or a checkpoint "
             "(.safetensors, .pt, …) or a folder that holds one.",
             metavar="MODEL|FILE",
         ),

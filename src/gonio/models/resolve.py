@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.models.byte_transformer import byte_transformer
 from gonio.models.digits_cnn import digits_cnn
+from gonio.models.from_transformers import from_transformers
+from gonio.models.library import load_library
 from gonio.models.pointnet import pointnet
 from gonio.models.user_code import accepted, is_user_code, load_function
 
@@ -54,14 +54,17 @@ def resolve(spec: str) -> ModelFactory:
     """The factory behind a model's name, with random weights.
 
     Args:
-        spec: `timm:NAME`, `torchvision:NAME`, a built-in name, or `file.py:factory`, the only one that
-            runs code of the user's.
+        spec: `timm:NAME`, `torchvision:NAME`, `transformers:NAME`, a built-in name, or `file.py:factory`, the
+            only one that runs code of the user's. What `transformers:` takes as a NAME is a model class
+            (`BertModel`), a model type (`bert`), or the path of a `config.json` or of the folder that holds it.
+            Nothing is downloaded.
 
     Raises:
         UnknownNameError: no such model; gives the closest names.
-        MissingExtraError: timm or torchvision is not installed.
+        MissingExtraError: the library is not installed.
         NotApplicableError: it is installed, but cannot be imported beside this torch.
-        InvalidArgumentError: a Python file or a function in it is missing.
+        InvalidArgumentError: a file, or a function in it, is missing.
+        UnreadableFileError: a `config.json` is damaged.
 
     Example:
         >>> gonio.models.resolve("digits-cnn")(num_classes=3).fc2.out_features
@@ -82,7 +85,7 @@ def _own(spec: str, function: Callable[..., nn.Module]) -> ModelFactory:
 
 
 def _timm(spec: str, name: str) -> ModelFactory:
-    timm = _library("timm", spec)
+    timm = load_library("timm", spec)
     if not timm.is_model(name):
         raise UnknownNameError("timm model", name, timm.list_models())
     function = functools.partial(timm.create_model, name, pretrained=False)
@@ -90,27 +93,20 @@ def _timm(spec: str, name: str) -> ModelFactory:
 
 
 def _torchvision(spec: str, name: str) -> ModelFactory:
-    models = _library("torchvision", spec).models
+    models = load_library("torchvision", spec).models
     if name not in models.list_models():
         raise UnknownNameError("torchvision model", name, models.list_models())
     function = functools.partial(models.get_model, name, weights=None)
     return ModelFactory(spec, function, {"num_classes": "num_classes"})
 
 
-_LIBRARIES: Mapping[str, Callable[[str, str], ModelFactory]] = {"timm": _timm, "torchvision": _torchvision}
+def _transformers(spec: str, name: str) -> ModelFactory:
+    function, keywords = from_transformers(spec, name)
+    return ModelFactory(spec, function, keywords)
 
 
-def _library(package: str, spec: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise _unusable(package, spec, error) from error
-        raise MissingExtraError(f"the model {spec!r}", package, "models") from error
-    except Exception as error:  # installed, but for another torch: operators or symbols are missing
-        raise _unusable(package, spec, error) from error
-
-
-def _unusable(package: str, spec: str, error: Exception) -> NotApplicableError:
-    why = f"the installed {package} cannot be imported ({type(error).__name__}: {error})"
-    return NotApplicableError("a model", spec, why, f"Install a {package} that fits this torch.")
+_LIBRARIES: Mapping[str, Callable[[str, str], ModelFactory]] = {
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "transformers": _transformers,
+}

@@ -68,8 +68,9 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
     r"""An input that the model takes: standard normal numbers, or indices for an embedding.
 
     The first layer with weights says how many channels or features it reads; sizes of images, signals and
-    sequences are tried from small to large, after the `input_size` that a timm model declares. What is
-    returned has run through the model in evaluation mode once.
+    sequences are tried from small to large, after the `input_size` that a timm model declares, and in the end the
+    `dummy_inputs` that a model of transformers declares. What is returned has run through the model in
+    evaluation mode once.
 
     Args:
         model: not changed.
@@ -83,14 +84,8 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         >>> gonio.surgery.generated_example(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())).shape
         torch.Size([2, 3, 8, 8])
     """
-    random = generator(seed, "example")
     reason = "it has no layer that says what it reads"
-    for shape, indices in _candidates(model, batch):
-        reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-        if indices:
-            example = torch.randint(indices, shape, generator=random).to(reference.device)
-        else:
-            example = torch.randn(shape, generator=random).to(reference)
+    for example in _examples(model, batch, seed):
         try:
             outputs(model, example)
         except Exception as error:  # a size that a model does not take can raise anything at all
@@ -98,6 +93,20 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
             continue
         return example
     raise InvalidArgumentError("an example was to be made for the model", reason, "Pass example= yourself.")
+
+
+def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
+    """What is tried: numbers for the first layer, then what a model of transformers declares."""
+    random = generator(seed, "example")
+    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    for shape, indices in _candidates(model, batch):
+        if indices:
+            yield torch.randint(indices, shape, generator=random).to(reference.device)
+        else:
+            yield torch.randn(shape, generator=random).to(reference)
+    declared = getattr(model, "dummy_inputs", None)
+    if isinstance(declared, Mapping):
+        yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
 
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
