@@ -87,5 +87,5 @@ def invoke(*words: str) -> Result:
 def shell(*words: str, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     return subprocess.run(
-        [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options
+        [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=600, check=False, **options
     )

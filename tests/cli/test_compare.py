@@ -240,3 +240,43 @@ def _edit_plan(study: Path) -> None:
     content = json.loads((study / "plan.json").read_text())
     content["sesoi"] = 0.001
     (study / "plan.json").write_text(json.dumps(content))
+
+
+SCRIPT = """
+import torch
+
+
+def train(run):
+    model = torch.nn.Linear(4, 2)
+    run.apply_(model)
+    return float(model.weight.square().sum())
+"""
+
+
+def test_a_script_brings_its_own_training(folder: Path) -> None:
+    (folder / "own_fit.py").write_text(SCRIPT)
+    words = ["compare", "orthogonal-init", "--script", "own_fit.py:train", "--seeds", "2", "--metric", "size"]
+    result = shell(*words, "--direction", "min", "--jobs", "1", "-o", "own", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    plan = json.loads((folder / "own" / "plan.json").read_text())
+    assert (plan["task"], plan["metric"], plan["direction"]) == ("own_fit.py:train", "size", "min")
+    assert plan["command"].endswith("--script own_fit.py:train --metric size --direction min --seeds 2 -o own")
+    dry = shell(*words, "--dry-run", "-o", "other", cwd=folder)
+    assert "script own_fit.py:train, judged by the size that it gives (larger is better)" in dry.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--script", "own_fit.py:train", "--task", "tiny.py:tiny"], "found --task or --model beside it"),
+        (["--script", "own_fit.py:train", "--model", "digits-cnn"], "found --task or --model beside it"),
+        (["--direction", "min"], "describe the score of a script; found no --script"),
+        (["--script", "absent.py:train"], "no file"),
+        (["--engine", "slurm"], "there is no engine named 'slurm'. Known: local, ray"),
+        (["--task", "tiny.py:tiny", "--gpus", "1"], "--cpus and --gpus are for --engine ray; found --engine local"),
+    ],
+)
+def test_words_that_do_not_go_together(folder: Path, words: list[str], message: str) -> None:
+    (folder / "own_fit.py").write_text(SCRIPT)
+    result = invoke("compare", "scale-shift", *words)
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr

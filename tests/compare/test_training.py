@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.compare.one_run import build, run_one, seed_everything
+from gonio.compare.one_run import build, run_one
 from gonio.compare.plan import Plan, Training
 from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
+from gonio.compare.randomness import seed_everything
 from gonio.compare.tasks import resolve
 from gonio.compare.training import batches, evaluate, fit, make_optimizer
 from gonio.errors import InvalidArgumentError

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import gonio
+from foreign import torchvision_resnet18
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from foreign import torchvision_resnet18
 from networks import ResNet18, images, train
 from tolerances import exact
 

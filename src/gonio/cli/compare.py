@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +13,16 @@ import typer
 
 from gonio.cli.exits import ExitCode
 from gonio.cli.screen import put, say, show
-from gonio.errors import MissingExtraError
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
 
 if TYPE_CHECKING:
     from gonio.compare import Plan, Results
+    from gonio.compare.engines import Engine
 
 __all__ = ["command"]
 
 _TASK, _SEEDS, _STUDY = "digits", 8, Path("gonio-study")
+_METRIC, _DIRECTION = "score", "max"
 
 
 def command(
@@ -49,7 +52,24 @@ def command(
     jobs: Annotated[
         int | None, typer.Option("--jobs", help="Runs at a time; none: one per core.", min=1, metavar="J")
     ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="local, or ray: a Ray cluster that exists.", metavar="ENGINE")
+    ] = "local",
+    cpus: Annotated[float, typer.Option("--cpus", help="CPUs that one run occupies on a cluster.")] = 1.0,
+    gpus: Annotated[float, typer.Option("--gpus", help="GPUs that one run occupies on a cluster.")] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")] = False,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", help="Your own training, instead of TASK and MODEL.", metavar="FILE.py:FUNCTION"),
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="What a script's score is called.")] = _METRIC,
+    unit: Annotated[str, typer.Option("--unit", help="The unit of a script's score, for example %.")] = "",
+    direction: Annotated[
+        str, typer.Option("--direction", help="Whether a larger (max) or smaller (min) score of a script is better.")
+    ] = _DIRECTION,
+    sesoi: Annotated[
+        float, typer.Option("--sesoi", help="Smallest effect of interest on a script's score; 0: none.", min=0)
+    ] = 0.0,
     study: Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")] = _STUDY,
 ) -> None:
     """Train recipes against the unchanged model on equal terms, and judge the differences.
@@ -58,28 +78,80 @@ def command(
     was; more seeds or recipes are added to what is there.
     """
     from gonio.cli.inputs import users_code
-    from gonio.compare import default_jobs, make_plan, run, watcher_for
+    from gonio.compare import default_jobs, make_plan, make_script_plan, run, watcher_for
     from gonio.compare import dry_run as describe
 
-    words = _command_line(recipes or [], task=task, model=model, seeds=seeds, study=study)
+    scored = _Scored(metric, unit, direction, sesoi)
+    words = _command_line(recipes or [], task=task, model=model, seeds=seeds, study=study, script=script, scored=scored)
+    _check_script(script, task, model, scored)
+    chosen = recipes or None
     with users_code(task, model):
-        plan = make_plan(recipes or None, task=task, model=model, seeds=seeds, command=words)
-    jobs = default_jobs() if jobs is None else jobs
+        if script is None:
+            plan = make_plan(chosen, task=task, model=model, seeds=seeds, command=words)
+        else:
+            plan = make_script_plan(chosen, script=script, seeds=seeds, command=words, **asdict(scored))
     if dry_run:
-        put(f"study {study}\n{describe(plan, jobs=jobs)}\n{_plans(plan)}")
+        put(f"study {study}\n{describe(plan, jobs=jobs or default_jobs())}\n{'' if plan.scripted else _plans(plan)}")
         return
     _require_page()
-    results = run(plan, study, jobs=jobs, watcher=watcher_for(sys.stderr)).results()
+    made = _engine(engine, jobs, cpus, gpus)
+    results = run(plan, study, engine=made, watcher=watcher_for(sys.stderr)).results()
     _deliver(results, study)
     if _partial(results):
         raise typer.Exit(ExitCode.PARTIAL)
 
 
-def _command_line(recipes: list[str], *, task: str, model: str | None, seeds: int, study: Path) -> str:
+def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
+    from gonio.compare.engines import Local, Ray
+
+    if name == "ray":
+        return Ray(cpus=cpus, gpus=gpus, jobs=jobs)
+    if name != "local":
+        raise UnknownNameError("engine", name, ["local", "ray"])
+    if (cpus, gpus) != (1.0, 0.0):
+        raise InvalidArgumentError("--cpus and --gpus are for --engine ray", "--engine local", "Leave them out.")
+    return Local(jobs)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What a script's score means."""
+
+    metric: str = _METRIC
+    unit: str = ""
+    direction: str = _DIRECTION
+    sesoi: float = 0.0
+
+
+def _check_script(script: str | None, task: str, model: str | None, scored: _Scored) -> None:
+    """A script brings its own task and model, and nothing but a script needs its score explained."""
+    if script is not None and (task != _TASK or model is not None):
+        raise InvalidArgumentError("--script trains its own model", "--task or --model beside it", "Leave them out.")
+    if script is None and scored != _Scored():
+        raise InvalidArgumentError(
+            "--metric, --unit, --direction and --sesoi describe the score of a script",
+            "no --script",
+            "A task has its own; leave them out.",
+        )
+
+
+def _command_line(
+    recipes: list[str],
+    *,
+    task: str,
+    model: str | None,
+    seeds: int,
+    study: Path,
+    script: str | None = None,
+    scored: _Scored = _Scored(),
+) -> str:
     """The command that reproduces the study: what is not a default, and nothing about this machine."""
     words = ["gonio", "compare", *recipes]
     words += ["--task", task] if task != _TASK else []
     words += ["--model", model] if model is not None else []
+    words += ["--script", script] if script is not None else []
+    for name, value in asdict(scored).items():
+        words += [f"--{name}", str(value)] if value != getattr(_Scored, name) else []
     words += ["--seeds", str(seeds)] if seeds != _SEEDS else []
     words += ["-o", str(study)] if study != _STUDY else []
     return shlex.join(words)

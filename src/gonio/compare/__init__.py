@@ -11,6 +11,8 @@ from gonio.compare.portrait import portrait
 from gonio.compare.progress import Bar, Lines, Quiet, Watcher, watcher_for
 from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, RunRecord
 from gonio.compare.running import run
+from gonio.compare.script import Run
+from gonio.compare.script_planning import make_script_plan
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
 
@@ -28,6 +30,7 @@ __all__ = [
     "Ratio",
     "RecipeEntry",
     "Results",
+    "Run",
     "RunRecord",
     "Split",
     "Study",
@@ -39,6 +42,7 @@ __all__ = [
     "dry_run",
     "engines",
     "make_plan",
+    "make_script_plan",
     "portrait",
     "run",
     "tasks",

@@ -71,8 +71,8 @@ def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], No
     """A function that makes one training step of a warmed-up model of the recipe."""
     seed = plan.seeds[0]
     model, applied, _ = build(plan, task, entry, seed)
-    optimizer = make_optimizer(model, plan.training)
-    inputs, targets = next(batches(task, plan.training.batch_size, seed=seed, epoch=0))
+    optimizer = make_optimizer(model, plan.trained)
+    inputs, targets = next(batches(task, plan.trained.batch_size, seed=seed, epoch=0))
     model.train()
 
     def step() -> None:

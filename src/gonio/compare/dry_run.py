@@ -36,22 +36,33 @@ def dry_run(plan: Plan, *, jobs: int) -> str:
         'nothing can be shown'
     """
     lines = [
-        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
-        f"model {plan.model}, {_training(plan)}",
-        f"judged by {plan.metric} on the test split ({'larger' if plan.direction == 'max' else 'smaller'} is "
-        "better), at the epoch that the validation split chooses",
+        *(_scripted(plan) if plan.scripted else _trained(plan)),
         f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
         f"{counted(len(plan.grid), 'run')}",
         *(f"  {entry.name}" for entry in plan.recipes),
-        f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time",
+        *([] if plan.scripted else [f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time"]),
         _power(plan),
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
 
 
+def _trained(plan: Plan) -> list[str]:
+    return [
+        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
+        f"model {plan.model}, {_training(plan)}",
+        f"judged by {plan.metric} on the test split ({'larger' if plan.direction == 'max' else 'smaller'} is "
+        "better), at the epoch that the validation split chooses",
+    ]
+
+
+def _scripted(plan: Plan) -> list[str]:
+    larger = "larger" if plan.direction == "max" else "smaller"
+    return [f"script {plan.task}, judged by the {plan.metric} that it gives ({larger} is better)"]
+
+
 def _training(plan: Plan) -> str:
-    t = plan.training
+    t = plan.trained
     momentum = f", momentum {t.momentum:g}" if t.optimizer == "sgd" else ""
     return (
         f"{counted(t.epochs, 'epoch')} of batches of {t.batch_size}, {t.optimizer} (learning rate {t.lr:g} "
@@ -99,8 +110,8 @@ def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> float:
         step()
     trained = time.process_time()
     evaluate(model, task, task.validation)
-    steps = math.ceil(len(task.train) / plan.training.batch_size)
-    return plan.training.epochs * ((trained - began) / 3 * steps + time.process_time() - trained)
+    steps = math.ceil(len(task.train) / plan.trained.batch_size)
+    return plan.trained.epochs * ((trained - began) / 3 * steps + time.process_time() - trained)
 
 
 def _minutes(seconds: float) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.portrait import portrait
+from gonio.compare.randomness import seed_everything
 from gonio.compare.results import BASELINE, RunRecord
+from gonio.compare.scripted import run_script
 from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.training import Fit, evaluate, fit
@@ -24,7 +24,7 @@ from gonio.recipes import Recipe
 from gonio.recipes.applied import Applied
 from gonio.seeding import derive_seed
 
-__all__ = ["build", "prepare_process", "run_one", "seed_everything"]
+__all__ = ["build", "prepare_process", "run_one"]
 
 _LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
 
@@ -35,23 +35,19 @@ def prepare_process() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators: user factories, dropout and the like read them; gonio does not."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
-
-
-def run_one(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
+def run_one(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None = None) -> RunRecord:
     """Build, train and judge; an exception becomes a record with status `failed`.
 
     Meant for a process of its own: it seeds the global generators.
+
+    Args:
+        folder: for the files of a script's run; None: a temporary one.
     """
     started = time.process_time()
     record = RunRecord(entry.name, seed, "failed")
     try:
-        record = _run(plan, entry, seed)
-    except Exception as error:  # whatever a user's model or a recipe raises is a result of this run only
+        record = run_script(plan, entry, seed, folder) if plan.scripted else _run(plan, entry, seed)
+    except (Exception, SystemExit) as error:  # whatever a user's model or a recipe raises is a result of this run only
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         record = replace(record, error=f"{text} ({Path(where.filename).name}:{where.lineno})")
@@ -61,15 +57,18 @@ def run_one(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
 def _run(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
     prepare_process()
     task = resolve_task(plan.task)
-    model, applied, text = build(plan, task, entry, seed)
-    seed_everything(derive_seed(seed, "train"))  # a recipe or model may have drawn any amount before
-    done = fit(model, task, training=plan.training, seed=seed, penalty=applied.penalty)
+    own_seed = plan.seed_of(entry, seed)
+    model, applied, text = build(plan, task, entry, own_seed)
+    seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
+    done = fit(model, task, training=plan.trained, seed=own_seed, penalty=applied.penalty)
     record = RunRecord(entry.name, seed, "diverged", curve=_finite(done), plan=text, error=done.diverged)
     return record if done.diverged else _judged(record, done, model, task)
 
 
 def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
     """The model of one run with its recipe applied, and the recipe's plan as text.
+
+    `seed` is the run's own, as `plan.seed_of` gives it.
 
     The model's factory reads generators that depend on the seed alone, and the recipe draws from its
     own, so the layers that a recipe leaves alone start bit-equal to the baseline's.

@@ -9,9 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gonio.errors import PlanChangedError
+from gonio.seeding import derive_seed
 
 __all__ = ["Plan", "RecipeEntry", "Training", "extended"]
 
+# Fields that plans of older versions lack: at these values they leave the hash as it was.
+_LATER = {"self_test": False}
+_ALWAYS = object()
 # What no result depends on.
 _UNHASHED = ("notes", "versions", "command", "history")
 
@@ -56,6 +60,8 @@ class Plan:
         worst: the score that a diverged run counts as; None: the worst finished score of the study.
         code: sha256 of each user file that the task or model comes from.
         notes: what a reader must know; not part of the hash, nor are `versions`, `command` and `history`.
+        training: None: `task` is a script of the user's own, which trains as it likes.
+        self_test: the recipes change nothing and draw other random numbers than the baseline.
         history: one entry for each time that seeds or recipes were added after results existed.
     """
 
@@ -63,7 +69,7 @@ class Plan:
     model: str
     recipes: tuple[RecipeEntry, ...]
     seeds: tuple[int, ...]
-    training: Training
+    training: Training | None
     metric: str
     direction: str
     unit: str
@@ -76,11 +82,30 @@ class Plan:
     versions: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     history: tuple[Mapping[str, Any], ...] = ()
+    self_test: bool = False
+
+    @property
+    def scripted(self) -> bool:
+        """Whether `task` is a training function of the user's own."""
+        return self.training is None
+
+    @property
+    def trained(self) -> Training:
+        """How gonio trains; of a script it does not."""
+        if self.training is None:
+            raise ValueError(f"{self.task} trains by itself")
+        return self.training
+
+    def seed_of(self, entry: RecipeEntry, seed: int) -> int:
+        """What a run's randomness starts from: its seed; in a self-test each recipe draws its own."""
+        own = self.self_test and entry.name != self.baseline.name
+        return derive_seed(seed, entry.name) if own else seed
 
     @property
     def hash(self) -> str:
         """SHA-256 over everything that a result depends on."""
         content = {key: value for key, value in asdict(self).items() if key not in _UNHASHED}
+        content = {key: value for key, value in content.items() if value != _LATER.get(key, _ALWAYS)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -102,7 +127,7 @@ class Plan:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
-        values["training"] = Training(**values["training"])
+        values["training"] = None if values["training"] is None else Training(**values["training"])
         for key in ("seeds", "notes", "history"):
             values[key] = tuple(values[key])
         return cls(**values)

@@ -19,7 +19,7 @@ from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest
 from gonio.recipes import Recipe
 
-__all__ = ["BUILT_IN_RECIPES", "make_plan", "versions"]
+__all__ = ["BUILT_IN_RECIPES", "entry_of", "make_plan", "versions"]
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = (
@@ -78,7 +78,7 @@ def make_plan(
     return Plan(
         task=task,
         model=spec,
-        recipes=tuple(_entry(recipe) for recipe in (Recipe(BASELINE), *loaded)),
+        recipes=tuple(entry_of(recipe) for recipe in (Recipe(BASELINE), *loaded)),
         seeds=seeds_of(seeds),
         training=chosen,
         metric=data.metric.name,
@@ -130,7 +130,8 @@ def _code(*specs: str) -> Mapping[str, str]:
     return {spec: digest for spec, digest in digests.items() if digest is not None}
 
 
-def _entry(recipe: Recipe) -> RecipeEntry:
+def entry_of(recipe: Recipe) -> RecipeEntry:
+    """The recipe as a plan holds it."""
     return RecipeEntry(recipe.name, recipe.to_dict(), recipe.hash)
 
 

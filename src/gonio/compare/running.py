@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -108,7 +109,8 @@ class _Training:
                 job.stop()
 
     def _start(self, entry: RecipeEntry, seed: int) -> None:
-        self._running[self._engine.start(_run_as_data, self._study.plan, entry, seed)] = (entry, seed)
+        folder = self._study.scratch(entry, seed).absolute() if self._engine.shares_files else None
+        self._running[self._engine.start(_run_as_data, self._study.plan, entry, seed, folder)] = (entry, seed)
 
     def _settle(self, job: Job, entry: RecipeEntry, seed: int) -> None:
         """Commit what a job brought, or give its run back if its machine was lost."""
@@ -127,13 +129,15 @@ class _Training:
                 return
             record = RunRecord(entry.name, seed, "failed", error=f"{error}, {_LOSSES} times")
         self._study.add(entry, record, used)
+        if record.status != "failed":  # the next try of a failed run may go on from its checkpoint
+            shutil.rmtree(self._study.scratch(entry, seed), ignore_errors=True)
         del self._running[job]
         self._watcher.run_ended(record)
 
 
-def _run_as_data(plan: Plan, entry: RecipeEntry, seed: int) -> dict[str, Any]:
+def _run_as_data(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -> dict[str, Any]:
     """What a job calls; the versions are those of the machine that it runs on."""
-    return {"record": run_one(plan, entry, seed).to_dict(), "versions": dict(versions())}
+    return {"record": run_one(plan, entry, seed, folder).to_dict(), "versions": dict(versions())}
 
 
 def _measure(study: Study, watcher: Watcher) -> None:

@@ -103,6 +103,10 @@ class Study:
         rows = set(self._select("SELECT hash, seed FROM runs WHERE status != 'failed'"))
         return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
 
+    def scratch(self, entry: RecipeEntry, seed: int) -> Path:
+        """Where a run may keep its files until it is finished."""
+        return self.path / "work" / f"{entry.hash[:16]}-{seed}"
+
     def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
         """Commit one run; when this returns, no crash can lose it."""
         content = record.to_dict()
@@ -117,7 +121,9 @@ class Study:
             database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
 
     def without_costs(self) -> list[RecipeEntry]:
-        """The recipes, baseline excluded, whose cost has not been measured."""
+        """The recipes, baseline excluded, whose cost has not been measured; it cannot be of a script."""
+        if self.plan.scripted or self.plan.self_test:
+            return []
         found = {hash_ for (hash_,) in self._select("SELECT DISTINCT hash FROM costs")}
         return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]
 

@@ -79,6 +79,9 @@ def _unclear(seen: Evidence, p_holm: float, interval: str) -> tuple[str, str]:
         return "underpowered", f"{reason}: nothing can be shown; {enough(seen.comparisons)} seeds can."
     found = f"p = {p_holm:.2f} after Holm, {interval}"
     mde = points(seen.mde, seen.unit)
+    if not seen.sesoi:
+        named = "no smallest effect of interest was named"
+        return "no evidence", f"Effects from {mde} on would probably have been seen ({found}); {named}."
     if seen.mde <= seen.sesoi:
         return "no evidence", f"An effect of {sesoi} would probably have been seen ({found}; detectable: {mde})."
     return "underpowered", f"Only effects from {mde} on would probably have been seen, not {sesoi} ({found})."

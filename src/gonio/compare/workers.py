@@ -7,17 +7,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-__all__ = ["PROCESS_DIED", "Worker"]
+__all__ = ["PROCESS_DIED", "Worker", "die_with_parent"]
 
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms, not in 3 s.
 # torch.optim imports torch._dynamo when the first optimizer is made.
 _PRELOAD = ["torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.compare.cost"]
+_GRACE = 10.0  # seconds that a process has to end after its result has come
 PROCESS_DIED = "the process of this run died"
 
 
@@ -35,7 +36,7 @@ class Worker:
         with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
             forkserver.ensure_running()
             self._process: ForkServerProcess = context.Process(
-                target=_call, args=(sender, os.getcwd(), function, arguments), daemon=True
+                target=_call, args=(sender, os.getcwd(), function, arguments)
             )
             self._process.start()
 
@@ -51,7 +52,8 @@ class Worker:
             text = self.receiver.recv_bytes() if self.receiver.poll() else None
         except (EOFError, OSError):
             text = None
-        self._process.join()
+        self._process.join(_GRACE)
+        self.stop()  # and what the function may have left running
         if text is None:
             raise ChildProcessError(f"{PROCESS_DIED} ({_cause(self._process.exitcode)})")
         return json.loads(text)
@@ -62,26 +64,36 @@ class Worker:
         return (self.receiver, self._process.sentinel)
 
     def stop(self) -> None:
-        """End the process now, whatever it does."""
+        """End the process now, whatever it does, and every process that it started."""
         self._process.kill()
+        with suppress(ProcessLookupError, PermissionError):  # no group yet, or nothing is left of it
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
         self.receiver.close()
 
 
 def _call(sender: Connection, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Runs in the worker."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.setpgid(0, 0)  # a group of its own: what the function starts can be ended with it
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, under a server that others started
     os.chdir(folder)  # relative names of user files mean what they mean to the parent now
     os.dup2(2, 1)  # what user code prints is talk, and standard output is for data
     sender.send_bytes(json.dumps(function(*arguments), allow_nan=False).encode())
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """From now on this process, and its group if it leads one, ends when the one that started it ends."""
     parent = parent_process()
     if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+        threading.Thread(target=_wait_for_end, args=(parent.sentinel,), daemon=True).start()
+
+
+def _wait_for_end(sentinel: int) -> None:
+    connection.wait([sentinel])
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _cause(code: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 
-__all__ = ["accepted", "code_digest", "is_user_code", "load_function"]
+__all__ = ["accepted", "code_digest", "is_user_code", "load_function", "load_script"]
 
 
 def is_user_code(spec: str) -> bool:
@@ -35,11 +35,14 @@ def load_function(spec: str) -> Callable[..., Any]:
         UnknownNameError: the file defines no such name; gives the closest ones.
     """
     path, name = _split(spec)
-    module = _execute(path)
+    return _function(spec, path, name, _execute(path))
+
+
+def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., Any]:
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     if not hasattr(module, name):
         raise UnknownNameError(f"function in {path}", name, public)
-    function = getattr(module, name)
+    function: Callable[..., Any] = getattr(module, name)
     if not callable(function):
         raise InvalidArgumentError(
             f"{spec!r} must name a function",
@@ -47,6 +50,28 @@ def load_function(spec: str) -> Callable[..., Any]:
             "Name a function that builds it.",
         )
     return function
+
+
+def load_script(spec: str) -> Callable[..., Any]:
+    """The function that `path/file.py:name` refers to, imported as `python path/file.py` would import it.
+
+    The file's folder comes first on the path and the module has the file's own name, so that its neighbours
+    can be imported, and its functions from processes that it starts.
+
+    Raises:
+        InvalidArgumentError: the file or the function is missing, or a module of that name is loaded already.
+    """
+    path, name = _split(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(path.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != path.resolve():
+        raise InvalidArgumentError(
+            f"{spec!r} is imported as {path.stem!r}", f"another module of that name, {found}", "Rename the file."
+        )
+    return _function(spec, path, name, module)
 
 
 def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from gonio.compare.plan import RecipeEntry
+from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
@@ -98,8 +98,10 @@ def _facts(results: Results, scale: Scale) -> list[tuple[str, str]]:
     spread = f" ± {scale.score(results.baseline_sd)}" if results.baseline_sd is not None else ""
     return [
         (f"Baseline, {plain(plan.metric)}", f"{base}{spread} {plain(plan.unit)}"),
-        ("Smallest effect of interest", f"±{scale.score(plan.sesoi)} {scale.unit}"),
-        ("Training", f"{count(plan.training.epochs, 'epoch')}, {plain(plan.training.optimizer)}"),
+        ("Smallest effect of interest", f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none named"),
+        ("Training", f"{count(plan.training.epochs, 'epoch')}, {plain(plan.training.optimizer)}")
+        if plan.training
+        else ("Training", "a script's own"),
         ("Runs", f"{finished} of {len(results.runs) + results.missing} finished"),
     ]
 
@@ -151,9 +153,15 @@ def yaml_of(content: Any) -> str:
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)).rstrip()
 
 
+def _training(plan: Plan) -> list[tuple[str, str]]:
+    if plan.training is None:
+        return [("Training and score", "the script's own")]
+    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(plan.training).items())
+    return [("Epoch chosen by", "the validation split; the score is of the test split"), ("Training", words)]
+
+
 def _study(results: Results, scale: Scale) -> list[tuple[str, str]]:
     plan = results.plan
-    training = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(plan.training).items())
     rows = [
         ("Task", plan.task),
         ("Model", plan.model),
@@ -162,10 +170,9 @@ def _study(results: Results, scale: Scale) -> list[tuple[str, str]]:
             "Metric",
             f"{plan.metric} ({'more' if plan.direction == 'max' else 'less'} is better), in {plan.unit}",
         ),
-        ("Epoch chosen by", "the validation split; the score is of the test split"),
         ("Seeds", ", ".join(str(seed) for seed in plan.seeds)),
-        ("Training", training),
-        ("Smallest effect of interest", f"±{scale.score(plan.sesoi)} {scale.unit}"),
+        *_training(plan),
+        ("Smallest effect of interest", f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none named"),
         ("Data", plan.data),
         ("Plan", plan.hash),
     ]

@@ -90,7 +90,8 @@ def _verdict(e: Effect) -> Text:
 def _baseline(results: Results, scale: Scale) -> str:
     plan = results.plan
     mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
+    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "not named"
     return (
-        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd of seeds) · smallest effect of interest "
-        f"±{scale.score(plan.sesoi)} {scale.unit} · {len(plan.seeds)} seeds"
+        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd of seeds) · smallest effect of interest {sesoi}"
+        f" · {len(plan.seeds)} seeds"
     )

@@ -52,8 +52,8 @@ class Scale:
     def of(cls, results: Results) -> Scale:
         """Differences of percentages are points; half of the smallest effect of interest has two digits."""
         unit = plain(results.plan.unit)
-        sesoi = abs(results.plan.sesoi)
-        decimals = 1 - math.floor(math.log10(sesoi / 2)) if sesoi > 0 and math.isfinite(sesoi) else 2
+        grain = abs(results.plan.sesoi) or results.baseline_sd or 0.0  # a script may name no effect of interest
+        decimals = 1 - math.floor(math.log10(grain / 2)) if grain > 0 and math.isfinite(grain) else 2
         return cls("points" if unit in ("percent", "%", "points") else unit, min(max(decimals, 0), 6))
 
     def score(self, value: float | None) -> str:

@@ -31,10 +31,14 @@ class Engine(Protocol):
     """Starts jobs and waits for them. It retries nothing and writes nothing: the caller does both.
 
     Attributes:
-        slots: how many jobs may run at a time.
+        shares_files: whether its jobs see the caller's files.
     """
 
-    slots: int
+    shares_files: bool
+
+    @property
+    def slots(self) -> int:
+        """How many jobs may run at a time, now."""
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Call `function`, which must be importable, in a process of its own."""

@@ -30,6 +30,8 @@ class Local:
         [[1, 2]]
     """
 
+    shares_files = True
+
     def __init__(self, jobs: int | None = None) -> None:
         self.slots = default_jobs() if jobs is None else jobs
         if self.slots < 1:

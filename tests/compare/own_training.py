@@ -1,0 +1,134 @@
+"""Training functions as a user would write them; the tests name them as `…/own_training.py:train`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gonio.compare import Run
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Which side of a plane a point lies on."""
+    x = torch.randn(64, 4)
+    return x, (x.sum(1) > 0).long()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def steps(model: nn.Module, run: Run, *, begin: int = 0, end: int = 5) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data()
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        (loss + run.penalty()).backward()
+        optimizer.step()
+        run.log(step, train_loss=loss)
+    return 100 * float((model(x).argmax(1) == y).float().mean())
+
+
+def train(run: Run) -> float:
+    model = net()
+    run.apply_(model)
+    return steps(model, run)
+
+
+def noisy(run: Run) -> float:
+    """No training: a score that depends on the seed and the recipe, in a millisecond; says when it starts."""
+    run.apply_(net())
+    journal = os.environ.get("GONIO_TEST_JOURNAL")
+    if journal:
+        with open(journal, "a") as file:
+            file.write(f"{run.recipe} {run.seed}\n")
+    time.sleep(float(os.environ.get("GONIO_TEST_SLEEP", "0")))
+    draw = torch.Generator().manual_seed(run.seed)
+    return float(torch.randn((), generator=draw)) + len(run.recipe)
+
+
+def without_model(run: Run) -> float:
+    return 1.0
+
+
+def without_score(run: Run) -> None:
+    run.apply_(net())
+
+
+def raises(run: Run) -> float:
+    raise KeyError("no such <b>column</b>")
+
+
+def mishaps(run: Run) -> float:
+    """What can go wrong goes wrong, by seed; the rest is fine."""
+    run.apply_(net())
+    if run.seed == 1:
+        raise RuntimeError("a defect of the script")
+    if run.seed == 2:
+        return float("nan")
+    if run.seed == 3:
+        torch.empty(2**50)  # a petabyte: the allocator refuses
+    if run.seed == 4:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is gone
+    if run.seed == 5:
+        raise SystemExit("the script gave up")
+    return float(run.seed)
+
+
+def resumes(run: Run) -> float:
+    """Dies half way at its first try, and goes on from its checkpoint at the second."""
+    model = net()
+    run.apply_(model)
+    if not run.resume_path.exists():
+        steps(model, run, end=3)
+        torch.save(model.state_dict(), run.resume_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.load_state_dict(torch.load(run.resume_path, weights_only=True))
+    steps(model, run, begin=3)
+    return 7.0
+
+
+def distributed(run: Run) -> None:
+    """Starts two processes, which train with DistributedDataParallel; the first of them reports."""
+    torch.multiprocessing.spawn(_rank, args=(run,), nprocs=2)
+
+
+def _rank(rank: int, run: Run) -> None:
+    where = f"file://{run.folder / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    torch.manual_seed(run.seed)
+    model = net()
+    run.apply_(model)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(parallel(x[rank::2]), y[rank::2]) + run.penalty()
+        loss.backward()
+        optimizer.step()
+        run.log(step, train_loss=loss)
+    norms = torch.stack([p.detach().norm() for p in model.parameters()])
+    both = [torch.zeros_like(norms) for _ in range(2)]
+    torch.distributed.all_gather(both, norms)
+    run.report(float(norms.sum()) if torch.equal(*both) else float("nan"))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def distributed_forever(run: Run) -> None:
+    """Two processes that never end; each leaves its number."""
+    torch.multiprocessing.spawn(_sleep, args=(run,), nprocs=2)
+
+
+def _sleep(rank: int, run: Run) -> None:
+    run.apply_(net())
+    (Path(os.environ["GONIO_TEST_JOURNAL"]) / f"{os.getpid()}").touch()
+    time.sleep(600)
