@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -33,6 +34,26 @@ def start_study(folder: Path, recipes: list[str], **options: object) -> subproce
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(folder), repr(options), *recipes]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+# Goes on with the plan that lies in the folder.
+CONTINUE = """
+import sys
+from gonio.compare import Study, run
+
+if __name__ == "__main__":
+    run(Study.open(sys.argv[1]).plan, sys.argv[1], jobs=2)
+"""
+
+
+def continue_study(folder: Path, **variables: str) -> subprocess.Popen[str]:
+    """Continue a study in a process and session of its own, with these environment variables."""
+    script = folder.parent / "continue.py"
+    script.write_text(CONTINUE)
+    command = [sys.executable, str(script), str(folder)]
+    with open(folder.parent / "stderr", "a") as errors:
+        environment = {**os.environ, **variables}
+        return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, env=environment)
 
 
 def wait_for_runs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:

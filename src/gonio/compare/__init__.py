@@ -13,6 +13,7 @@ from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, Ru
 from gonio.compare.running import run
 from gonio.compare.script import Run
 from gonio.compare.script_planning import make_script_plan
+from gonio.compare.several import Across, across
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
 
@@ -21,6 +22,7 @@ __all__ = [
     "BASELINE",
     "BUILT_IN_RECIPES",
     "VERDICTS",
+    "Across",
     "Bar",
     "Effect",
     "Lines",
@@ -38,6 +40,7 @@ __all__ = [
     "Training",
     "Watcher",
     "accuracy",
+    "across",
     "default_jobs",
     "dry_run",
     "engines",

@@ -115,6 +115,7 @@ class Results:
         missing: how many runs of the plan have no row yet.
         command: the command line that reproduces the study.
         notes: what a reader must know to judge the numbers.
+        looks: how many runs there were each time that somebody looked at results that were new.
     """
 
     plan: Plan
@@ -126,6 +127,7 @@ class Results:
     versions: Mapping[str, str]
     notes: tuple[str, ...]
     missing: int = 0
+    looks: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON-able data."""

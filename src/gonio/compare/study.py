@@ -33,12 +33,14 @@ CREATE TABLE IF NOT EXISTS costs (
     PRIMARY KEY (hash, kind, block)
 );
 """
+_LOOKS = "CREATE TABLE IF NOT EXISTS looks (runs INTEGER PRIMARY KEY)"
 
 
 class Study:
     """A comparison on disk.
 
-    Any number of processes may read it, also while it runs; :func:`gonio.compare.run` alone writes to it.
+    Any number of processes may read it, also while it runs. :func:`gonio.compare.run` alone writes runs to it; whoever
+    reads its results leaves a mark that they were looked at.
     The folder must be on a local file system: SQLite's write-ahead log does not work over NFS.
 
     Attributes:
@@ -139,14 +141,30 @@ class Study:
         )
 
     def results(self) -> Results:
-        """What the runs so far show; see :class:`Results`.
+        """What the runs so far show; see :class:`Results`. Counts as a look at them: see :meth:`looks`.
 
         Raises:
             MissingExtraError: scipy is not installed.
         """
         costs = self._select("SELECT hash, kind, block, ratio FROM costs")
         used = self._select("SELECT DISTINCT versions FROM runs")
-        return summarise(self.plan, self.runs(), costs, [json.loads(text) for (text,) in used])
+        runs = self.runs()
+        self._look(sum(run.status != "failed" for run in runs))
+        return summarise(self.plan, runs, costs, [json.loads(text) for (text,) in used], self.looks())
+
+    def looks(self) -> tuple[int, ...]:
+        """How many runs there were each time that somebody looked at results that were new."""
+        with _database(self.path) as database:
+            known = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'looks'").fetchone()
+            rows = database.execute("SELECT runs FROM looks ORDER BY runs").fetchall() if known else []
+        return tuple(count for (count,) in rows)
+
+    def _look(self, count: int) -> None:
+        """Remember that results of so many runs were seen; an archived study cannot be written to."""
+        if count and count not in self.looks() and os.access(self.path, os.W_OK):
+            with _database(self.path) as database:
+                database.execute(_LOOKS)
+                database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
 
     def _select(self, query: str) -> list[Any]:
         with _database(self.path) as database:

@@ -35,6 +35,7 @@ def summarise(
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
     used: Sequence[Mapping[str, str]],
+    looks: Sequence[int] = (),
 ) -> Results:
     """The results of a study, finished or not.
 
@@ -42,6 +43,7 @@ def summarise(
         runs: those that have a row.
         costs: every measured ratio.
         used: the distinct package versions that runs were made with.
+        looks: how many runs there were each time that results were looked at.
     """
     scores = _scores(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
@@ -59,8 +61,9 @@ def summarise(
         runs=tuple(runs),
         command=plan.command,
         versions=plan.versions,
-        notes=(*plan.notes, *_notes(plan, runs, effects, used)),
+        notes=(*plan.notes, *_notes(plan, runs, effects, used), *_looks(looks)),
         missing=len(plan.grid) - len(runs),
+        looks=tuple(looks),
     )
 
 
@@ -171,3 +174,13 @@ def _looked(change: Mapping[str, object]) -> str:
         f"After {change['finished']} runs had been done, {' and '.join(parts)} were added: "
         "the p values do not account for this second look."
     )
+
+
+def _looks(looks: Sequence[int]) -> list[str]:
+    if len(looks) < 2:
+        return []
+    times = f"{', '.join(map(str, looks[:-1]))} and {looks[-1]}"
+    return [
+        f"The results were looked at {len(looks)} times, when there were {times} runs: "
+        "the p values and intervals are those of one look."
+    ]

@@ -14,7 +14,7 @@ from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
-from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio
+from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["colors_of", "page_of"]
 
@@ -103,6 +103,7 @@ def _facts(results: Results, scale: Scale) -> list[tuple[str, str]]:
         if plan.training
         else ("Training", "a script's own"),
         ("Runs", f"{finished} of {len(results.runs) + results.missing} finished"),
+        *([("Study", seen(results))] if seen(results) else []),
     ]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gonio.compare.results import Effect, Results
 from gonio.foreign_text import plain
-from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio
+from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["text"]
 
@@ -93,5 +93,5 @@ def _baseline(results: Results, scale: Scale) -> str:
     sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "not named"
     return (
         f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd of seeds) · smallest effect of interest {sesoi}"
-        f" · {len(plan.seeds)} seeds"
+        f" · {len(plan.seeds)} seeds" + (f" · {seen(results)}" if seen(results) else "")
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gonio.compare.results import Effect, Ratio, Results
 from gonio.foreign_text import plain
 
-__all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio"]
+__all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio", "seen"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,16 @@ def count(n: int, one: str, many: str = "") -> str:
         ('1 recipe', '3 recipes')
     """
     return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def seen(results: Results) -> str:
+    """How often the results were looked at and the study was added to, if either is more than once allows."""
+    said = []
+    if len(results.looks) > 1:
+        said.append(f"looked at {len(results.looks)} times")
+    if results.plan.history:
+        said.append(f"added to {count(len(results.plan.history), 'time')} after a look")
+    return " and ".join(said)
 
 
 def headline(results: Results) -> str:
