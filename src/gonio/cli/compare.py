@@ -57,6 +57,10 @@ def command(
     ] = "local",
     cpus: Annotated[float, typer.Option("--cpus", help="CPUs that one run occupies on a cluster.")] = 1.0,
     gpus: Annotated[float, typer.Option("--gpus", help="GPUs that one run occupies on a cluster.")] = 0.0,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="The baseline against itself: how often is a verdict wrong?"),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")] = False,
     script: Annotated[
         str | None,
@@ -78,18 +82,20 @@ def command(
     was; more seeds or recipes are added to what is there.
     """
     from gonio.cli.inputs import users_code
-    from gonio.compare import default_jobs, make_plan, make_script_plan, run, watcher_for
+    from gonio.compare import default_jobs, make_plan, make_script_plan, run, self_test_plan, watcher_for
     from gonio.compare import dry_run as describe
 
     scored = _Scored(metric, unit, direction, sesoi)
-    words = _command_line(recipes or [], task=task, model=model, seeds=seeds, study=study, script=script, scored=scored)
+    named = [*(recipes or []), *(["--self-test"] if self_test else [])]
+    words = _command_line(named, task=task, model=model, seeds=seeds, study=study, script=script, scored=scored)
     _check_script(script, task, model, scored)
-    chosen = recipes or None
+    chosen = _recipes(recipes, self_test=self_test)
     with users_code(task, model):
         if script is None:
             plan = make_plan(chosen, task=task, model=model, seeds=seeds, command=words)
         else:
             plan = make_script_plan(chosen, script=script, seeds=seeds, command=words, **asdict(scored))
+    plan = self_test_plan(plan, size=seeds) if self_test else plan
     if dry_run:
         put(f"study {study}\n{describe(plan, jobs=jobs or default_jobs())}\n{'' if plan.scripted else _plans(plan)}")
         return
@@ -97,6 +103,8 @@ def command(
     made = _engine(engine, jobs, cpus, gpus)
     results = run(plan, study, engine=made, watcher=watcher_for(sys.stderr)).results()
     _deliver(results, study)
+    if self_test:
+        _say_self_test(results)
     if _partial(results):
         raise typer.Exit(ExitCode.PARTIAL)
 
@@ -111,6 +119,24 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
     if (cpus, gpus) != (1.0, 0.0):
         raise InvalidArgumentError("--cpus and --gpus are for --engine ray", "--engine local", "Leave them out.")
     return Local(jobs)
+
+
+def _recipes(recipes: list[str] | None, *, self_test: bool) -> list[str] | None:
+    """Those that were named; a self-test has none."""
+    if self_test and recipes:
+        raise InvalidArgumentError(
+            "--self-test compares the baseline with itself", ", ".join(recipes), "Name no recipe."
+        )
+    return [] if self_test else recipes or None
+
+
+def _say_self_test(results: Results) -> None:
+    from gonio.compare import self_test
+
+    found = self_test(results)
+    put(f"\n{found}")
+    if not found.passed:
+        raise typer.Exit(ExitCode.FINDING)
 
 
 @dataclass(frozen=True)

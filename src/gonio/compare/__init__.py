@@ -13,6 +13,7 @@ from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, Ru
 from gonio.compare.running import run
 from gonio.compare.script import Run
 from gonio.compare.script_planning import make_script_plan
+from gonio.compare.self_testing import SelfTest, self_test, self_test_plan
 from gonio.compare.several import Across, across
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
@@ -34,6 +35,7 @@ __all__ = [
     "Results",
     "Run",
     "RunRecord",
+    "SelfTest",
     "Split",
     "Study",
     "Task",
@@ -48,6 +50,8 @@ __all__ = [
     "make_script_plan",
     "portrait",
     "run",
+    "self_test",
+    "self_test_plan",
     "tasks",
     "watcher_for",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "paired_t",
     "require_scipy",
     "sign_flip",
+    "sign_flip_rows",
 ]
 
 Array = NDArray[np.float64]
@@ -77,7 +78,7 @@ def sign_flip(differences: Sequence[float]) -> float:
     if len(d) == 0:
         return 1.0
     if len(d) <= _EXACT:
-        return float(_sign_flip_rows(d[None])[0])
+        return float(sign_flip_rows(d[None])[0])
     draw = np.random.Generator(np.random.PCG64(0))
     bound = abs(d.sum()) - _TIE * np.abs(d).sum()
     signs = (draw.integers(0, 2, (_DRAWS // 100, len(d))) * 2 - 1 for _ in range(100))
@@ -85,8 +86,8 @@ def sign_flip(differences: Sequence[float]) -> float:
     return (hits + 1) / (_DRAWS + 1)
 
 
-def _sign_flip_rows(rows: Array) -> Array:
-    """The exact p value of each row."""
+def sign_flip_rows(rows: Array) -> Array:
+    """The exact p value of each row, as :func:`sign_flip` gives it; up to 24 columns."""
     # The first sign is fixed: flipping every sign leaves |sum| as it is, so each sum stands for two.
     sums = rows[:, :1]
     for column in rows[:, 1:].T[:, :, None]:
@@ -183,7 +184,7 @@ def _simulated_power(pairs: int, alpha: float) -> Callable[[float], float]:
     def power(effect: float) -> float:
         rows = noise + effect
         half = bound * rows.std(axis=1, ddof=1) / np.sqrt(pairs)
-        return float(((_sign_flip_rows(rows) < alpha) & (np.abs(rows.mean(axis=1)) > half)).mean())
+        return float(((sign_flip_rows(rows) < alpha) & (np.abs(rows.mean(axis=1)) > half)).mean())
 
     return power
 

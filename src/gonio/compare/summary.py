@@ -12,7 +12,7 @@ from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.compare.statistics import correlation, detectable, holm, improvement, paired_t, sign_flip
 from gonio.compare.verdict import Evidence, counted, judge
 
-__all__ = ["CostRow", "summarise"]
+__all__ = ["CostRow", "scores_of", "summarise"]
 
 CostRow = tuple[str, str, int, float]  # recipe hash, "step_time" or "memory", block, ratio to the baseline
 
@@ -45,7 +45,7 @@ def summarise(
         used: the distinct package versions that runs were made with.
         looks: how many runs there were each time that results were looked at.
     """
-    scores = _scores(plan, runs)
+    scores = scores_of(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
     adjusted = holm([sign_flip(pair.differences) for pair in pairs])
     effects = tuple(
@@ -67,7 +67,7 @@ def summarise(
     )
 
 
-def _scores(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
+def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
     """Score by recipe and seed; diverged runs have the worst, failed ones none."""
     finished = [run.score for run in runs if run.score is not None]
     bound = min if plan.direction == "max" else max

@@ -1,0 +1,184 @@
+"""The baseline against itself: how often the comparison would claim an effect where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gonio.compare.plan import Plan
+from gonio.compare.planning import entry_of
+from gonio.compare.results import Results
+from gonio.compare.statistics import ALPHA, require_scipy, sign_flip_rows
+from gonio.compare.summary import scores_of
+from gonio.errors import InvalidArgumentError
+from gonio.recipes import Recipe
+
+__all__ = ["SelfTest", "false_verdicts", "self_test", "self_test_plan"]
+
+Array = NDArray[np.float64]
+
+_COPIES = 4  # recipes that do nothing; 8 seeds are enough to show something against so many
+_STUDIES = 4  # disjoint studies that the seeds make
+_DIVISIONS = 50  # of the seeds into studies, drawn at random
+_BANKS = 200  # simulated, of the same shape, to say what chance alone does
+_NARROW = 1e-12
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """How often studies of a baseline against copies of itself were wrong.
+
+    Attributes:
+        copies: how many. seeds: runs of each. size: seeds of one study.
+        false_verdicts: share of studies in which a copy "helps" or "hurts". allowed: the most that chance
+            does in 95 of 100 self-tests of this shape, when the promise of 5 % is kept.
+        coverage: share of 95 % intervals that contain 0. coverage_allowed: the least that chance does in 95
+            of 100.
+        claims: copies that the study of all seeds says help or hurt.
+    """
+
+    copies: int
+    seeds: int
+    size: int
+    false_verdicts: float
+    allowed: float
+    coverage: float
+    coverage_allowed: float
+    claims: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether what was found can be chance."""
+        return self.false_verdicts <= self.allowed and self.coverage >= self.coverage_allowed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able data, `passed` included."""
+        return {**asdict(self), "passed": self.passed}
+
+    def __str__(self) -> str:
+        claims = ", ".join(self.claims) if self.claims else "no copy"
+        return "\n".join(
+            [
+                f"the baseline against {self.copies} copies of itself, {self.seeds} seeds each",
+                f"false verdicts: {self.false_verdicts:.1%} of studies of {self.size} seeds say that a copy helps or "
+                f"hurts (promised: at most {ALPHA:.0%}; by chance up to {self.allowed:.1%} with so few runs)",
+                f"intervals: {self.coverage:.1%} contain 0 (promised: 95%; by chance down to "
+                f"{self.coverage_allowed:.1%})",
+                f"over all seeds, {claims} is said to help or hurt",
+                "passed" if self.passed else "NOT PASSED: verdicts on this task are wrong more often than they say",
+            ]
+        )
+
+
+def self_test_plan(plan: Plan, *, size: int) -> Plan:
+    """The plan in which 4 recipes change nothing and draw their own random numbers, with 4 · `size` seeds.
+
+    Args:
+        plan: whose baseline is tested; its recipes are left out.
+        size: seeds of the studies whose error is asked for.
+
+    Raises:
+        InvalidArgumentError: fewer than 3 seeds.
+
+    Example:
+        >>> plan = gonio.compare.self_test_plan(gonio.compare.make_plan([]), size=8)
+        >>> [entry.name for entry in plan.recipes], len(plan.seeds)
+        (['baseline', 'again-1', 'again-2', 'again-3', 'again-4'], 32)
+    """
+    if size < 3:
+        raise InvalidArgumentError("a self-test needs studies of at least 3 seeds", str(size), "Give --seeds 8.")
+    copies = tuple(entry_of(Recipe(f"again-{i + 1}")) for i in range(_COPIES))
+    seeds = tuple(range(_STUDIES * size))
+    note = "A self-test: the recipes change nothing; each draws its own random numbers."
+    return replace(plan, recipes=(plan.baseline, *copies), seeds=seeds, self_test=True, notes=(*plan.notes, note))
+
+
+def self_test(results: Results, *, size: int | None = None) -> SelfTest:
+    """What a study of copies shows about the verdicts.
+
+    Args:
+        results: of a plan by :func:`self_test_plan`.
+        size: seeds of one study; None: a quarter of the seeds.
+
+    Raises:
+        InvalidArgumentError: the study compares recipes that do something, or too few seeds have all runs.
+
+    Example:
+        >>> gonio.compare.self_test(gonio.report.example())
+        Traceback (most recent call last):
+        gonio.errors.InvalidArgumentError: a self-test is a study of copies of the baseline; found ...
+    """
+    plan = results.plan
+    if not plan.self_test:
+        raise InvalidArgumentError(
+            "a self-test is a study of copies of the baseline", "one of recipes", "Run gonio compare --self-test."
+        )
+    scores = scores_of(plan, results.runs)
+    whole = [seed for seed in plan.seeds if all((entry.name, seed) in scores for entry in plan.recipes)]
+    size = size or len(plan.seeds) // _STUDIES
+    if len(whole) < size:
+        raise InvalidArgumentError(
+            f"a self-test of studies of {size} seeds", f"{len(whole)} with all of their runs", "Let it go on."
+        )
+    table = np.array([[scores[entry.name, seed] for seed in whole] for entry in plan.recipes])
+    claims = tuple(effect.recipe for effect in results.effects if effect.verdict in ("helps", "hurts"))
+    return _judged(table, size, claims)
+
+
+def _judged(table: Array, size: int, claims: Sequence[str]) -> SelfTest:
+    arms, seeds = table.shape
+    rate, coverage = false_verdicts(table, size=size)
+    draw = np.random.Generator(np.random.PCG64(2))
+    chance = np.array([false_verdicts(draw.standard_normal((arms, seeds)), size=size) for _ in range(_BANKS)])
+    return SelfTest(
+        copies=arms - 1,
+        seeds=seeds,
+        size=size,
+        false_verdicts=rate,
+        allowed=float(np.quantile(chance[:, 0], 0.95)),
+        coverage=coverage,
+        coverage_allowed=float(np.quantile(chance[:, 1], 0.05)),
+        claims=tuple(claims),
+    )
+
+
+def false_verdicts(table: Array, *, size: int) -> tuple[float, float]:
+    """Share of studies with a verdict "helps" or "hurts", and share of intervals that contain 0.
+
+    The seeds are divided at random into disjoint studies of `size` seeds, many times over, always the same way.
+
+    Shape:
+        - ``table``: (1 + recipes, seeds) scores of recipes without any effect, the baseline's first.
+
+    Example:
+        >>> from gonio.compare.self_testing import false_verdicts
+        >>> table = np.random.Generator(np.random.PCG64(0)).standard_normal((5, 32))
+        >>> rate, coverage = false_verdicts(table, size=8)
+        >>> rate < 0.05, 0.9 < coverage <= 1
+        (True, True)
+    """
+    draw = np.random.Generator(np.random.PCG64(3))
+    seeds = table.shape[1]
+    orders = [draw.permutation(seeds)[: seeds // size * size].reshape(-1, size) for _ in range(_DIVISIONS)]
+    chosen = np.concatenate(orders)  # (studies, size)
+    rows = (table[1:] - table[0])[:, chosen]  # (recipes, studies, size)
+    recipes, studies, _ = rows.shape
+    p = sign_flip_rows(rows.reshape(-1, size)).reshape(recipes, studies)
+    half = require_scipy().t.ppf(1 - ALPHA / 2, size - 1) * rows.std(axis=2, ddof=1) / np.sqrt(size)
+    covered = np.abs(rows.mean(axis=2)) <= half + _NARROW
+    wrong = (_holm(p) < ALPHA) & ~covered
+    return float(wrong.any(axis=0).mean()), float(covered.mean())
+
+
+def _holm(p: Array) -> Array:
+    """Adjusted p values of each column."""
+    order = p.argsort(axis=0)
+    ranks = np.arange(len(p), 0, -1)[:, None]
+    stepped = np.maximum.accumulate(np.minimum(1.0, ranks * np.take_along_axis(p, order, axis=0)), axis=0)
+    adjusted = np.empty_like(p)
+    np.put_along_axis(adjusted, order, stepped, axis=0)
+    return adjusted

@@ -1,0 +1,102 @@
+"""The baseline against itself: what the self-test reports, and that it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compare.plans import plan_of
+from gonio.compare import Plan, Results, RunRecord, make_script_plan, run, self_test, self_test_plan
+from gonio.compare.self_testing import false_verdicts
+from gonio.compare.statistics import holm, paired_t, sign_flip
+from gonio.compare.summary import summarise
+from gonio.errors import InvalidArgumentError
+
+OWN = str(Path(__file__).with_name("own_training.py"))
+
+
+def results_of(table: np.ndarray, *, size: int = 8) -> Results:
+    """A self-test's results with these scores, the baseline's first."""
+    plan = self_test_plan(plan_of(recipes=0), size=size)
+    runs = [
+        RunRecord(entry.name, seed, "finished", float(score))
+        for entry, scores in zip(plan.recipes, table, strict=True)
+        for seed, score in zip(plan.seeds, scores, strict=False)
+    ]
+    return summarise(plan, runs, [], [])
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape)
+
+
+def test_shares_are_those_of_the_single_functions() -> None:
+    table = noise(4, 8) + np.array([[0.0], [3.0], [0.5], [0.0]])
+    rows = [(ours - table[0]).tolist() for ours in table[1:]]
+    adjusted = holm([sign_flip(row) for row in rows])
+    excludes = [not low <= 0 <= high for _, low, high in map(paired_t, rows)]  # type: ignore[misc]
+    wrong = any(p < 0.05 and out for p, out in zip(adjusted, excludes, strict=True))
+    assert wrong
+    assert false_verdicts(table, size=8) == (1.0, pytest.approx(1 - np.mean(excludes)))
+
+
+def test_copies_that_are_alike_pass() -> None:
+    found = self_test(results_of(noise(5, 32)))
+    assert found.passed
+    assert (found.copies, found.seeds, found.size, found.claims) == (4, 32, 8, ())
+    assert found.false_verdicts <= 0.05
+    assert 0.05 < found.allowed < 0.15
+    assert 0.85 < found.coverage_allowed < 0.95
+    assert "promised: at most 5%" in str(found)
+    assert str(found).endswith("passed")
+    assert found.to_dict()["passed"]
+
+
+def test_copies_that_differ_do_not_pass() -> None:
+    shifted = noise(5, 32) + np.array([[0.0], [1.5], [0.0], [0.0], [0.0]])
+    found = self_test(results_of(shifted))
+    assert not found.passed
+    assert found.false_verdicts > 0.5
+    assert found.claims == ("again-1",)
+    assert "NOT PASSED" in str(found)
+
+
+def test_seeds_without_all_runs_are_left_out() -> None:
+    results = results_of(noise(5, 32)[:, :20])
+    assert self_test(results, size=8).seeds == 20
+    with pytest.raises(InvalidArgumentError, match="a self-test of studies of 24 seeds; found 20 with all of"):
+        self_test(results, size=24)
+
+
+def test_a_study_of_recipes_is_no_self_test() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"a study of copies of the baseline; found one of recipes. Run gon"):
+        self_test(summarise(plan_of(), [], [], []))
+
+
+def test_too_few_seeds() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs studies of at least 3 seeds; found 2"):
+        self_test_plan(plan_of(), size=2)
+
+
+def test_the_plan_draws_its_own_numbers_and_older_plans_keep_their_hash() -> None:
+    plan = plan_of(recipes=0)
+    test = self_test_plan(plan, size=3)
+    assert test.hash != plan.hash
+    assert Plan.from_dict(test.to_dict()) == test
+    drawn = {test.seed_of(entry, seed) for entry, seed in test.grid}
+    assert len(drawn) == len(test.grid)
+    assert [plan.seed_of(entry, seed) for entry, seed in plan.grid] == list(plan.seeds)
+    assert "self_test" in plan.to_dict()
+    without = {key: value for key, value in plan.to_dict().items() if key != "self_test"}
+    assert Plan.from_dict(without).hash == plan.hash
+
+
+def test_a_self_test_from_end_to_end(tmp_path: Path) -> None:
+    plan = self_test_plan(make_script_plan([], script=f"{OWN}:score_of_seed"), size=3)
+    study = run(plan, tmp_path, jobs=2)
+    scores = [record.score for record in study.runs()]
+    assert len(set(scores)) == len(scores) == 60
+    assert self_test(study.results()).size == 3
+    assert study.without_costs() == []
