@@ -1,0 +1,71 @@
+"""A penalty in the loss of a Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gonio.errors import NotApplicableError
+from gonio.integrations.added import AddedPenalty, replaced_
+
+__all__ = ["add_penalty_"]
+
+
+def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
+    """Add `penalty()` to the training loss of a `transformers.Trainer`; `undo_()` of the result takes it out.
+
+    The penalty counts once per optimizer step, however many micro-batches a step has: where the Trainer does not
+    divide the loss of a micro-batch by their number (it then was normalised over the whole batch), the penalty is
+    divided here. The evaluation loss is as it was; the training loss that the Trainer logs is with the penalty.
+
+    Args:
+        trainer: also of a subclass with its own `compute_loss`.
+        penalty: a :class:`gonio.Penalty`, or `run.penalty` of a comparison.
+
+    Raises:
+        NotApplicableError: it has no `compute_loss`.
+        AlreadyAppliedError: it has one already.
+
+    Example:
+        >>> class Trainer:  # transformers.Trainer has these and more
+        ...     model_accepts_loss_kwargs, compute_loss_func = False, None
+        ...     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ...         return model(inputs["x"]).square().mean()
+        >>> trainer, model = Trainer(), nn.Linear(2, 2)
+        >>> added = gonio.integrations.transformers.add_penalty_(trainer, lambda: torch.tensor(100.0))
+        >>> trainer.compute_loss(model, {"x": torch.ones(1, 2)}).item() > 100
+        True
+        >>> trainer.compute_loss(model.eval(), {"x": torch.ones(1, 2)}).item() < 100
+        True
+    """
+    if not hasattr(trainer, "compute_loss"):
+        name = type(trainer).__name__
+        raise NotApplicableError("add_penalty_", name, "it has no compute_loss", "Give a transformers.Trainer.")
+    original = trainer.compute_loss
+
+    @functools.wraps(original)
+    def compute_loss(
+        model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        found = original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if not model.training:
+            return found
+        extra = penalty() / _share(trainer, num_items_in_batch)
+        return (found[0] + extra, *found[1:]) if return_outputs else found + extra
+
+    return replaced_(trainer, "compute_loss", compute_loss)
+
+
+def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
+    """What the penalty of one micro-batch is to be divided by, beyond what the Trainer itself divides."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        scaled = by_model or trainer.compute_loss_func is not None
+    if not scaled:
+        return 1
+    steps: int = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+    return steps

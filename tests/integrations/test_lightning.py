@@ -1,0 +1,196 @@
+"""A penalty in a LightningModule's loss: the same weights as a loop by hand, whatever Lightning does around it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gonio
+from gonio import regularizers as R
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
+from gonio.integrations.lightning import add_penalty_
+
+STRENGTH = 0.3
+
+
+@pytest.fixture(scope="module")
+def lightning() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own remarks on its dependencies, at import
+        return pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=draw), torch.randint(2, (8,), generator=draw)) for _ in range(6)]
+
+
+def module_of(lightning: Any, *, as_dict: bool = False, manual: bool = False) -> Any:
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 2)
+            self.automatic_optimization = not manual
+            self.validated: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            return {"loss": loss, "other": 1} if as_dict else loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated.append(F.cross_entropy(self.net(batch[0]), batch[1]).item())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    return Module()
+
+
+def fit(lightning: Any, module: Any, folder: Path, **options: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on worker counts and the absence of a logger
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **options,
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+        trainer.fit(module, loader, loader)
+    return module.net.weight.detach()
+
+
+def by_hand(*, accumulate: int = 1, strength: float = STRENGTH) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(batches()):
+        ((F.cross_entropy(net(x), y) + strength * net.weight.square().sum() / 2) / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return net.weight.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_as_a_loop_by_hand(lightning: Any, tmp_path: Path, as_dict: bool, accumulate: int) -> None:
+    module = module_of(lightning, as_dict=as_dict)
+    add_penalty_(module, gonio.Penalty(module.net, [(None, R.L2(STRENGTH))]))
+    found = fit(lightning, module, tmp_path, accumulate_grad_batches=accumulate)
+    torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0))
+
+
+@pytest.mark.slow
+def test_undone_it_trains_as_before(lightning: Any, tmp_path: Path) -> None:
+    module = module_of(lightning)
+    added = add_penalty_(module, gonio.Penalty(module.net, [(None, R.L2(STRENGTH))]))
+    added.undo_()
+    assert "training_step" not in vars(module)
+    torch.testing.assert_close(fit(lightning, module, tmp_path), by_hand(strength=0.0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_twice_and_by_hand_are_refused(lightning: Any) -> None:
+    module = module_of(lightning)
+    add_penalty_(module, lambda: torch.zeros(()))
+    with pytest.raises(AlreadyAppliedError, match="found a penalty there already"):
+        add_penalty_(module, lambda: torch.zeros(()))
+    with pytest.raises(NotApplicableError, match=r"it optimizes by hand.*Add penalty\(\) to the loss in its training_"):
+        add_penalty_(module_of(lightning, manual=True), lambda: torch.zeros(()))
+
+
+SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
+import lightning.pytorch as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+from gonio.integrations.lightning import add_penalty_
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(run):
+    x = torch.randn(64, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                        enable_progress_bar=False, default_root_dir=run.folder)
+    module = Module()
+    run.apply_(module)
+    add_penalty_(module, run.penalty)
+    trainer.fit(module, loader, loader)
+    return trainer.callback_metrics["accuracy"]
+"""
+
+
+@pytest.mark.slow
+def test_a_comparison_of_a_lightning_module(lightning: Any, tmp_path: Path) -> None:
+    script = tmp_path / "fit_module.py"
+    script.write_text(SCRIPT)
+    plan = gonio.compare.make_script_plan(["scale-shift"], script=f"{script}:train", seeds=1)
+    records = gonio.compare.run(plan, tmp_path / "study", jobs=2).runs()
+    assert [(record.status, record.error) for record in records] == [("finished", None)] * 2
+    assert set(records[1].geometry["layers"]) == {"net"}
+
+
+# --- without the library ---------------------------------------------------------------------------
+
+
+class Stepping(nn.Linear):
+    """What is asked of a module, and no more."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__(2, 2)
+        self.output = output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (torch.tensor(1.0), 3.0),
+        ({"loss": torch.tensor(1.0), "x": 5}, {"loss": 3.0, "x": 5}),
+        (None, None),
+    ],
+)
+def test_what_a_step_may_return(output: Any, expected: Any) -> None:
+    module = Stepping(output)
+    add_penalty_(module, lambda: torch.tensor(2.0))
+    found = module.training_step(None, 0)
+    assert found == expected
+
+
+def test_what_a_step_may_not_return() -> None:
+    module = Stepping("loss")
+    add_penalty_(module, lambda: torch.tensor(2.0))
+    with pytest.raises(InvalidArgumentError, match=r"training_step returns the loss, .*; found a str"):
+        module.training_step(None, 0)
+
+
+def test_a_module_without_steps_is_refused() -> None:
+    with pytest.raises(NotApplicableError, match=r"it has no training_step. Give a LightningModule"):
+        add_penalty_(nn.Linear(2, 2), lambda: torch.tensor(2.0))

@@ -1,0 +1,203 @@
+"""A penalty in a Hugging Face Trainer's loss: once per optimizer step, and not in the evaluation."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gonio
+from gonio import regularizers as R
+from gonio.errors import AlreadyAppliedError, NotApplicableError
+from gonio.integrations.transformers import add_penalty_
+
+STRENGTH = 0.3
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own remarks, at import
+        pytest.importorskip("accelerate", reason="accelerate is not installed")
+        return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+class Plain(nn.Module):
+    """The loss is the mean over a micro-batch: the Trainer divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Scaled(Plain):
+    """The loss is normalised by the whole batch: the Trainer does not divide it."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = self.net(x)
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": total / kwargs.get("num_items_in_batch", len(x)), "logits": logits}
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(4, generator=draw), "labels": torch.randint(2, (), generator=draw)} for _ in range(48)]
+
+
+def trainer_of(transformers: Any, model: nn.Module, folder: Path, *, accumulate: int) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=accumulate,
+        num_train_epochs=1, max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    class Ordered(transformers.Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return Ordered(
+        model=model, args=arguments, train_dataset=data(), eval_dataset=data(), optimizers=(optimizer, constant)
+    )
+
+
+def by_hand(*, accumulate: int, strength: float = STRENGTH) -> torch.Tensor:
+    """Whole batches: micro-batches of equal size change nothing but rounding."""
+    net = Plain().net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows, size = data(), 4 * accumulate
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        x, y = torch.stack([row["x"] for row in part]), torch.stack([row["labels"] for row in part])
+        optimizer.zero_grad()
+        (F.cross_entropy(net(x), y) + strength * net.weight.square().sum() / 2).backward()
+        optimizer.step()
+    return net.weight.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Plain, Scaled])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_as_a_loop_by_hand(transformers: Any, tmp_path: Path, kind: type[Plain], accumulate: int) -> None:
+    model = kind()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trainer_of(transformers, model, tmp_path, accumulate=accumulate)
+        before = trainer.evaluate()["eval_loss"]
+        add_penalty_(trainer, gonio.Penalty(model.net, [(None, R.L2(STRENGTH))]))
+        assert trainer.evaluate()["eval_loss"] == before
+        trainer.train()
+    found = model.net.weight.detach()
+    torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0), rtol=1e-3)
+
+
+SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+from gonio.integrations.transformers import add_penalty_
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(run):
+    x = torch.randn(64, 4)
+    rows = [{"x": a, "labels": b} for a, b in zip(x, (x.sum(1) > 0).long())]
+    arguments = TrainingArguments(output_dir=str(run.folder), seed=run.seed % 2**32, use_cpu=True, report_to=[],
+                                  save_strategy="no", disable_tqdm=True, num_train_epochs=1)
+    model = Net()
+    run.apply_(model)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    add_penalty_(trainer, run.penalty)
+    trainer.train()
+    return -trainer.evaluate()["eval_loss"]
+"""
+
+
+@pytest.mark.slow
+def test_a_comparison_of_a_trainer(transformers: Any, tmp_path: Path) -> None:
+    script = tmp_path / "fit_trainer.py"
+    script.write_text(SCRIPT)
+    plan = gonio.compare.make_script_plan(["scale-shift"], script=f"{script}:train", seeds=1)
+    records = gonio.compare.run(plan, tmp_path / "study", jobs=2).runs()
+    assert [(record.status, record.error) for record in records] == [("finished", None)] * 2
+
+
+# --- without the library ---------------------------------------------------------------------------
+
+
+class Arguments:
+    gradient_accumulation_steps = 4
+
+
+class Small:
+    """What is asked of a trainer, and no more."""
+
+    args = Arguments()
+    compute_loss_func = None
+
+    def __init__(self, *, accepts: bool = False, scaled: bool | None = None) -> None:
+        self.model_accepts_loss_kwargs = accepts
+        self.loss_is_scaled_for_ga = scaled
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | None = None
+    ) -> Any:
+        loss = torch.tensor(1.0)
+        return (loss, {"logits": 2}) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    ("trainer", "items", "expected"),
+    [
+        (Small(), None, 9.0),
+        (Small(), 5, 9.0),
+        (Small(accepts=True), None, 9.0),
+        (Small(accepts=True), 5, 3.0),
+        (Small(scaled=True), None, 3.0),
+        (Small(accepts=True, scaled=False), 5, 9.0),
+    ],
+)
+def test_the_penalty_counts_once_per_optimizer_step(trainer: Small, items: int | None, expected: float) -> None:
+    add_penalty_(trainer, lambda: torch.tensor(8.0))
+    model = nn.Linear(2, 2)
+    assert trainer.compute_loss(model, {}, num_items_in_batch=items) == expected
+    assert trainer.compute_loss(model, {}, True, items) == (expected, {"logits": 2})
+    assert trainer.compute_loss(model.eval(), {}, num_items_in_batch=items) == 1.0
+
+
+def test_twice_is_refused_and_undo_takes_it_out() -> None:
+    trainer = Small()
+    added = add_penalty_(trainer, lambda: torch.tensor(8.0))
+    with pytest.raises(AlreadyAppliedError, match="found a penalty there already"):
+        add_penalty_(trainer, lambda: torch.tensor(8.0))
+    added.undo_()
+    assert trainer.compute_loss(nn.Linear(2, 2), {}) == 1.0
+
+
+def test_what_has_no_loss_is_refused() -> None:
+    with pytest.raises(NotApplicableError, match=r"it has no compute_loss. Give a transformers.Trainer"):
+        add_penalty_(object(), lambda: torch.tensor(8.0))
