@@ -136,7 +136,8 @@ def candidates(unit: Tensor, search: Search, seed: int) -> tuple[Tensor, int]:
     # Copies of one vector share every bucket. Those that agree in many bands are compared once, and all
     # but the last of a crowd left out of the bands.
     together = range(min(len(keys), 62 // search.bits))
-    first, crowd = _meetings(torch.stack([keys[k].long() << (k * search.bits) for k in together]).sum(0), entries, n)
+    several = torch.stack([keys[k].long() << (k * search.bits) for k in together]).sum(0)
+    first, crowd = _meetings(several.unique(return_inverse=True)[1], entries, n)
     capped = torch.zeros(n, dtype=torch.bool, device=unit.device)
     capped[crowd] = True
     kept = (~capped[entries % n]).nonzero().squeeze(-1)
@@ -175,16 +176,31 @@ def _bits(projections: Tensor) -> Tensor:
 
 def _meetings(keys: Tensor, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Codes of pairs in equal buckets, and the vectors of buckets above the limit."""
-    ordered, order = keys.sort(stable=True)  # stable: crowded buckets then yield the same pairs in every band
-    order = entries[order]
-    codes = [order[:0]]
+    # Key and entry in one number: sorting numbers alone is faster than sorting with indices, and buckets are in
+    # the order of the entries, so that crowded ones yield the same pairs in every band.
+    width = (2 * n).bit_length()
+    ordered = _sorted_((keys.long() << width).bitwise_or_(entries))
+    codes = [entries[:0]]
     for shift in range(1, BUCKET_LIMIT + 1):
-        same = (ordered[shift:] == ordered[:-shift]).nonzero().squeeze(-1)
+        same = _same(ordered, shift, width)
         if not len(same):
-            return torch.cat(codes), order[:0]
-        codes.append(_codes(order[same], order[same + shift], n))
-    crowded = (ordered[BUCKET_LIMIT + 1 :] == ordered[: -BUCKET_LIMIT - 1]).nonzero().squeeze(-1)
-    return torch.cat(codes), order[crowded] % n
+            return torch.cat(codes), entries[:0]
+        a, b = ordered[same], ordered[same + shift]
+        codes.append(_codes(a & ((1 << width) - 1), b & ((1 << width) - 1), n))
+    crowded = ordered[_same(ordered, BUCKET_LIMIT + 1, width)]
+    return torch.cat(codes), (crowded & ((1 << width) - 1)) % n
+
+
+def _same(ordered: Tensor, shift: int, width: int) -> Tensor:
+    """Places whose key is that of the place `shift` further on."""
+    return ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
+
+
+def _sorted_(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return x.sort().values
+    x.numpy().sort()  # in place; torch's sort always makes indices too
+    return x
 
 
 def _codes(a: Tensor, b: Tensor, n: int) -> Tensor:
