@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Level", "command"]
 
 
+class Engine(StrEnum):
+    """Where tensors are measured."""
+
+    local = "local"
+    ray = "ray"
+
+
 class Level(StrEnum):
     """How bad a finding is, from the mildest."""
 
@@ -51,6 +58,20 @@ def command(
     json: Annotated[
         str | None, typer.Option("--json", help="Write everything as JSON there; - is stdout.", metavar="FILE")
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            help="Of low-rank adapters: the model that they adapt, whose weights and sums are measured too.",
+            metavar="MODEL|FILE",
+        ),
+    ] = None,
+    headers: Annotated[
+        bool, typer.Option("--headers", help="Shapes, dtypes and sizes only: no value is read, whatever the size.")
+    ] = False,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a cluster that runs.")
+    ] = Engine.local,
     fail_on: Annotated[
         Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
     ] = None,
@@ -63,9 +84,13 @@ def command(
     from gonio.measuring import measure
 
     measured = _source(source)
+    if headers:
+        _outline(measured, json, {"--batch": batch, "--html": html, "--base": base, "--fail-on": fail_on})
+        return
     example = _batch(batch, measured)
     with counting("measuring") as progress:
-        found = measure(measured, batch=example, progress=progress)
+        adapted = None if base is None else _source(base)
+        found = measure(measured, batch=example, base=adapted, engine=engine.value, progress=progress)
     if html is not None:
         deliver(found.to_html(), html, "page")
     if json is not None:
@@ -73,6 +98,22 @@ def command(
     if html is None and json is None:
         put(str(found))
     _fail(found, fail_on)
+
+
+def _outline(measured: str | nn.Module, json: str | None, ignored: dict[str, Any]) -> None:
+    """The headers as a table, or as JSON; options that ask for values are refused."""
+    from json import dumps
+
+    from gonio.measuring import outline
+
+    given = [name for name, value in ignored.items() if value is not None]
+    if given:
+        raise typer.BadParameter("no value is read, so that it has no meaning here", param_hint=f"--headers {given[0]}")
+    found = outline(measured)
+    if json is not None:
+        deliver(dumps(found.to_dict(), ensure_ascii=False, indent=1) + "\n", json, "JSON")
+    else:
+        put(str(found))
 
 
 def _source(words: str) -> str | nn.Module:

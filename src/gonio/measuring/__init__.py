@@ -6,6 +6,7 @@ from gonio.measuring.difference import Differences, TensorDifference, difference
 from gonio.measuring.findings import Finding
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
+from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.rules import explain
 from gonio.measuring.tensor import TensorMeasurement
 
@@ -13,9 +14,12 @@ __all__ = [
     "Differences",
     "Finding",
     "Measurements",
+    "Outline",
     "TensorDifference",
+    "TensorHeader",
     "TensorMeasurement",
     "difference",
     "explain",
     "measure",
+    "outline",
 ]

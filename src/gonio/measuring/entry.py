@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 
-__all__ = ["PADDING", "Entry"]
+__all__ = ["PADDING", "PART", "Entry"]
 
+PART = "part"  # the kind of a tensor of which, with others, a quantised weight is made
 PADDING = "one row is padding and stays 0"  # the note on an embedding that has such a row
 
 

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
+from gonio.measuring.adapted_layers import entries_of_adapted
 from gonio.measuring.entry import PADDING, Entry
 from gonio.measuring.names import infer
+from gonio.measuring.stored import spelled
 from gonio.parametrizations.base import parametrization_of
 from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
@@ -31,7 +32,7 @@ def entries_of_model(model: nn.Module) -> list[Entry]:
             path = f"{site.path}.{name}" if site.path else name
             first = path if tensor is None else seen.setdefault(id(tensor), path)
             made.append(_entry(site, name, path, tensor) if first == path else _tied(site, path, first))
-        made.extend(_adapters(site))
+        made.extend(entries_of_adapted(site.path, site.module, partial(_layout, name="weight", tensor=None)))
     return made
 
 
@@ -69,7 +70,8 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
     elif tensor is None:
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
-    return Entry(path, kind, layout, partial(_read, module, name), reason, notes)
+    shape, dtype = (None, "") if tensor is None else (tuple(tensor.shape), spelled(tensor.dtype))
+    return Entry(path, kind, layout, partial(_read, module, name), reason, notes, shape, dtype)
 
 
 def _gain(module: nn.Module, name: str) -> tuple[str, ...]:
@@ -120,23 +122,3 @@ def _still(module: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.training = True
-
-
-def _adapters(site: Site) -> Iterator[Entry]:
-    """What each low-rank adapter (PEFT's LoRA layers, recognised by their methods) adds, and the sum."""
-    module = site.module
-    deltas, base = getattr(module, "get_delta_weight", None), getattr(module, "base_layer", None)
-    adapters = getattr(module, "lora_A", None)
-    if not callable(deltas) or not isinstance(base, nn.Module) or not isinstance(adapters, nn.ModuleDict):
-        return
-    layout, _ = _layout(base, "weight", None)
-    for adapter in adapters:
-        path = f"{site.path}.lora_BA.{adapter}"
-        yield Entry(path, "low-rank product", layout, partial(deltas, adapter), notes=("with its scale",))
-        total = partial(_sum, module, adapter)
-        yield Entry(f"{site.path}.base_and_lora.{adapter}", type(base).__name__, layout, total)
-
-
-def _sum(module: Any, adapter: str) -> Tensor:
-    weight = module.base_layer.weight
-    return torch.add(weight.detach(), module.get_delta_weight(adapter).detach().to(weight))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.measuring.adapters import Adapter, adapters_in
-from gonio.measuring.entry import Entry
+from gonio.measuring.entry import PART, Entry
 from gonio.measuring.names import clean_names, infer
 from gonio.measuring.quantised import Packed, packed_weights
 from gonio.measuring.stored import Stored, in_memory
@@ -45,7 +45,7 @@ def entries_of_mapping(state: Mapping[Any, Any], notes: tuple[str, ...] = ()) ->
 def packed_linears(state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Torch's quantised linear layers keep (weight, bias) under one key."""
     return {
-        f"{str(name).removesuffix('._packed_params')}.weight": value[0]
+        f"{str(name).removesuffix('._packed_params').removesuffix('._packed_params')}.weight": value[0]
         for name, value in state.items()
         if _is_packed_linear(name, value)
     }
@@ -80,7 +80,7 @@ def entries_of_stored(
             made.append(_unpacked(weight, cleaned, shapes))
         elif weight is not None:
             reason = f"a part of the quantised {cleaned.get(weight.name, weight.name)}"
-            made.append(Entry(cleaned[name], "", None, tensor.load, reason, (), tensor.shape, tensor.dtype))
+            made.append(Entry(cleaned[name], PART, None, tensor.load, reason, (), tensor.shape, tensor.dtype))
         else:
             layout, kind, reason, said = infer(name, shapes)
             made.append(Entry(cleaned[name], kind, layout, tensor.load, reason, said, tensor.shape, tensor.dtype))

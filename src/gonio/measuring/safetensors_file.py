@@ -43,14 +43,15 @@ _DTYPES = {
 def stored_in_safetensors(path: Path) -> dict[str, Stored]:
     """The tensors of a file. The format's own reader checks its header; nothing else is read yet.
 
-    That reader maps the file, and pages once touched count as this process's memory while the map lasts. So
-    a tensor is read from its place in the file into memory that is given back when it has been measured.
+    That reader maps the file to read tensors. Pages once touched count as this process's memory while the map
+    lasts, and torch's map of a file that is larger than memory is refused. So a tensor is read from its place in the
+    file into memory that is given back when it has been measured.
 
     Raises:
         UnreadableFileError: if the header does not fit the file.
     """
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework="np") as file:  # for torch it would map the file as memory to write to
             names = list(file.keys())
         header, start = _header(path)
         return {name: _stored(path, start, header[name]) for name in names}

@@ -13,7 +13,7 @@ from gonio.errors import GonioError
 from gonio.geometry import Layout, matrix_view, welch_bound
 from gonio.measuring.blocks import count_nonfinite, norms_of
 from gonio.measuring.chance import angle_std_at_random, coherence_at_random
-from gonio.measuring.entry import Entry
+from gonio.measuring.entry import PART, Entry
 from gonio.measuring.numbers import numbers_of
 from gonio.measuring.pairs import Pairs, measure_pairs
 from gonio.measuring.spectra import spectra_of
@@ -125,9 +125,11 @@ def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...
     known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
     known["entries"] = raw.numel()
     if numbers.tensor is None:
-        status = "skipped" if numbers.skipped else "no filters"
+        part = entry.kind == PART
+        status = "skipped" if numbers.skipped and not part else "no filters"
         sizes = _sizes(raw, entry.layout) if raw.is_meta else {}
-        return None, {**known, **sizes, "status": status, "reason": numbers.reason, "notes": notes}, notes
+        reason = entry.reason if part else numbers.reason
+        return None, {**known, **sizes, "status": status, "reason": reason, "notes": notes}, notes
     return numbers.tensor, known, notes
 
 

@@ -1,0 +1,190 @@
+"""What a model or file holds, by its headers alone: no value is read, so that its size does not matter."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gonio.errors import GonioError, UnknownNameError
+from gonio.foreign_text import plain, shorten
+from gonio.geometry import matrix_view
+from gonio.measuring.entry import Entry
+from gonio.measuring.source import Source, contents_of, name_of
+from gonio.measuring.stored import dtype_named
+
+__all__ = ["Outline", "TensorHeader", "outline"]
+
+SCHEMA = "gonio.outline/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        shape: None for a weight that its layer computes, and for one that is not there.
+        entries, bytes: how many numbers it holds, and their size as `dtype`; None where that is not known.
+        groups, filters, dim: how it is read as filters, as in :class:`TensorMeasurement`; None for one without.
+        reason: why it has no filters, or why it cannot be read.
+    """
+
+    name: str
+    path: str
+    kind: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    entries: int | None
+    bytes: int | None
+    groups: int | None = None
+    filters: int | None = None
+    dim: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Outline:
+    """Every tensor of a model or file with its shape, dtype and size; a mapping by path that prints as a table.
+
+    Attributes:
+        source: what was read. `notes`: how.
+    """
+
+    source: str
+    tensors: tuple[TensorHeader, ...]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, path: str) -> TensorHeader:
+        for tensor in self.tensors:
+            if path in (tensor.path, tensor.name):
+                return tensor
+        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
+
+    def __iter__(self) -> Iterator[TensorHeader]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def entries(self) -> int:
+        """How many numbers all tensors hold, as far as that is known."""
+        return sum(tensor.entries or 0 for tensor in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Their size, as far as that is known."""
+        return sum(tensor.bytes or 0 for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able data; `schema` names its version."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "notes": [plain(note) for note in self.notes],
+            "entries": self.entries,
+            "bytes": self.bytes,
+            "tensors": [{k: plain(v) if isinstance(v, str) else v for k, v in asdict(t).items()} for t in self.tensors],
+        }
+
+    def __str__(self) -> str:
+        width = shutil.get_terminal_size((100, 24)).columns
+        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+        console.print(self)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())
+
+    def __repr__(self) -> str:
+        return f"<Outline of {plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        head = f"{plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers, {_size(self.bytes)}"
+        yield Text(head, style="bold")
+        for note in self.notes:
+            yield Text(plain(note), style="dim")
+        kinds = Counter(tensor.dtype for tensor in self.tensors if tensor.dtype)
+        yield Text(", ".join(f"{n} {plain(dtype)}" for dtype, n in kinds.most_common()), style="dim")
+        yield Text("")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("tensor", no_wrap=True)
+        for title in ("shape", "dtype", "numbers", "size"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for tensor in self.tensors:
+            table.add_row(Text(shorten(tensor.name, longest=max(12, options.max_width // 2))), *_cells(tensor))
+        yield table
+
+
+def _cells(tensor: TensorHeader) -> tuple[str, ...]:
+    if tensor.shape is None:
+        return (plain(tensor.reason) or "computed", "–", "–", "–")
+    shape = "×".join(map(str, tensor.shape)) or "one number"
+    return shape, plain(tensor.dtype), f"{tensor.entries:,}", "–" if tensor.bytes is None else _size(tensor.bytes)
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def outline(source: Source) -> Outline:
+    """The names, shapes, dtypes and sizes of all tensors, at once at any size.
+
+    Args:
+        source: what :func:`gonio.measure` takes. Of a safetensors file the header alone is read, of a torch
+            archive the directory.
+
+    Returns:
+        :class:`Outline`: printable, a mapping from paths, exportable.
+
+    Raises:
+        InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.ReLU())
+        >>> found = gonio.measuring.outline(model)
+        >>> found["0"].shape, found["0"].bytes, found.entries
+        ((50000, 50000), 10000000000, 2500050000)
+    """
+    contents = contents_of(source)
+    return Outline(name_of(source), tuple(_header(entry) for entry in contents.entries), contents.notes)
+
+
+def _header(entry: Entry) -> TensorHeader:
+    dtype = dtype_named(entry.dtype)
+    entries = None if entry.shape is None else prod(entry.shape)
+    return TensorHeader(
+        name=entry.name,
+        path=entry.path,
+        kind=entry.kind,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        entries=entries,
+        bytes=None if entries is None or dtype is None else entries * dtype.itemsize,
+        reason=entry.reason,
+        **_filters(entry),
+    )
+
+
+def _filters(entry: Entry) -> dict[str, int]:
+    if entry.layout is None or entry.shape is None or len(entry.shape) < 2:
+        return {}
+    try:
+        view = matrix_view(torch.empty(entry.shape, device="meta"), entry.layout).shape
+    except (GonioError, RuntimeError):  # a shape that does not fit its layer, or one beyond all memory
+        return {}
+    return dict(zip(("groups", "filters", "dim"), view, strict=True))
