@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gonio
 from cli.shell import invoke, write_task
 from gonio import models
+from gonio.cli.checkpoint import Checkpoint, read, write
 
 RECIPE = "name: normed\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n"
 MODEL = ("--model", "digits-cnn")
@@ -115,6 +119,65 @@ def test_a_tied_weight_is_written_and_read_back(tmp_path: Path, monkeypatch: pyt
     folded = invoke("fold", "a.safetensors", *words, "-o", "b.safetensors", "--batch", "3x4")
     assert folded.exit_code == 0, folded.stderr
     assert torch.allclose(load_file("b.safetensors")["2.weight"], model[0].weight)
+
+
+def metadata(path: str) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+def test_the_header_says_recipe_hash_seed_and_versions(plain: nn.Module) -> None:
+    invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "a.safetensors", "--seed", "7")
+    recipe = gonio.Recipe.load("normed.yaml")
+    versions = {"format": "pt", "gonio.version": gonio.__version__, "gonio.torch": torch.__version__}
+    written = {"gonio.recipe": recipe.to_yaml(), "gonio.recipe_hash": recipe.hash, "gonio.seed": "7"}
+    assert metadata("a.safetensors") == {**versions, **written}
+    invoke("fold", "a.safetensors", *MODEL, "-o", "b.safetensors", "--where", "fc*")
+    assert metadata("b.safetensors") == {**versions, "gonio.folded_recipe_hash": recipe.hash}
+    invoke("fold", "b.safetensors", *MODEL, "-o", "c.safetensors")
+    assert metadata("c.safetensors")["gonio.folded_recipe_hash"] == recipe.hash
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_recipe_that_was_changed_in_the_file_is_refused(plain: nn.Module, suffix: str) -> None:
+    invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "a.pt")
+    content = torch.load("a.pt", weights_only=True)
+    said = {key: value for key, value in content.items() if key.startswith("gonio.")}
+    said["gonio.recipe"] = said["gonio.recipe"].replace("WeightNorm", "SpectralNorm")
+    if suffix == ".pt":
+        torch.save({**content, **said}, "changed.pt")
+    else:
+        save_file(content["state_dict"], "changed.safetensors", metadata=said)
+    result = invoke("fold", f"changed{suffix}", *MODEL, "-o", "b.pt")
+    assert "its recipe 'normed' has another hash than the file says" in result.stderr
+    assert result.exit_code == 3
+    assert not Path("b.pt").exists()
+
+
+def write_for_ever(path: str) -> None:
+    for value in itertools.count():
+        write(Checkpoint(path, {"weight": torch.full((2_000_000,), float(value))}))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(Checkpoint(str(path), {"weight": torch.full((2_000_000,), -1.0)}))
+    drafts = 0
+    for _ in range(8):
+        child = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(str(path),))
+        child.start()
+        while not list(tmp_path.glob(".*.part")):
+            assert child.is_alive()
+        child.kill()
+        child.join()
+        drafts += len(list(tmp_path.glob(".*.part")))
+        weight = read(str(path)).state["weight"]
+        assert weight.shape == (2_000_000,)
+        assert bool((weight == weight[0]).all())
+        for draft in tmp_path.glob(".*.part"):
+            draft.unlink()
+    assert drafts > 0, "no kill came in the middle of writing"
 
 
 class Gadget:

@@ -83,6 +83,19 @@ def test_nested_objects_reach_the_layer() -> None:
     assert type(model.conv2.angular).__name__ == "SquaredCosine"
 
 
+def test_packed_projections_are_named_by_their_tensor() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    before = state(model)
+    applied = recipe(
+        init=[{"where": "0", "use": "orthogonal_", "tensor": "in_proj_weight", "gain": 1.0}],
+        parametrize=[{"where": "0", "use": "Sphere", "tensor": "in_proj_weight"}],
+    ).apply_(model)
+    for block in model[0].in_proj_weight.detach().chunk(3):
+        assert torch.allclose(block @ block.T, torch.eye(8), atol=1e-5)
+    applied.undo_()
+    assert state(model) == before
+
+
 def test_the_seed_decides_and_the_global_generator_does_not() -> None:
     def weights(seed: int, noise: int) -> torch.Tensor:
         torch.manual_seed(0)

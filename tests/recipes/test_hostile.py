@@ -124,7 +124,60 @@ PAYLOADS = [
     ("tensor is a number", "name: x\nparametrize: [{use: WeightNorm, tensor: 3}]", "tensor: must be a name"),
     ("duplicate key", "name: x\nname: y", "written twice"),
     ("two documents", "name: x\n---\nname: y", "second one"),
+    ("unclosed list", "name: x\nswap: [", "is not valid YAML"),
+    ("unclosed quote", 'name: "x', "is not valid YAML"),
+    ("tab as indentation", "name: x\nswap:\n\t- {use: keep}", "is not valid YAML"),
+    ("reserved indicator", "name: @x", "is not valid YAML"),
+    ("comment alone", "# nothing", "a recipe is a mapping"),
+    ("key is a number", "name: x\n1: y", "a key must be text"),
+    ("key is a list", "name: x\n? [a]\n: y", "a key must be text"),
+    ("name is null", "name:", "name: .*valid string"),
+    ("name has a space", "name: my recipe", "name: must begin with"),
+    ("name is empty", "name: ''", "name: must begin with"),
+    ("source is a list", "name: x\nsource: [a]", "source: .*valid string"),
+    ("description is a number", "name: x\ndescription: 3", "description: .*valid string"),
+    ("verb in capitals", "name: x\nSwap: []", "no key 'Swap'. Did you mean swap"),
+    ("verb of another library", "name: x\nprune: []", "no key 'prune'"),
+    ("verb that acts on data", "name: x\nbalance: []", "no key 'balance'"),
+    ("rule is null", "name: x\nswap: [null]", "a rule is a mapping"),
+    ("rule is a list", "name: x\nswap: [[a, b]]", "a rule is a mapping"),
+    ("use is null", "name: x\nswap: [{use: null}]", "needs `use`"),
+    ("use is true", "name: x\nswap: [{use: true}]", "needs `use`"),
+    ("use is empty", "name: x\nswap: [{use: ''}]", "no name for swap"),
+    ("where is true", WHERE.format("true"), "where: must be text"),
+    ("where is a mapping", WHERE.format("{type: Conv2d}"), "where: must be text"),
+    ("type without a name", WHERE.format("'type:'"), "where: .*takes the name of a class"),
+    ("use in capitals", "name: x\npenalty: [{use: ORTHOGONALITY, strength: 1}]", "Did you mean .*Orthogonality"),
+    ("wrong verb for init", "name: x\npenalty: [{use: he_, strength: 1}]", "it belongs under init"),
+    ("wrong verb for swap", "name: x\ninit: [{use: WeightNorm}]", "it belongs under parametrize"),
+    ("every is a fraction", "name: x\npenalty: [{use: L2, strength: 1, every: 1.5}]", "every: found 1.5"),
+    ("every is zero", "name: x\npenalty: [{use: L2, strength: 1, every: 0}]", "every"),
+    ("option given twice", "name: x\npenalty: [{use: L2, strength: 1, strength: 2}]", "written twice"),
+    ("choice that is none", "name: x\ninit: [{use: he_, distribution: cauchy}]", "distribution: found 'cauchy'"),
+    ("gain is a list", "name: x\ninit: [{use: orthogonal_, gain: [1]}]", r"gain: found \[1\]"),
+    ("object is a number", "name: x\nswap: [{use: DecoupledConv2d, magnitude: 3}]", "magnitude"),
+    ("object has two names", "name: x\nswap: [{use: DecoupledConv2d, magnitude: {Tanh: {}, Ball: {}}}]", "magnitude"),
+    (
+        "object's option",
+        "name: x\nswap: [{use: DecoupledConv2d, magnitude: {Tanh: {radios: 1}}}]",
+        "no option 'radios'",
+    ),
+    (
+        "object's value",
+        "name: x\nswap: [{use: DecoupledConv2d, magnitude: {Tanh: {learn_radius: 2}}}]",
+        "learn_radius: found 2",
+    ),
+    ("negative radius", "name: x\nswap: [{use: DecoupledConv2d, magnitude: {Tanh: {radius: -1}}}]", "radius"),
+    ("tensor is empty", "name: x\nparametrize: [{use: WeightNorm, tensor: ''}]", "tensor: must be a name"),
+    ("tensor is a path", "name: x\nparametrize: [{use: WeightNorm, tensor: a.b}]", "tensor: must be a name"),
+    ("tensor of an initialiser", "name: x\ninit: [{use: orthogonal_, tensor: 3}]", "tensor: must be a name"),
+    ("keep with an object", "name: x\nswap: [{where: a, use: keep, magnitude: Tanh}]", "`keep` takes no options"),
 ]
+
+
+def test_there_are_a_hundred_of_them_and_no_two_alike() -> None:
+    assert len(PAYLOADS) == len({name for name, _, _ in PAYLOADS}) == len({text for _, text, _ in PAYLOADS})
+    assert len(PAYLOADS) >= 120
 
 
 @pytest.mark.parametrize(("text", "message"), [row[1:] for row in PAYLOADS], ids=[row[0] for row in PAYLOADS])
@@ -133,7 +186,7 @@ def test_each_is_one_error_that_names_the_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "payload.yaml").write_text(text, encoding="utf-8")
-    Recipe.from_dict({"name": "warm"})  # so that only what the payload imports is new afterwards
+    Recipe.load("scale-shift")  # so that only what the payload imports is new afterwards
     before, start = set(sys.modules), time.process_time()
     with pytest.raises(RecipeError, match=rf"(?s)^payload\.yaml[: ].*{message}") as caught:
         Recipe.load("payload.yaml")

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import gonio
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.checkpoint import state_in
 from gonio.recipes import Recipe
@@ -20,40 +21,64 @@ from gonio.recipes import Recipe
 __all__ = ["SUFFIXES", "Checkpoint", "check_target", "load_into_", "read", "write"]
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
-_RECIPE, _SEED = "gonio.recipe", "gonio.seed"
+_RECIPE, _HASH, _SEED = "gonio.recipe", "gonio.recipe_hash", "gonio.seed"
+_FOLDED, _VERSION, _TORCH = "gonio.folded_recipe_hash", "gonio.version", "gonio.torch"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict, and the recipe that was applied to the model that it belongs to."""
+    """A state dict, and the recipe that was applied to the model that it belongs to.
+
+    Attributes:
+        folded: hash of the recipe that was folded into the tensors; empty if there was none.
+    """
 
     path: str
     state: Mapping[str, Any]
     recipe: Recipe | None = None
     seed: int = 0
+    folded: str = ""
+
+    def said(self) -> dict[str, str]:
+        """What the file says beside the tensors."""
+        made_by = {_VERSION: gonio.__version__, _TORCH: str(torch.__version__)}
+        if self.recipe is not None:
+            text, seed = self.recipe.to_yaml(), str(self.seed)
+            return {**made_by, _RECIPE: text, _HASH: self.recipe.hash, _SEED: seed}
+        return {**made_by, _FOLDED: self.folded} if self.folded else made_by
 
 
 def read(path: str) -> Checkpoint:
     """Read a checkpoint as data; no code in it runs.
 
     Raises:
-        UnreadableFileError: if it is missing, damaged, of an unknown kind, or holds more than data.
+        UnreadableFileError: if it is missing, damaged, of an unknown kind, holds more than data, or a recipe
+            that is not the one it was written with.
     """
     file = Path(path)
     if not file.is_file():
         raise UnreadableFileError(path, "there is no such file", "Check the path.")
     _check_suffix(path)
     state, said = _safetensors(file) if file.suffix == ".safetensors" else _torch(file)
-    text, seed = said.get(_RECIPE), said.get(_SEED, 0)
-    recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}") if isinstance(text, str) else None
-    return Checkpoint(path, state, recipe, int(seed) if str(seed).isdigit() else 0)
+    seed, folded = str(said.get(_SEED, 0)), str(said.get(_FOLDED, ""))
+    return Checkpoint(path, state, _recipe(path, said), int(seed) if seed.isdecimal() else 0, folded)
+
+
+def _recipe(path: str, said: Mapping[str, Any]) -> Recipe | None:
+    text, wanted = said.get(_RECIPE), said.get(_HASH)
+    if not isinstance(text, str):
+        return None
+    recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}")
+    if wanted is not None and wanted != recipe.hash:
+        found = f"its recipe {recipe.name!r} has another hash than the file says"
+        raise UnreadableFileError(path, found, "Somebody changed it: apply the recipe to a plain checkpoint again.")
+    return recipe
 
 
 def write(checkpoint: Checkpoint) -> None:
-    """Write a checkpoint beside its path and move it there when it is whole."""
+    """Write a checkpoint beside its path and move it there when it is whole: a kill leaves what was there before."""
     target = Path(checkpoint.path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
-    said = {} if checkpoint.recipe is None else {_RECIPE: checkpoint.recipe.to_yaml(), _SEED: str(checkpoint.seed)}
+    draft, said = target.with_name(f".{target.name}.{os.getpid()}.part"), checkpoint.said()
     try:
         if target.suffix == ".safetensors":
             # Tied tensors share memory, which the format refuses; loading ties them again.
@@ -61,6 +86,8 @@ def write(checkpoint: Checkpoint) -> None:
             save_file(tensors, draft, metadata={"format": "pt", **said})
         else:
             torch.save({"state_dict": dict(checkpoint.state), **said}, draft)
+        with draft.open("rb") as stream:
+            os.fsync(stream.fileno())
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)

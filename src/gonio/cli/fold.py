@@ -68,7 +68,7 @@ def command(
     if example is not None:
         check_runs(built, example, option="--batch")
     edited = fold_(built, example=example, where=where)
-    write(Checkpoint(output, built.state_dict()))
+    write(Checkpoint(output, built.state_dict(), folded=used.hash if used is not None else found.folded))
     put(str(edited))
     if example is None:
         say("the outputs were not compared: give --batch")

@@ -90,11 +90,11 @@ def _verb_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
     rule, where = assignment.rule, assignment.where
     target = find(assignment.verb, rule.use).target
     arguments: dict[str, Any] = rule.arguments()
-    if assignment.verb == "init":
-        return init_(model, target, where=where, seed=seed, **arguments)
     if assignment.verb == "swap":
         return swap_(model, target, where=where, **arguments)
     tensor = arguments.pop("tensor", "weight")
+    if assignment.verb == "init":
+        return init_(model, target, where=where, tensor=tensor, seed=seed, **arguments)
     return parametrize_(model, target(**arguments), where=where, tensor=tensor)
 
 

@@ -16,7 +16,7 @@ __all__ = ["KEEP", "Named", "Rule", "read_rule"]
 
 KEEP = "keep"
 # What the verb itself reads from a rule, beside the options that go to the thing named.
-_OWN = {"init": (), "swap": (), "parametrize": ("tensor",), "penalty": ()}
+_OWN = {"init": ("tensor",), "swap": (), "parametrize": ("tensor",), "penalty": ()}
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -127,7 +127,7 @@ def _read_options_of_rule(
         problems.add((*at, "use"), str(error))
         return None
     own = [(key, raw[key]) for key in _OWN[verb] if key in raw]
-    wrong = [key for key, value in own if not isinstance(value, str)]
+    wrong = [key for key, value in own if not isinstance(value, str) or not value.isidentifier()]
     for key in wrong:
         problems.add((*at, key), f"must be a name; found {raw[key]!r}")
     options = _read_options(entry, {k: v for k, v in raw.items() if k not in _OWN[verb]}, at, problems)

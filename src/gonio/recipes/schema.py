@@ -36,7 +36,7 @@ def _keep() -> dict[str, Any]:
 
 def _rule(verb: str, use: str, entry: Entry) -> dict[str, Any]:
     properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
-    if verb == "parametrize":
+    if verb in ("init", "parametrize"):
         properties["tensor"] = {"type": "string", "default": "weight"}
     required = ["use", *(option.name for option in entry.options.values() if option.required)]
     return _mapping({**properties, **_options(entry)}, required, entry.summary)
