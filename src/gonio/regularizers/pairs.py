@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gonio.regularizers.base import require
 from gonio.regularizers.closed_form import Formula
-from gonio.regularizers.gram import product_like
+from gonio.regularizers.gram import product
 from gonio.regularizers.sharding import identity_like
 from gonio.regularizers.soft_signs import Channels, SoftSigns
 
@@ -96,21 +96,25 @@ class TallPairs(Formula):
         gram.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
         gram.diagonal(dim1=-2, dim2=-1).zero_()
         alive = (scale > 0).sum(-1).to(x.dtype)
-        first, second = gram.sum((-2, -1)), gram.square().sum((-2, -1))
-        slope = self._slope(gram, first, alive, scale)
-        return self.pairs.results(first, second, alive), (slope, *channels.tensors())
-
-    def _slope(self, gram: Tensor, first: Tensor, alive: Tensor, scale: Tensor) -> Tensor:
-        """2 d (A − diag(b)) d with A = 2 w₁ ΣC + 2 w₂ C off the diagonal."""
-        on_mean, on_spread = (w.view(-1, 1, 1) for w in self.pairs.weights(alive))
-        slope = 2 * on_spread * gram + 2 * on_mean * first.view(-1, 1, 1)
-        slope.diagonal(dim1=-2, dim2=-1).copy_(-(gram * slope).sum(-2))
-        return slope.mul_(2 * scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
+        once, twice = gram.sum(-2), gram.square().sum(-2)
+        first = once.sum(-1)
+        on_mean, on_spread = self.pairs.weights(alive)
+        on_mean, on_spread = 2 * on_mean * first, 2 * on_spread
+        own = -(on_mean.unsqueeze(-1) * once + on_spread.unsqueeze(-1) * twice)  # −b
+        slope = _slope(gram, on_mean, on_spread, own, scale)
+        return self.pairs.results(first, twice.sum(-1), alive), (slope, *channels.tensors())
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        slope, channels = saved[0] * (factor * _processes(self.pairs)), Channels(*saved[1:])
-        slope = slope * channels.gain.view(*slope.shape[:2], 1)
-        return self.pairs.signs.pull_back(x, channels, lambda signs: product_like(signs, slope, signs))
+        slope, channels = saved[0], Channels(*saved[1:])
+        slope = slope * (channels.gain * (factor * _processes(self.pairs))).view(*slope.shape[:2], 1)
+        return self.pairs.signs.pull_back(x, channels, lambda signs, out: product(slope, signs, out=out))
+
+
+def _slope(gram: Tensor, on_mean: Tensor, on_spread: Tensor, own: Tensor, scale: Tensor) -> Tensor:
+    """2 d (A − diag(b)) d, with A the constant `on_mean` plus `on_spread` × C off the diagonal."""
+    slope = torch.addcmul(on_mean.view(-1, 1, 1), gram, on_spread.view(-1, 1, 1))
+    slope.diagonal(dim1=-2, dim2=-1).copy_(own)
+    return slope.mul_(2 * scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class WidePairs(Formula):
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         channels = self.pairs.signs.channels(x)
         (piece,) = self.pairs.signs.pieces(x)
-        unit = self.pairs.signs.shifted(piece, channels).tanh_()
+        unit = self.pairs.signs.shifted(piece, channels, self.pairs.signs.room(x)).tanh_()
         scale = self.pairs.scale(unit.square().sum(-1), channels)
         unit.mul_(scale.unsqueeze(-1))
         alive = (scale > 0).sum(-1).to(x.dtype)
@@ -144,11 +148,10 @@ class WidePairs(Formula):
         channels = Channels(*rest)
         stretch = (scale * channels.gain.view_as(scale)).unsqueeze(-1)
 
-        def slope(signs: Tensor) -> Tensor:
+        def slope(signs: Tensor, out: Tensor) -> None:
             unit = signs * scale.unsqueeze(-1)
-            back = product_like(unit, unit, across).add_(total)
-            back.sub_((unit * back).sum(-1, keepdim=True) * unit)
-            return back.mul_(stretch)
+            back = product(unit, across, out=out).add_(total)
+            back.sub_((unit * back).sum(-1, keepdim=True) * unit).mul_(stretch)
 
         return self.pairs.signs.pull_back(x, channels, slope)
 

@@ -73,7 +73,7 @@ class SoftSigns:
         zero = x.new_zeros(x.shape[1])
         unit = Channels(zero, zero, torch.ones_like(zero), samples)
         if self.center:
-            unit = replace(unit, high=(self.total(x.sum((0, 2))) / samples).to(x.dtype))
+            unit = replace(unit, high=self._guess(x))
             unit = replace(unit, low=self._mean(x, unit, lambda y: y))
         gain = torch.full_like(zero, self.gamma)
         if self.standardize:
@@ -82,11 +82,17 @@ class SoftSigns:
             gain = (gain / deviation.masked_fill(flat, 1)).masked_fill(flat, 0)
         return replace(unit, gain=gain)
 
+    def _guess(self, x: Tensor) -> Tensor:
+        """The mean of the first piece: near enough to the mean that what is missing rounds with the spread."""
+        piece = next(self.pieces(x))
+        count = torch.full((), piece.shape[0] * piece.shape[2], dtype=x.dtype, device=x.device)
+        return self.total(piece.sum((0, 2))) / self.total(count).clamp_min(1)
+
     def _mean(self, x: Tensor, channels: Channels, of: Callable[[Tensor], Tensor]) -> Tensor:
         """The mean over samples of a function of outputs less the first part of their mean."""
-        total = torch.zeros_like(channels.gain, dtype=widest(x))
+        total, room = torch.zeros_like(channels.gain, dtype=widest(x)), self.room(x)
         for piece in self.pieces(x):
-            shifted = torch.sub(self.grouped(piece), self._spread(channels.high), out=self._buffer(piece))
+            shifted = torch.sub(self.grouped(piece), self._spread(channels.high), out=self._inside(room, piece))
             total += of(shifted).sum((-1, -2)).flatten()
         return (self.total(total) / channels.samples).to(x.dtype)
 
@@ -98,13 +104,18 @@ class SoftSigns:
 
     def pieces(self, x: Tensor) -> Iterator[Tensor]:
         """Views (n, k, p) of the outputs with at most about `chunk` samples each."""
-        positions = min(x.shape[2], self.chunk)
-        for images in x.split(max(1, self.chunk // max(1, positions))):
-            yield from images.split(max(1, positions), dim=2)
+        images, positions = self._steps(x)
+        for some in x.split(images):
+            yield from some.split(positions, dim=2)
 
-    def shifted(self, piece: Tensor, channels: Channels) -> Tensor:
-        """gain · (piece − mean) as a new tensor (groups, k/groups, samples)."""
-        buffer, gain = self._buffer(piece), self._spread(channels.gain)
+    def _steps(self, x: Tensor) -> tuple[int, int]:
+        """Images and positions of a piece."""
+        positions = max(1, min(x.shape[2], self.chunk))
+        return max(1, self.chunk // positions), positions
+
+    def shifted(self, piece: Tensor, channels: Channels, room: Tensor) -> Tensor:
+        """gain · (piece − mean) as a tensor (groups, k/groups, samples) in `room`, which is overwritten."""
+        buffer, gain = self._inside(room, piece), self._spread(channels.gain)
         if not self.center:
             return torch.mul(self.grouped(piece), gain, out=buffer).flatten(2)
         torch.sub(self.grouped(piece), self._spread(channels.high), out=buffer)
@@ -117,12 +128,18 @@ class SoftSigns:
         """(n, k, p) seen as (groups, k/groups, n, p)."""
         return piece.unflatten(1, (self.groups, piece.shape[1] // self.groups)).permute(1, 2, 0, 3)
 
-    def _buffer(self, piece: Tensor) -> Tensor:
-        """An empty tensor (groups, k/groups, n, p) that lies in memory as the piece does."""
+    def room(self, x: Tensor) -> Tensor:
+        """Memory for the largest piece."""
+        images, positions = self._steps(x)
+        return x.new_empty(min(x.shape[0], images) * x.shape[1] * min(x.shape[2], positions))
+
+    def _inside(self, room: Tensor, piece: Tensor) -> Tensor:
+        """The beginning of `room` as (groups, k/groups, n, p), lying in memory as the piece does."""
         n, k, p = piece.shape
+        begin = room[: piece.numel()]
         if piece.stride(1) == 1:
-            return piece.new_empty(n, p, self.groups, k // self.groups).permute(2, 3, 0, 1)
-        return piece.new_empty(self.groups, k // self.groups, n, p)
+            return begin.view(n, p, self.groups, k // self.groups).permute(2, 3, 0, 1)
+        return begin.view(self.groups, k // self.groups, n, p)
 
     def _spread(self, x: Tensor) -> Tensor:
         """A number per channel as (groups, k/groups, 1, 1)."""
@@ -131,33 +148,42 @@ class SoftSigns:
     def gram(self, x: Tensor, channels: Channels) -> Tensor:
         """T Tᵀ for each group, (groups, k/groups, k/groups), over the batch of all processes."""
         width = x.shape[1] // self.groups
-        gram = x.new_zeros(self.groups, width, width)
+        gram, room = x.new_zeros(self.groups, width, width), self.room(x)
         for piece in self.pieces(x):
-            accumulate_symmetric(gram, self.shifted(piece, channels).tanh_())
+            accumulate_symmetric(gram, self.shifted(piece, channels, room).tanh_())
         return self.total(mirror(gram))
 
-    def pull_back(self, x: Tensor, channels: Channels, slope: Callable[[Tensor], Tensor]) -> Tensor:
+    def pull_back(self, x: Tensor, channels: Channels, slope: Callable[[Tensor, Tensor], object]) -> Tensor:
         """The derivative by the outputs.
 
         Args:
             x: the outputs.
             channels: how they were shifted and stretched.
-            slope: gain × the derivative by a piece of soft signs, as a function of the piece; laid out like it.
+            slope: of a piece of soft signs and a tensor that lies like it: writes gain × the derivative by the signs
+                into the latter.
         """
-        out = torch.empty_like(x)
+        out, room = torch.empty_like(x), self.room(x)
         first, second = x.new_zeros(2, x.shape[1])
         for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
-            bent = self.shifted(piece, channels)
+            bent = self.shifted(piece, channels, room)
             linear = bent.clone() if self.standardize else None
-            back = slope(bent.tanh_())
-            back.addcmul_(back, bent.square_(), value=-1)
+            back = self._place(target, bent)
+            slope(bent.tanh_(), back)
+            _through_tanh(back, bent)
             if self.center:
                 first += back.sum(-1).flatten()
             if linear is not None:
                 second += linear.mul_(back).sum(-1).flatten()
-            self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], piece.shape[2])))
+            if back.data_ptr() != target.data_ptr():
+                self.grouped(target).copy_(back.unflatten(2, (piece.shape[0], piece.shape[2])))
         self._project(x, out, channels, first, second)
         return out
+
+    def _place(self, target: Tensor, bent: Tensor) -> Tensor:
+        """The target itself, if samples follow one another in it as they do in the piece; else an empty tensor."""
+        grouped = self.grouped(target)
+        inside = target.shape[0] == 1 or target.shape[2] == 1
+        return grouped.flatten(2) if inside else torch.empty_like(bent)
 
     def _project(self, x: Tensor, out: Tensor, channels: Channels, first: Tensor, second: Tensor) -> None:
         """Take out what moving the means and the deviations undoes; in place."""
@@ -166,6 +192,12 @@ class SoftSigns:
         if self.standardize:
             factor = (self.total(second) / (channels.samples * self.gamma**2)).to(out.dtype)
             factor = factor.view(self.groups, -1, 1)
+            room = self.room(x)
             for piece, target in zip(self.pieces(x), self.pieces(out), strict=True):
-                linear = self.shifted(piece, channels).mul_(factor)
+                linear = self.shifted(piece, channels, room).mul_(factor)
                 self.grouped(target).sub_(linear.unflatten(2, (piece.shape[0], piece.shape[2])))
+
+
+def _through_tanh(back: Tensor, signs: Tensor) -> None:
+    """back ← back · (1 − signs²) in one pass."""
+    torch.ops.aten.tanh_backward.grad_input(back, signs, grad_input=back)
