@@ -46,8 +46,9 @@ def widest(x: Tensor) -> torch.dtype:
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast does not turn the matrix products of `x` into half precision."""
-    if torch.amp.is_autocast_available(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 

@@ -22,7 +22,9 @@ __all__ = [
     "Evaluation",
     "Regularizer",
     "WeightRegularizer",
+    "can_add_directly",
     "require",
+    "shares_memory",
 ]
 
 PLAIN = Layout()
@@ -204,15 +206,20 @@ class ClosedFormRegularizer(WeightRegularizer):
     def add_gradient_(
         self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
     ) -> Evaluation:
-        weight = weight.detach()
-        plain = weight.dtype in (torch.float32, torch.float64) and not is_sharded(weight)
-        if plain and grad.dtype is weight.dtype:
-            closed, target = self._closed(weight, layout), self._closed(grad, layout).x
-            if _shares(closed.x, weight) and _shares(target, grad):
+        if can_add_directly(grad, weight):
+            closed, target = self._closed(weight.detach(), layout), self._closed(grad, layout).x
+            if shares_memory(closed.x, weight) and shares_memory(target, grad):
                 with full_precision(weight):
                     return Evaluation(*closed.add_gradient_(target, factor))
         return super().add_gradient_(grad, weight, layout, factor=factor, state=state)
 
 
-def _shares(view: Tensor, whole: Tensor) -> bool:
+def can_add_directly(grad: Tensor, weight: Tensor) -> bool:
+    """Whether a gradient in closed form needs neither a conversion nor another process."""
+    plain = weight.dtype in (torch.float32, torch.float64) and not is_sharded(weight)
+    return plain and grad.dtype is weight.dtype
+
+
+def shares_memory(view: Tensor, whole: Tensor) -> bool:
+    """Whether writing into `view` writes into `whole`."""
     return view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -44,6 +44,12 @@ class Formula(ABC):
         """Add factor × the derivative to `target`; formulas that can do it without a new tensor override it."""
         target.add_(self.gradient(x, saved, x.new_tensor(factor)))
 
+    def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
+        """The results of :meth:`plain`, and :meth:`add_gradient_`; where one pass does both, it is overridden."""
+        results, saved = self.fast(x)
+        self.add_gradient_(target, x, saved, factor)
+        return results
+
 
 @dataclass(frozen=True)
 class Closed:
@@ -66,9 +72,7 @@ class Closed:
     @torch.no_grad()
     def add_gradient_(self, target: Tensor, factor: float) -> tuple[Tensor, dict[str, Tensor]]:
         """:meth:`evaluate`, adding factor × its derivative by x to `target` instead of recording a graph."""
-        results, saved = self.formula.fast(self.x)
-        self.formula.add_gradient_(target, self.x, saved, factor * self.scale)
-        return self._named(results)
+        return self._named(self.formula.evaluate_and_add_(target, self.x, factor * self.scale))
 
     def _named(self, results: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         value = results[0] if self.scale == 1 and not self.offset else self.scale * results[0] + self.offset

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate_symmetric", "mirror", "product", "small_side", "symmetric_product"]
+__all__ = ["accumulate_symmetric", "add_product_", "mirror", "product", "small_side", "symmetric_product"]
 
 # Below this many rows the blocks are too small for their products to be efficient.
 BLOCKED_FROM = 64
-FOUR_FROM = 128
+FOUR_FROM = 192
 
 
 def small_side(matrix: Tensor) -> Tensor:
@@ -33,31 +33,32 @@ def symmetric_product(matrix: Tensor) -> Tensor:
     count, rows, _ = matrix.shape
     if not _in_turn(matrix):
         return matrix @ matrix.mT
-    return mirror(accumulate_symmetric(matrix.new_zeros(count, rows, rows), matrix))
+    gram = matrix.new_zeros(count, rows, rows)
+    half = gram.mT if matrix.stride(-1) == 1 else gram
+    accumulate_symmetric(half, matrix)
+    mirror(half)
+    return gram
 
 
-def accumulate_symmetric(gram: Tensor, matrix: Tensor) -> Tensor:
-    r"""Add :math:`A A^\top` to half of the blocks of `gram`, which began as zeros; in place.
+def accumulate_symmetric(gram: Tensor, matrix: Tensor) -> None:
+    r"""Add :math:`A A^\top` to the blocks on and above the diagonal of `gram`; in place.
 
-    The rest of `gram` is right only after :func:`mirror`.
+    The rest of `gram` is right only after :func:`mirror`. Where the entries of a row of A follow one another, hand
+    in the transpose of the memory that is to be filled: Note [Half of a Gram matrix].
     """
     if not _in_turn(matrix):
-        return gram.baddbmm_(matrix, matrix.mT)
-    half = gram.mT if matrix.stride(-1) == 1 else gram
-    for a, g in zip(matrix, half, strict=True):
-        for start, stop in _blocks(len(a)):
+        gram.baddbmm_(matrix, matrix.mT)
+        return
+    for a, g in zip(matrix.unbind(), gram.unbind(), strict=True):
+        for start, stop in _blocks(a.shape[0]):
             g[start:stop, start:].addmm_(a[start:stop], a[start:].T)
-    return gram
 
 
-def mirror(gram: Tensor) -> Tensor:
-    """Make a Gram matrix whole of which one half of the blocks is there and the other zero; in place."""
-    if not _in_turn(gram):
-        return gram
+def mirror(gram: Tensor) -> None:
+    """Copy the blocks above the diagonal to those below it; in place."""
     for start, stop in _blocks(gram.shape[-1]):
-        above, below = gram[:, start:stop, stop:], gram[:, stop:, start:stop]
-        below.copy_(above.add_(below.mT).mT)
-    return gram
+        if stop < gram.shape[-1]:
+            gram[:, stop:, start:stop] = gram[:, start:stop, stop:].mT
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -68,14 +69,23 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if not _in_turn(a):
         return torch.bmm(a, b, out=out)
     out = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
-    for x, y, z in zip(a, b, out, strict=True):
+    for x, y, z in zip(a.unbind(), b.unbind(), out.unbind(), strict=True):
         torch.mm(x, y, out=z)
     return out
 
 
+def add_product_(target: Tensor, a: Tensor, b: Tensor, *, alpha: float) -> None:
+    """target ← target + alpha · a @ b for each matrix of the stacks."""
+    if not _in_turn(a):
+        target.baddbmm_(a, b, alpha=alpha)
+        return
+    for x, y, z in zip(a.unbind(), b.unbind(), target.unbind(), strict=True):
+        z.addmm_(x, y, alpha=alpha)
+
+
 def _in_turn(matrix: Tensor) -> bool:
     """Whether the matrices of a stack are multiplied one after another."""
-    return matrix.device.type == "cpu" and (len(matrix) == 1 or matrix.shape[-2] >= BLOCKED_FROM)
+    return matrix.device.type == "cpu" and (matrix.shape[0] == 1 or matrix.shape[-2] >= BLOCKED_FROM)
 
 
 def _blocks(rows: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import ClosedFormRegularizer, require
 from gonio.regularizers.closed_form import Closed, Formula
-from gonio.regularizers.gram import small_side, symmetric_product
+from gonio.regularizers.gram import add_product_, product, small_side, symmetric_product
 from gonio.regularizers.sharding import identity_like
 
 __all__ = ["Filters", "FromIdentity", "OffDiagonal", "Orthogonality", "check_filters", "welch_floor"]
@@ -128,11 +128,10 @@ class FromIdentity(Formula):
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
         (residual,) = saved
-        product = residual @ x if x.shape[-2] <= x.shape[-1] else x @ residual
-        return product.mul_(4 * factor)
+        return product(*_in_order(residual * (4 * factor), x))
 
     def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
-        target.baddbmm_(*_in_order(saved[0], x), alpha=4 * factor)
+        add_product_(target, *_in_order(saved[0], x), alpha=4 * factor)
 
 
 class OffDiagonal(Formula):
@@ -153,13 +152,12 @@ class OffDiagonal(Formula):
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
         gram, *square = saved
-        if not square:
-            return (gram @ x).mul_(4 * factor)
-        return (x @ gram).addcmul_(x, square[0], value=-1).mul_(4 * factor)
+        gradient = product(*_in_order(gram * (4 * factor), x))
+        return gradient.addcmul_(x, square[0] * (-4 * factor)) if square else gradient
 
     def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
         gram, *square = saved
-        target.baddbmm_(*_in_order(gram, x), alpha=4 * factor)
+        add_product_(target, *_in_order(gram, x), alpha=4 * factor)
         if square:
             target.addcmul_(x, square[0], value=-4 * factor)
 

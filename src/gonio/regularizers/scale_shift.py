@@ -202,13 +202,36 @@ class _LogNorm(Formula):
             return x * on_weight
         return x.sign().mul_(on_sign).addcmul_(x, on_weight)
 
-    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+    def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
         if x.device.type != "cpu":  # reading the coefficients would wait for the device
-            target.add_(self.gradient(x, saved, x.new_tensor(factor)))
-            return
-        coefficients = ((factor * s).tolist() for s in saved)
-        for row, goal, on_weight, on_sign in zip(x, target, *coefficients, strict=True):
-            for piece, part in zip(row.split(PIECE), goal.split(PIECE), strict=True):
-                part.add_(piece, alpha=on_weight)
-                if self.share:
-                    part.add_(piece.sign(), alpha=on_sign)
+            return super().evaluate_and_add_(target, x, factor)
+        scale = direction = 0.0
+        scratch = x.new_empty(min(PIECE, x.shape[1]))
+        for row, goal in zip(x.unbind(), target.unbind(), strict=True):
+            norm, absolute = _norms(row, scratch if self.share else None)
+            scale += math.log(max(norm, self.floor))
+            on_weight, on_sign = 0.0, 0.0
+            if not norm < torch.finfo(x.dtype).tiny ** 0.5:  # a NaN passes, and shows
+                on_sign = self.share / norm
+                on_weight = (norm > self.floor) / norm**2 - on_sign * absolute / norm**2
+                direction += on_sign * absolute
+            _add(goal, row, factor * on_weight, factor * on_sign, scratch)
+        return x.new_tensor(scale + direction), x.new_tensor(scale), x.new_tensor(direction)
+
+
+def _norms(row: Tensor, scratch: Tensor | None) -> tuple[float, float]:
+    """‖x‖ and, where there is room to compute it, ‖x‖₁; read from memory once."""
+    square = absolute = 0.0
+    for piece in row.split(PIECE):
+        square += float(torch.dot(piece, piece))
+        if scratch is not None:
+            absolute += float(torch.abs(piece, out=scratch[: len(piece)]).sum())
+    return math.sqrt(square), absolute
+
+
+def _add(target: Tensor, row: Tensor, on_weight: float, on_sign: float, scratch: Tensor) -> None:
+    """target ← target + on_weight · x + on_sign · sign(x)."""
+    for piece, part in zip(row.split(PIECE), target.split(PIECE), strict=True):
+        part.add_(piece, alpha=on_weight)
+        if on_sign:
+            part.add_(torch.sign(piece, out=scratch[: len(piece)]), alpha=on_sign)

@@ -149,9 +149,11 @@ class SoftSigns:
         """T Tᵀ for each group, (groups, k/groups, k/groups), over the batch of all processes."""
         width = x.shape[1] // self.groups
         gram, room = x.new_zeros(self.groups, width, width), self.room(x)
+        half = gram if x.stride(1) == 1 else gram.mT
         for piece in self.pieces(x):
-            accumulate_symmetric(gram, self.shifted(piece, channels, room).tanh_())
-        return self.total(mirror(gram))
+            accumulate_symmetric(half, self.shifted(piece, channels, room).tanh_())
+        mirror(half)
+        return self.total(gram)
 
     def pull_back(self, x: Tensor, channels: Channels, slope: Callable[[Tensor, Tensor], object]) -> Tensor:
         """The derivative by the outputs.

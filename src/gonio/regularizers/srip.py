@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.precision import full_precision
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.base import Evaluation, WeightRegularizer, can_add_directly, require, shares_memory
 from gonio.regularizers.closed_form import Formula, apply
-from gonio.regularizers.gram import small_side
+from gonio.regularizers.gram import add_product_, product, small_side
 from gonio.regularizers.sharding import is_sharded, replicated_like
 
 __all__ = ["SRIP"]
@@ -67,12 +68,26 @@ class SRIP(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
-        vector = replicated_like(_start(a) if state is None else state.to(a), a)
-        with torch.no_grad():
-            for _ in range(self.iterations - 1):
-                vector = _next(a, vector)[0]
-        value, following = apply(_Stretch(vector), a)
+        value, following = apply(self._stretch(a, state), a)
         return Evaluation(value, {}, _whole(following))
+
+    @torch.no_grad()
+    def _stretch(self, a: Tensor, state: Tensor | None) -> _Stretch:
+        """The formula for the vector of the last iteration."""
+        vector = replicated_like(_start(a) if state is None else state.to(a), a)
+        for _ in range(self.iterations - 1):
+            vector = _next(a, vector)[0]
+        return _Stretch(vector)
+
+    def add_gradient_(
+        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
+    ) -> Evaluation:
+        a, target = (small_side(matrix_view(x, layout)) for x in (weight.detach(), grad))
+        if not (can_add_directly(grad, weight) and shares_memory(a, weight) and shares_memory(target, grad)):
+            return super().add_gradient_(grad, weight, layout, factor=factor, state=state)
+        with torch.no_grad(), full_precision(weight):
+            value, following = self._stretch(a, state).evaluate_and_add_(target, a, factor)
+        return Evaluation(value, {}, following)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_zeros(())
@@ -112,15 +127,21 @@ class _Stretch(Formula):
         return length.sum(), following
 
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        inner = x.mT @ self.vector
-        image = (x @ inner).sub_(self.vector)
-        length = safe_norm(image, -2, keepdim=True)
+        inner = product(x.mT, self.vector)
+        image = product(x, inner).sub_(self.vector)
+        length = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
         zero = length == 0
         unit = image.div_(length.masked_fill(zero, 1))
         return (length.sum(), torch.where(zero, self.vector, unit)), (unit, inner)
 
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        unit, inner = saved
-        left = torch.cat([unit, self.vector], -1)
-        right = torch.cat([inner, x.mT @ unit], -1)
-        return left @ (right.mT * factor)
+        left, right = self._sides(x, *saved)
+        return product(left * factor, right)
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        add_product_(target, *self._sides(x, *saved), alpha=factor)
+
+    def _sides(self, x: Tensor, unit: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient, of rank 2, as the product of a tall and a wide matrix."""
+        other = product(x.mT, unit)
+        return torch.cat([unit, self.vector], -1), torch.cat([inner, other], -1).mT
