@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from compare.plans import plan_of
+from gonio.compare.database import transaction
 from gonio.compare.lock import locked
 from gonio.compare.results import RunRecord
-from gonio.compare.study import Study, _database
+from gonio.compare.study import Study
 from gonio.errors import PlanChangedError, StudyError, StudyLockedError
 
 
@@ -128,13 +129,13 @@ def test_database_of_a_newer_version(tmp_path: Path) -> None:
     Study.create(tmp_path, plan_of())
     with closing(sqlite3.connect(tmp_path / "study.db")) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 1. Use a newer gonio"):
+    with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 2. Use a newer gonio"):
         Study.open(tmp_path)
 
 
 def test_commits_are_durable(tmp_path: Path) -> None:
     Study.create(tmp_path, plan_of())
-    with _database(tmp_path) as database:
+    with transaction(tmp_path) as database:
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
 

@@ -57,6 +57,18 @@ def command(
     ] = "local",
     cpus: Annotated[float, typer.Option("--cpus", help="CPUs that one run occupies on a cluster.")] = 1.0,
     gpus: Annotated[float, typer.Option("--gpus", help="GPUs that one run occupies on a cluster.")] = 0.0,
+    tune: Annotated[
+        int,
+        typer.Option(
+            "--tune",
+            help="Trials for the learning rate and the strengths of every recipe and the baseline, before the runs.",
+            min=0,
+            metavar="N",
+        ),
+    ] = 0,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Attack the trained models, and show what they still get right.")
+    ] = False,
     self_test: Annotated[
         bool,
         typer.Option("--self-test", help="The baseline against itself: how often is a verdict wrong?"),
@@ -86,13 +98,16 @@ def command(
     from gonio.compare import dry_run as describe
 
     scored = _Scored(metric, unit, direction, sesoi)
+    more = _Extra(tune=tune, robust=robust)
     named = [*(recipes or []), *(["--self-test"] if self_test else [])]
-    words = _command_line(named, task=task, model=model, seeds=seeds, study=study, script=script, scored=scored)
-    _check_script(script, task, model, scored)
+    words = _command_line(
+        named, task=task, model=model, seeds=seeds, study=study, script=script, scored=scored, more=more
+    )
+    _check_script(script, task, model, scored, more)
     chosen = _recipes(recipes, self_test=self_test)
     with users_code(task, model):
         if script is None:
-            plan = make_plan(chosen, task=task, model=model, seeds=seeds, command=words)
+            plan = make_plan(chosen, task=task, model=model, seeds=seeds, command=words, **asdict(more))
         else:
             plan = make_script_plan(chosen, script=script, seeds=seeds, command=words, **asdict(scored))
     plan = self_test_plan(plan, size=seeds) if self_test else plan
@@ -149,8 +164,20 @@ class _Scored:
     sesoi: float = 0.0
 
 
-def _check_script(script: str | None, task: str, model: str | None, scored: _Scored) -> None:
+@dataclass(frozen=True)
+class _Extra:
+    """What a study does beside the runs that it compares."""
+
+    tune: int = 0
+    robust: bool = False
+
+
+def _check_script(script: str | None, task: str, model: str | None, scored: _Scored, more: _Extra) -> None:
     """A script brings its own task and model, and nothing but a script needs its score explained."""
+    if script is not None and more != _Extra():
+        raise InvalidArgumentError(
+            "--tune and --robust are for training that gonio does", "--script beside them", "Leave them out."
+        )
     if script is not None and (task != _TASK or model is not None):
         raise InvalidArgumentError("--script trains its own model", "--task or --model beside it", "Leave them out.")
     if script is None and scored != _Scored():
@@ -170,6 +197,7 @@ def _command_line(
     study: Path,
     script: str | None = None,
     scored: _Scored = _Scored(),
+    more: _Extra = _Extra(),
 ) -> str:
     """The command that reproduces the study: what is not a default, and nothing about this machine."""
     words = ["gonio", "compare", *recipes]
@@ -179,6 +207,8 @@ def _command_line(
     for name, value in asdict(scored).items():
         words += [f"--{name}", str(value)] if value != getattr(_Scored, name) else []
     words += ["--seeds", str(seeds)] if seeds != _SEEDS else []
+    words += ["--tune", str(more.tune)] if more.tune else []
+    words += ["--robust"] if more.robust else []
     words += ["-o", str(study)] if study != _STUDY else []
     return shlex.join(words)
 

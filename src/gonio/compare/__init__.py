@@ -17,6 +17,7 @@ from gonio.compare.self_testing import SelfTest, self_test, self_test_plan
 from gonio.compare.several import Across, across
 from gonio.compare.study import Study
 from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
+from gonio.compare.threat import Threat
 
 __all__ = [
     "ACCURACY",
@@ -39,6 +40,7 @@ __all__ = [
     "Split",
     "Study",
     "Task",
+    "Threat",
     "Training",
     "Watcher",
     "accuracy",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from gonio.compare.one_run import build, prepare_process
 from gonio.compare.plan import Plan, RecipeEntry
@@ -25,21 +25,39 @@ from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.training import batches, make_optimizer
 
-__all__ = ["measure_costs", "peak_bytes", "training_step"]
+__all__ = ["measure_costs", "peak_bytes", "step_flops", "training_step"]
 
 _WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
 _BLOCKS = 21  # odd, so that the median is one of them
 _TURN = 0.03  # seconds of the baseline per block: 100 times the clock's and scheduler's grain
 _LONGEST = 12.0  # seconds for all blocks; at least 5 are made
-_MEMORY_STEPS = 3
+_MEMORY_BLOCKS = 3
+Shape = tuple[int, ...]
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    """Of one attention on the CPU, from the shapes."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(out: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    return int(sdpa_backward_flop_count(out, query, key, value))
+
+
+# torch's counter knows the attention of GPUs alone
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 
 
 def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
-    """Time and memory of one training step of each recipe, over the baseline's.
+    """Time and memory of one training step of each recipe over the baseline's, and the sizes of both.
 
     A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Time is the CPU
     time of this process. Memory is the most that the allocator held at any moment of a step beyond what
-    it held before: activations, gradients and temporaries.
+    it held before: activations, gradients and temporaries. In each block the models take turns, so that
+    what changes on the machine meets all of them.
     """
     prepare_process()
     task = resolve_task(plan.task)
@@ -49,8 +67,13 @@ def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
     for block, ratios in enumerate(_time_ratios(baseline, steps)):
         rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
     with _silent_stderr():
-        memory = [statistics.median(peak_bytes(s) for _ in range(_MEMORY_STEPS)) for s in (baseline, *steps)]
-    rows += [(h, "memory", 0, peak / memory[0]) for h, peak in zip(hashes, memory[1:], strict=True)]
+        for block in range(_MEMORY_BLOCKS):
+            first, *peaks = [peak_bytes(step) for step in (baseline, *steps)]
+            rows += [(h, "memory", block, peak / first) for h, peak in zip(hashes, peaks, strict=True)]
+    for entry, step in zip((plan.baseline, *entries), (baseline, *steps), strict=True):
+        model, _, _ = build(plan, task, entry, plan.seeds[0])
+        rows.append((entry.hash, "parameters", 0, sum(p.numel() for p in model.parameters())))
+        rows.append((entry.hash, "flops", 0, step_flops(step)))
     return rows
 
 
@@ -108,6 +131,21 @@ def _seconds(step: Callable[[], None], count: int) -> float:
     for _ in range(count):
         step()
     return time.process_time() - began
+
+
+def step_flops(step: Callable[[], None]) -> int:
+    """Floating-point operations of the matrix products, convolutions and attentions of one step.
+
+    What is done element by element is not counted: its cost is memory traffic, which the step time shows.
+
+    Example:
+        >>> from gonio.compare.cost import step_flops
+        >>> step_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))  # 2 · 2 · 3 · 5
+        60
+    """
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        step()
+    return int(counter.get_total_flops())
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

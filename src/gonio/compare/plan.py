@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gonio.compare.threat import Threat
+from gonio.compare.tuning_space import Tuning
 from gonio.errors import PlanChangedError
 from gonio.seeding import derive_seed
 
 __all__ = ["Plan", "RecipeEntry", "Training", "extended"]
 
 # Fields that plans of older versions lack: at these values they leave the hash as it was.
-_LATER = {"self_test": False}
+_LATER = {"self_test": False, "tuning": None, "threat": None}
 _ALWAYS = object()
 # What no result depends on.
 _UNHASHED = ("notes", "versions", "command", "history")
@@ -62,6 +64,8 @@ class Plan:
         notes: what a reader must know; not part of the hash, nor are `versions`, `command` and `history`.
         training: None: `task` is a script of the user's own, which trains as it likes.
         self_test: the recipes change nothing and draw other random numbers than the baseline.
+        tuning: how every recipe is tuned first; None: not at all.
+        threat: how trained models are attacked; None: not at all.
         history: one entry for each time that seeds or recipes were added after results existed.
     """
 
@@ -83,6 +87,8 @@ class Plan:
     command: str = ""
     history: tuple[Mapping[str, Any], ...] = ()
     self_test: bool = False
+    tuning: Tuning | None = None
+    threat: Threat | None = None
 
     @property
     def scripted(self) -> bool:
@@ -128,6 +134,8 @@ class Plan:
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
         values["training"] = None if values["training"] is None else Training(**values["training"])
+        for key, kind in (("tuning", Tuning), ("threat", Threat)):
+            values[key] = kind(**values[key]) if values.get(key) else None
         for key in ("seeds", "notes", "history"):
             values[key] = tuple(values[key])
         return cls(**values)

@@ -10,7 +10,9 @@ from torch import nn
 from gonio.compare.plan import Training
 from gonio.compare.results import BASELINE
 from gonio.compare.task import Task
+from gonio.compare.threat import ATTACK_SEED
 from gonio.compare.training import OPTIMIZERS
+from gonio.compare.tuning_space import TUNING_SEED
 from gonio.errors import InvalidArgumentError
 from gonio.recipes import Recipe
 
@@ -27,6 +29,11 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if not found or len(set(found)) < len(found):
         raise InvalidArgumentError(
             "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
+        )
+    taken = sorted({TUNING_SEED, ATTACK_SEED}.intersection(found))
+    if taken:
+        raise InvalidArgumentError(
+            "the seeds of a comparison must not be those of tuning and of attacks", str(taken[0]), "Choose another."
         )
     return found
 

@@ -12,9 +12,13 @@ from torch import nn
 from gonio.compare.plan import Plan, RecipeEntry, Training
 from gonio.compare.plan_checks import check_model, check_names, check_training, positive, seeds_of
 from gonio.compare.results import BASELINE
+from gonio.compare.secondary import changes_of
 from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
-from gonio.errors import UnmatchedRuleError
+from gonio.compare.threat import Threat
+from gonio.compare.tuning import require_optuna
+from gonio.compare.tuning_space import Tuning
+from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest
 from gonio.recipes import Recipe
@@ -39,6 +43,8 @@ def make_plan(
     seeds: int | Sequence[int] = 8,
     training: Training | None = None,
     sesoi: float | None = None,
+    tune: int = 0,
+    robust: bool = False,
     command: str = "gonio compare",
 ) -> Plan:
     """Decide a comparison: recipes × seeds on one task and model, the baseline included.
@@ -55,6 +61,9 @@ def make_plan(
         seeds: how many (0, 1, …), or which.
         training: None is the task's own.
         sesoi: smallest effect of interest in the metric's unit; None is the task's own.
+        tune: trials that every recipe, the baseline included, gets for its own strengths and the learning
+            rate before the runs that are compared.
+        robust: attack the trained models as the task says.
         command: the command line that reproduces the study, for the record.
 
     Raises:
@@ -68,6 +77,7 @@ def make_plan(
         (6, ['baseline', 'orthogonal-init'])
     """
     data = resolve_task(task)
+    found = seeds_of(seeds)
     chosen = training or data.training
     check_training(chosen, data)
     spec = model or data.model
@@ -79,7 +89,7 @@ def make_plan(
         task=task,
         model=spec,
         recipes=tuple(entry_of(recipe) for recipe in (Recipe(BASELINE), *loaded)),
-        seeds=seeds_of(seeds),
+        seeds=found,
         training=chosen,
         metric=data.metric.name,
         direction=data.metric.direction,
@@ -92,7 +102,27 @@ def make_plan(
         notes=(*data.notes, *left_out, *_confounded(loaded)),
         versions=versions(),
         command=command,
+        tuning=_tuning(tune),
+        threat=_threat(data) if robust else None,
     )
+
+
+def _tuning(trials: int) -> Tuning | None:
+    if trials == 0:
+        return None
+    positive("the number of trials", trials)
+    require_optuna()
+    return Tuning(trials=trials)
+
+
+def _threat(task: Task) -> Threat:
+    if task.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs inputs that can be disturbed a little, and the task {task.name!r} to say how far",
+            "a task without a threat",
+            "Leave --robust out, or give the Task a gonio.compare.Threat.",
+        )
+    return task.threat
 
 
 def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
@@ -137,9 +167,9 @@ def entry_of(recipe: Recipe) -> RecipeEntry:
 
 def _confounded(recipes: Sequence[Recipe]) -> list[str]:
     """A note for each recipe that changes several things at once."""
-    verbs = {r.name: [v for v in ("init", "swap", "parametrize", "penalty") if r.rules(v)] for r in recipes}
+    changes = {recipe.name: changes_of(recipe.to_dict()) for recipe in recipes}
     return [
         f"{name} changes several things at once ({', '.join(used)}): its effect belongs to all of them together."
-        for name, used in verbs.items()
+        for name, used in changes.items()
         if len(used) > 1
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from gonio.compare.plan import Plan
 
-__all__ = ["BASELINE", "VERDICTS", "Effect", "Ratio", "Results", "RunRecord"]
+__all__ = ["BASELINE", "VERDICTS", "Amount", "Effect", "Ratio", "Reach", "Results", "Robust", "RunRecord", "Tuned"]
 
 BASELINE = "baseline"
 STATUSES = ("finished", "diverged", "failed")
@@ -37,6 +37,9 @@ class RunRecord:
             pairwise filter angles in degrees, one count per bin; `dim` the length of a filter, hence the
             dimension of the random-direction law. Empty unless finished.
         plan: what the recipe did to this model, layer by layer; "" for the baseline.
+        settings: what tuning chose for the recipe, by name; empty without tuning.
+        robustness: accuracy in percent on disturbed inputs, see
+            :func:`gonio.compare.robustness.robustness`; empty unless the study asks for it.
         error: why the run diverged or failed.
         seconds: CPU seconds of the run's process; not compared, since time is not a result.
     """
@@ -50,6 +53,8 @@ class RunRecord:
     geometry: Mapping[str, Any] = field(default_factory=dict)
     plan: str = ""
     error: str | None = None
+    settings: Mapping[str, float] = field(default_factory=dict)
+    robustness: Mapping[str, Any] = field(default_factory=dict)
     seconds: float | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +73,80 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class Amount:
+    """A number that a model has, such as its parameters, beside the baseline's."""
+
+    baseline: float
+    recipe: float
+
+    @property
+    def ratio(self) -> float:
+        """Recipe over baseline."""
+        return self.recipe / self.baseline
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How long a recipe takes to where the baseline ends.
+
+    Attributes:
+        n: pairs of runs with a learning curve each.
+        reached: pairs in which the recipe reached the baseline's last validation score.
+        ratio: median over the pairs of its time until then over the baseline's own, the step time counted;
+            None if less than half reached it, or no step time was measured.
+    """
+
+    n: int
+    reached: int
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning did for one recipe.
+
+    Attributes:
+        trials: made so far; failed, diverged: of these.
+        defaults, chosen: values by name; `chosen` is empty before the last trial.
+        score, default_score: validation score of the best trial and of the one with the defaults. The best
+            of several is luck in part: the comparison itself is on other seeds.
+        seconds: CPU seconds of all trials.
+    """
+
+    recipe: str
+    trials: int
+    failed: int
+    diverged: int
+    defaults: Mapping[str, float]
+    chosen: Mapping[str, float]
+    score: float | None
+    default_score: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Robust:
+    """How the runs of one recipe stood up to disturbed inputs.
+
+    Attributes:
+        means: accuracy in percent by attack, mean over the seeds; a diverged run has 0.
+        mean, low, high: mean paired difference of `worst` to the baseline, with its paired-t 95 % interval;
+            None for the baseline and where there are too few pairs. Not corrected for anything: a second
+            look, beside the one that the verdict is about.
+        n: runs that were attacked.
+        signs: what speaks for hidden gradients, with the number of runs that show it.
+    """
+
+    recipe: str
+    means: Mapping[str, float]
+    n: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    signs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Effect:
     """One recipe against the baseline.
 
@@ -82,6 +161,10 @@ class Effect:
             they count as the worst score.
         improvement: probability that the recipe beats the baseline in one pair (ties count half).
         differences: the paired differences, in the order of `seeds`.
+        changes: what the recipe changes, e.g. `("swap DecoupledConv2d",)`. With more than one the effect is
+            confounded: it belongs to all of them together.
+        parameters, flops: of the model, and of one training step.
+        reach: time to the baseline's last validation score.
     """
 
     recipe: str
@@ -102,6 +185,15 @@ class Effect:
     seeds: tuple[int, ...] = ()
     step_time: Ratio | None = None
     memory: Ratio | None = None
+    changes: tuple[str, ...] = ()
+    parameters: Amount | None = None
+    flops: Amount | None = None
+    reach: Reach | None = None
+
+    @property
+    def confounded(self) -> bool:
+        """Whether the recipe differs from the baseline in more than one thing."""
+        return len(self.changes) > 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +208,8 @@ class Results:
         command: the command line that reproduces the study.
         notes: what a reader must know to judge the numbers.
         looks: how many runs there were each time that somebody looked at results that were new.
+        tuning: one entry per recipe, the baseline first; empty without tuning.
+        robustness: the same for disturbed inputs.
     """
 
     plan: Plan
@@ -128,6 +222,8 @@ class Results:
     notes: tuple[str, ...]
     missing: int = 0
     looks: tuple[int, ...] = ()
+    tuning: tuple[Tuned, ...] = ()
+    robustness: tuple[Robust, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON-able data."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from gonio.compare.cost import measure_costs
 from gonio.compare.engines import Engine, Job, Local, NodeLost
 from gonio.compare.lock import locked
-from gonio.compare.one_run import run_one
-from gonio.compare.plan import Plan, RecipeEntry
+from gonio.compare.plan import Plan
 from gonio.compare.planning import versions
 from gonio.compare.progress import Quiet, Watcher
 from gonio.compare.results import RunRecord
 from gonio.compare.statistics import require_scipy
 from gonio.compare.study import Study
+from gonio.compare.units import TransferUnit, Unit, run_units, transfer_units, trial_units
 from gonio.compare.workers import Worker
 from gonio.errors import Interrupted, InvalidArgumentError
 
@@ -38,7 +37,7 @@ def run(
     engine: Engine | None = None,
     watcher: Watcher | None = None,
 ) -> Study:
-    """Do every run of the plan that the study in `path` lacks, then measure what the recipes cost.
+    """Do every trial and run of the plan that the study in `path` lacks, then measure what the recipes cost.
 
     Each run is a process of its own on one thread. It starts from its seed, so its result depends neither
     on `jobs` nor on the order, and a study that was killed and continued equals one that was not. The
@@ -77,7 +76,7 @@ def run(
     with locked(folder), _termination_raises(f"the study {str(path)!r}"):
         study = Study.create_locked(folder, plan)
         try:
-            _Training(study, engine, watcher).go()
+            _Crew(study, engine, watcher).go()
             _measure(study, watcher)
         finally:
             watcher.stop()
@@ -85,59 +84,62 @@ def run(
     return study
 
 
-class _Training:
-    """The runs of a study: those that wait, and those that are being computed."""
+class _Crew:
+    """The units of a study: those that wait, and those that are being computed."""
 
     def __init__(self, study: Study, engine: Engine, watcher: Watcher) -> None:
         self._study, self._engine, self._watcher = study, engine, watcher
-        self._waiting = study.missing()[::-1]
-        self._running: dict[Job, tuple[RecipeEntry, int]] = {}
-        self._losses: Counter[tuple[str, int]] = Counter()
+        self._waiting: list[Unit] = []
+        self._running: dict[Job, Unit] = {}
+        self._losses: Counter[str] = Counter()
 
     def go(self) -> None:
-        """Until each run has its row."""
-        total = len(self._study.plan.grid)
-        self._watcher.start(total, total - len(self._waiting))
+        """First all trials, then what the attacks need, then the runs; until each has its row."""
+        trials, runs = self._study.trials.left(), len(self._study.missing())
+        tuning = self._study.plan.tuning
+        total = len(self._study.plan.grid) + (tuning.trials * len(self._study.plan.recipes) if tuning else 0)
+        self._watcher.start(total, total - trials - runs)
+        for units in (trial_units, transfer_units, run_units):
+            self._compute(units(self._study))
+
+    def _compute(self, units: list[Unit]) -> None:
+        self._waiting = units[::-1]
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < self._engine.slots:
-                    self._start(*self._waiting.pop())
+                    self._start(self._waiting.pop())
                 for job in self._engine.wait(self._running):
-                    self._settle(job, *self._running[job])
+                    self._settle(job, self._running[job])
         finally:
             for job in self._running:
                 job.stop()
 
-    def _start(self, entry: RecipeEntry, seed: int) -> None:
-        folder = self._study.scratch(entry, seed).absolute() if self._engine.shares_files else None
-        self._running[self._engine.start(_run_as_data, self._study.plan, entry, seed, folder)] = (entry, seed)
+    def _start(self, unit: Unit) -> None:
+        function, arguments = unit.call(self._study, shares_files=self._engine.shares_files)
+        self._running[self._engine.start(function, *arguments)] = unit
 
-    def _settle(self, job: Job, entry: RecipeEntry, seed: int) -> None:
-        """Commit what a job brought, or give its run back if its machine was lost."""
+    def _settle(self, job: Job, unit: Unit) -> None:
+        """Commit what a job brought, or give its unit back if its machine was lost."""
         used = versions()
         try:
             found = job.result()
             record, used = RunRecord(**found["record"]), found["versions"]
         except ChildProcessError as error:
-            record = RunRecord(entry.name, seed, "failed", error=str(error))
+            record = replace(unit.failure, error=str(error))
         except NodeLost as error:
-            self._losses[entry.name, seed] += 1
-            if self._losses[entry.name, seed] < _LOSSES:
-                self._watcher.stage(f"{entry.name}, seed {seed}: {error}; it is run again")
-                self._waiting.append((entry, seed))
+            self._losses[unit.name] += 1
+            if self._losses[unit.name] < _LOSSES:
+                self._watcher.stage(f"{unit.name}: {error}; it is run again")
+                self._waiting.append(unit)
                 del self._running[job]
                 return
-            record = RunRecord(entry.name, seed, "failed", error=f"{error}, {_LOSSES} times")
-        self._study.add(entry, record, used)
-        if record.status != "failed":  # the next try of a failed run may go on from its checkpoint
-            shutil.rmtree(self._study.scratch(entry, seed), ignore_errors=True)
+            record = replace(unit.failure, error=f"{error}, {_LOSSES} times")
+        self._waiting = unit.commit(self._study, record, used)[::-1] + self._waiting
         del self._running[job]
-        self._watcher.run_ended(record)
-
-
-def _run_as_data(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -> dict[str, Any]:
-    """What a job calls; the versions are those of the machine that it runs on."""
-    return {"record": run_one(plan, entry, seed, folder).to_dict(), "versions": dict(versions())}
+        if not isinstance(unit, TransferUnit):
+            self._watcher.run_ended(record)
+        elif record.status != "finished":
+            self._watcher.stage(f"no transfer attack: {record.status}: {record.error}")
 
 
 def _measure(study: Study, watcher: Watcher) -> None:

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gonio.compare.database import DATABASE, prepare, select, transaction
 from gonio.compare.lock import locked
 from gonio.compare.plan import Plan, RecipeEntry, extended
 from gonio.compare.results import Results, RunRecord
 from gonio.compare.summary import CostRow, summarise
+from gonio.compare.trials import Trials
 from gonio.errors import StudyError
 
 __all__ = ["Study"]
 
-_PLAN, _DATABASE, _VERSION = "plan.json", "study.db", 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
-    hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
-    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, seed)
-);
-CREATE TABLE IF NOT EXISTS costs (
-    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL,
-    PRIMARY KEY (hash, kind, block)
-);
-"""
+_PLAN = "plan.json"
 _LOOKS = "CREATE TABLE IF NOT EXISTS looks (runs INTEGER PRIMARY KEY)"
 
 
@@ -76,11 +67,8 @@ class Study:
     @classmethod
     def create_locked(cls, folder: Path, plan: Plan) -> Study:
         """:meth:`create` for a caller that holds the folder's lock."""
-        with _database(folder) as database:
-            if database.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
-                database.executescript(_SCHEMA)
-                database.execute(f"PRAGMA user_version = {_VERSION}")
-            finished = database.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
+        prepare(folder)
+        ((finished,),) = select(folder, "SELECT COUNT(*) FROM runs")
         if (folder / _PLAN).exists():
             plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
         _write_plan(folder, plan)
@@ -94,10 +82,10 @@ class Study:
             StudyError: there is none, or it cannot be read.
         """
         folder = Path(path)
-        for name in (_PLAN, _DATABASE):
+        for name in (_PLAN, DATABASE):
             if not (folder / name).is_file():
                 raise StudyError(str(path), f"there is no {name} in it", "Give the folder of a study.")
-        with _database(folder):
+        with transaction(folder):
             return cls(folder, _read_plan(folder))
 
     def missing(self) -> list[tuple[RecipeEntry, int]]:
@@ -114,12 +102,12 @@ class Study:
         content = record.to_dict()
         seconds = content.pop("seconds")
         row = (entry.hash, record.seed, record.status, json.dumps(content), seconds, json.dumps(dict(versions)))
-        with _database(self.path) as database:
+        with transaction(self.path) as database:
             database.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def add_costs(self, rows: Sequence[CostRow]) -> None:
         """Commit measured cost ratios, all or none."""
-        with _database(self.path) as database:
+        with transaction(self.path) as database:
             database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
 
     def without_costs(self) -> list[RecipeEntry]:
@@ -140,6 +128,23 @@ class Study:
             if (entry.hash, seed) in found
         )
 
+    @property
+    def trials(self) -> Trials:
+        """The trials of tuning."""
+        return Trials(self.path, self.plan)
+
+    def transferred(self) -> dict[str, Any] | None:
+        """The examples of the transfer attack as text: None if they were not made, {} if that failed."""
+        if self.plan.threat is None:
+            return None
+        rows = select(self.path, "SELECT content FROM artifacts WHERE name = 'transferred'")
+        return dict(json.loads(rows[0][0])) if rows else None
+
+    def keep_transferred(self, content: Mapping[str, Any]) -> None:
+        """Commit the examples of the transfer attack."""
+        with transaction(self.path) as database:
+            database.execute("INSERT INTO artifacts VALUES ('transferred', ?)", (json.dumps(dict(content)),))
+
     def results(self) -> Results:
         """What the runs so far show; see :class:`Results`. Counts as a look at them: see :meth:`looks`.
 
@@ -150,11 +155,12 @@ class Study:
         used = self._select("SELECT DISTINCT versions FROM runs")
         runs = self.runs()
         self._look(sum(run.status != "failed" for run in runs))
-        return summarise(self.plan, runs, costs, [json.loads(text) for (text,) in used], self.looks())
+        found = summarise(self.plan, runs, costs, [json.loads(text) for (text,) in used], self.looks())
+        return replace(found, tuning=self.trials.summary())
 
     def looks(self) -> tuple[int, ...]:
         """How many runs there were each time that somebody looked at results that were new."""
-        with _database(self.path) as database:
+        with transaction(self.path) as database:
             known = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'looks'").fetchone()
             rows = database.execute("SELECT runs FROM looks ORDER BY runs").fetchall() if known else []
         return tuple(count for (count,) in rows)
@@ -162,39 +168,12 @@ class Study:
     def _look(self, count: int) -> None:
         """Remember that results of so many runs were seen; an archived study cannot be written to."""
         if count and count not in self.looks() and os.access(self.path, os.W_OK):
-            with _database(self.path) as database:
+            with transaction(self.path) as database:
                 database.execute(_LOOKS)
                 database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
 
     def _select(self, query: str) -> list[Any]:
-        with _database(self.path) as database:
-            return database.execute(query).fetchall()
-
-
-@contextmanager
-def _database(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for one transaction: committed at the end of the block, or rolled back by an exception."""
-    path = folder / _DATABASE
-    # a study that was mailed or archived may lie where nothing can be written, not even SQLite's own files
-    fixed = path.exists() and not os.access(folder, os.W_OK)
-    try:
-        where = f"{path.absolute().as_uri()}?immutable=1" if fixed else path.absolute().as_uri()
-        with closing(sqlite3.connect(where, uri=True)) as database, database:
-            _check(folder, database, fixed=fixed)
-            yield database
-    except sqlite3.DatabaseError as error:
-        raise StudyError(str(folder), f"{_DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
-
-
-def _check(folder: Path, database: sqlite3.Connection, *, fixed: bool) -> None:
-    """Set what makes a commit durable, and refuse a format of the future."""
-    if not fixed:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits at a power cut
-    found = database.execute("PRAGMA user_version").fetchone()[0]
-    if found > _VERSION:
-        why = f"{_DATABASE} has format {found}, and this gonio reads up to {_VERSION}"
-        raise StudyError(str(folder), why, "Use a newer gonio.")
+        return select(self.path, query)
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from gonio.compare.plan import Plan, RecipeEntry
-from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
+from gonio.compare.results import BASELINE, Amount, Effect, Ratio, Results, RunRecord
+from gonio.compare.secondary import changes_of, reach_of, robust_of
 from gonio.compare.statistics import correlation, detectable, holm, improvement, paired_t, sign_flip
 from gonio.compare.verdict import Evidence, counted, judge
 
 __all__ = ["CostRow", "scores_of", "summarise"]
 
-CostRow = tuple[str, str, int, float]  # recipe hash, "step_time" or "memory", block, ratio to the baseline
+# Recipe hash, kind, block, number: the ratio to the baseline's for "step_time" and "memory", and the model's own
+# for "parameters" and "flops", which the baseline has too.
+CostRow = tuple[str, str, int, float]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def summarise(
         notes=(*plan.notes, *_notes(plan, runs, effects, used), *_looks(looks)),
         missing=len(plan.grid) - len(runs),
         looks=tuple(looks),
+        robustness=robust_of(plan, runs),
     )
 
 
@@ -95,6 +99,7 @@ def _effect(
     seen = _evidence(plan, pairs, p_holm)
     verdict, reason = judge(seen)
     mine = [run.status for run in runs if run.recipe == entry.name]
+    step_time = _ratio(costs, entry, "step_time")
     return Effect(
         recipe=entry.name,
         n=seen.n,
@@ -112,8 +117,12 @@ def _effect(
         improvement=improvement(seen.differences, plan.direction),
         differences=seen.differences,
         seeds=pairs.seeds,
-        step_time=_ratio(costs, entry, "step_time"),
+        step_time=step_time,
         memory=_ratio(costs, entry, "memory"),
+        changes=changes_of(entry.content),
+        parameters=_amount(plan, costs, entry, "parameters"),
+        flops=_amount(plan, costs, entry, "flops"),
+        reach=reach_of(plan, entry.name, runs, step_time.median if step_time else None),
     )
 
 
@@ -143,6 +152,13 @@ def _ratio(costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Ratio | N
         return None
     low, median, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist()
     return Ratio(median, low, high, len(found))
+
+
+def _amount(plan: Plan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
+    found = {hash_: number for hash_, name, _, number in costs if name == kind}
+    if entry.hash not in found or plan.baseline.hash not in found:
+        return None
+    return Amount(found[plan.baseline.hash], found[entry.hash])
 
 
 def _notes(

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from gonio.compare.plan import Training
+from gonio.compare.threat import Threat
 from gonio.errors import InvalidArgumentError
 
 __all__ = ["ACCURACY", "Metric", "Split", "Task", "accuracy"]
@@ -93,6 +94,7 @@ class Task:
             themselves stay in their own unit, which is also the unit of what disturbs them.
         recipes: built-in recipes that a study of this task runs if the command names none; empty: one per
             method family, as far as they fit the model.
+        threat: how `--robust` disturbs inputs; None where they cannot be disturbed a little, such as text.
         notes: what a reader of the results must know about the data and the training.
     """
 
@@ -109,6 +111,7 @@ class Task:
     augment: Callable[[Tensor, Generator], Tensor] | None = None
     standardize: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     recipes: tuple[str, ...] = ()
+    threat: Threat | None = None
     notes: tuple[str, ...] = ()
 
     @property

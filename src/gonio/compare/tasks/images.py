@@ -15,6 +15,7 @@ from torch import Tensor
 from gonio.compare.plan import Training
 from gonio.compare.task import Split, Task
 from gonio.compare.tasks.image_files import Labelled, load_folder, to_tensor
+from gonio.compare.threat import Threat
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
 from gonio.seeding import generator
 
@@ -89,6 +90,7 @@ def image_task(name: str, found: Sequence[Labelled]) -> Task:
         training=Training(epochs=10, batch_size=min(64, len(train)), lr=0.05),
         sesoi=1.0,
         standardize=(tuple(mean.tolist()), tuple(std.tolist())),
+        threat=Threat(epsilon=8 / 255, low=0.0, high=1.0),
         notes=_NOTES,
     )
 

@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 from gonio.compare.plan import Training
 from gonio.compare.task import Split, Task
 from gonio.compare.tasks.solids import SOLIDS, random_turns
+from gonio.compare.threat import Threat
 from gonio.seeding import generator
 
 __all__ = ["points", "turned"]
@@ -53,9 +54,10 @@ def points() -> Task:
         test=test,
         model="pointnet",
         sizes={"num_classes": len(SOLIDS), "in_channels": 3},
-        training=Training(epochs=25, batch_size=20, lr=0.02),
+        training=Training(epochs=40, batch_size=20, lr=0.02),
         sesoi=1.0,
         augment=turned,
+        threat=Threat(epsilon=0.02),
         recipes=(
             "orthogonal-init",
             "switchable-norm-1d",
