@@ -53,9 +53,9 @@ class RunRecord:
     geometry: Mapping[str, Any] = field(default_factory=dict)
     plan: str = ""
     error: str | None = None
+    seconds: float | None = field(default=None, compare=False)
     settings: Mapping[str, float] = field(default_factory=dict)
     robustness: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-able data."""

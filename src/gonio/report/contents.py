@@ -14,6 +14,7 @@ from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
+from gonio.report.sections import attacks_of, badge, cost_rows, robust_rows, threat_words, tuning_rows
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["colors_of", "page_of"]
@@ -53,6 +54,11 @@ def page_of(results: Results) -> SimpleNamespace:
         gonio=results.versions.get("gonio", ""),
         history=yaml_of([dict(entry) for entry in plan.history]) if plan.history else "",
         runs=[_run(run, scale) for run in results.runs],
+        costs=cost_rows(results, colors),
+        tuning=tuning_rows(results, colors),
+        robust=robust_rows(results, colors),
+        attacks=[title for _, title in attacks_of(results)],
+        threat=threat_words(results),
     )
     _draw(page, results, colors, scale)
     page.contents = _contents(page)
@@ -70,7 +76,9 @@ def _draw(page: SimpleNamespace, results: Results, colors: dict[str, str], scale
 
 def _contents(page: SimpleNamespace) -> list[tuple[str, str]]:
     shown = [("verdict", "Verdict"), ("effects", "Effects")] if page.rows else []
-    shown += [("costs", "Costs")] if page.time_chart or page.memory_chart else []
+    shown += [("costs", "Costs")] if page.time_chart or page.memory_chart or page.costs else []
+    shown += [("tuning", "Tuning")] if page.tuning else []
+    shown += [("robustness", "Robustness")] if page.robust else []
     shown += [("curves", "Learning curves")] if page.curves else []
     shown += [("layers", "Angles and norms")] if page.layers else []
     return [*shown, ("recipes", "Recipes"), ("study", "The study")]
@@ -116,7 +124,7 @@ def _row(effect: Effect, scale: Scale, color: str) -> SimpleNamespace:
         p=p_value(effect.p_holm),
         time=ratio(effect.step_time), time_range=_range(effect.step_time),
         memory=ratio(effect.memory), memory_range=_range(effect.memory),
-        reason=effect.reason, lost=", ".join(lost),
+        reason=effect.reason, lost=", ".join(lost), confounded=badge(effect),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gonio.compare.results import Effect, Results
 from gonio.foreign_text import plain
+from gonio.report.sections import attacks_of, robust_rows
 from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["text"]
@@ -53,6 +54,7 @@ class _Verdicts:
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
+        yield from _robust(results)
         yield Text("")
         yield Text(_baseline(results, scale), style="dim")
 
@@ -84,7 +86,26 @@ def _verdict(e: Effect) -> Text:
     shown = mark(e.verdict)
     made = Text(f"{shown.symbol} {plain(e.verdict)}", style=TONES[shown.tone])
     lost = [f"{n} {word}" for n, word in ((e.failed, "failed"), (e.diverged, "diverged")) if n]
-    return made.append(f" ({', '.join(lost)})") if lost else made
+    said = [*lost, *(["confounded"] if e.confounded else [])]
+    return made.append(f" ({', '.join(said)})") if said else made
+
+
+def _robust(results: Results) -> Iterator[RenderableType]:
+    """Accuracy under attack, one row per recipe; nothing if no model was attacked."""
+    rows = robust_rows(results, {effect.recipe: "" for effect in results.effects})
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("right under attack, %", overflow="fold")
+    for _, title in attacks_of(results):
+        table.add_column(title, justify="right")
+    table.add_column("difference", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(Text(plain(row.recipe)), *map(Text, row.cells), Text(f"{row.mean} {row.interval}".strip()))
+    yield Text("")
+    yield table
+    for row in rows:
+        yield from (Text(f"{plain(row.recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in row.signs)
 
 
 def _baseline(results: Results, scale: Scale) -> str:
