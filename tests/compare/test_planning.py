@@ -92,7 +92,7 @@ def test_the_baseline_cannot_be_given_as_a_recipe() -> None:
 def test_a_recipe_that_changes_several_things_is_noted() -> None:
     both = replace(Recipe.load("orthogonal-init"), name="both", penalty=Recipe.load("scale-shift").penalty)
     notes = make_plan([both], seeds=1).notes
-    assert "both changes several things at once (init, penalty)" in notes[-1]
+    assert "both changes several things at once (init orthogonal_, penalty ScaleShift)" in notes[-1]
     assert not any("several things" in note for note in make_plan(seeds=1).notes)
 
 
