@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["csv_cell", "markdown_cell", "plain", "redact", "shorten"]
+__all__ = ["csv_cell", "markdown_cell", "plain", "redact", "shorten", "tex_cell"]
 
 _KEPT = {"\n", "\t"}
 _LONGEST = 20_000  # characters; an error message of megabytes must not make a page of megabytes
@@ -94,3 +94,30 @@ def markdown_cell(value: object) -> str:
     line = " ".join(plain("" if value is None else value).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_{}\[\]#!|~$@])", r"\\\1", line) if line else ""
+
+
+_TEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "−": "$-$",
+    "+": "$+$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "–": "--",
+}
+
+
+def tex_cell(value: object) -> str:
+    r"""A cell of a LaTeX table in which no character is a command.
+
+    Example:
+        >>> from gonio.foreign_text import tex_cell
+        >>> tex_cell(r"\input{x} & 5_%"), tex_cell("−0.5")
+        ('\\textbackslash{}input\\{x\\} \\& 5\\_\\%', '$-$0.5')
+    """
+    line = " ".join(plain("" if value is None else value).split())
+    return "".join(_TEX.get(character, character) for character in line)

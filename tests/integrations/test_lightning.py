@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
@@ -22,6 +23,7 @@ STRENGTH = 0.3
 @pytest.fixture(scope="module")
 def lightning() -> Any:
     with warnings.catch_warnings():
+        foreign.torchvision()  # which the library imports where it finds it
         warnings.simplefilter("ignore")  # the library's own remarks on its dependencies, at import
         return pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -107,9 +109,15 @@ def test_twice_and_by_hand_are_refused(lightning: Any) -> None:
         add_penalty_(module_of(lightning, manual=True), lambda: torch.zeros(()))
 
 
-SCRIPT = """
+SCRIPT = f"""
+import sys
 import warnings
 warnings.simplefilter("ignore")
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import foreign
+foreign.torchvision()
+"""
+SCRIPT += """
 import lightning.pytorch as L
 import torch
 from torch import nn

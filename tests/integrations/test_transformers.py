@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, NotApplicableError
@@ -22,6 +23,7 @@ STRENGTH = 0.3
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     with warnings.catch_warnings():
+        foreign.torchvision()  # which the library imports where it finds it
         warnings.simplefilter("ignore")  # the library's own remarks, at import
         pytest.importorskip("accelerate", reason="accelerate is not installed")
         return pytest.importorskip("transformers", reason="transformers is not installed")
@@ -103,9 +105,15 @@ def test_it_trains_as_a_loop_by_hand(transformers: Any, tmp_path: Path, kind: ty
     assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0), rtol=1e-3)
 
 
-SCRIPT = """
+SCRIPT = f"""
+import sys
 import warnings
 warnings.simplefilter("ignore")
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import foreign
+foreign.torchvision()
+"""
+SCRIPT += """
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,10 +1,11 @@
-"""A comparison's results as one self-contained page, a terminal table, JSON, CSV or markdown."""
+"""A comparison's results as one self-contained page, a terminal table, JSON, CSV, markdown or LaTeX."""
 
 from __future__ import annotations
 
 from gonio.report.example import example
+from gonio.report.latex import to_latex
 from gonio.report.page import html, write_html
 from gonio.report.tables import to_csv, to_json, to_markdown
 from gonio.report.terminal import text
 
-__all__ = ["example", "html", "text", "to_csv", "to_json", "to_markdown", "write_html"]
+__all__ = ["example", "html", "text", "to_csv", "to_json", "to_latex", "to_markdown", "write_html"]
