@@ -15,7 +15,7 @@ from gonio.geometry import Layout, layout_of
 from gonio.measuring.adapted_layers import entries_of_adapted
 from gonio.measuring.entry import PADDING, Entry
 from gonio.measuring.names import infer
-from gonio.measuring.stored import spelled
+from gonio.measuring.stored import header_of
 from gonio.parametrizations.base import parametrization_of
 from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
@@ -31,7 +31,7 @@ def entries_of_model(model: nn.Module) -> list[Entry]:
         for name, tensor in _own(site.module):
             path = f"{site.path}.{name}" if site.path else name
             first = path if tensor is None else seen.setdefault(id(tensor), path)
-            made.append(_entry(site, name, path, tensor) if first == path else _tied(site, path, first))
+            made.append(_entry_of(site, name, path, tensor) if first == path else _tied(site, path, first))
         made.extend(entries_of_adapted(site.path, site.module, partial(_layout, name="weight", tensor=None)))
     return made
 
@@ -44,14 +44,31 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """(name, identity) of a module's own tensors; the identity is None for one that is computed."""
     yield from ((name, value) for name, value in module._parameters.items() if value is not None)
     yield from ((name, value) for name, value in module._buffers.items() if value is not None)
-    lists = module._modules.get("parametrizations")
-    if isinstance(lists, nn.ModuleDict):
+    lists = _parametrizations(module)
+    if lists is not None:
         yield from ((name, None) for name in lists)
     weight = module.__dict__.get("weight")  # the old weight_norm and spectral_norm leave it there
     if isinstance(weight, Tensor) or (
         "weight" not in module._parameters and callable(getattr(type(module), "weight", None))
     ):
         yield "weight", None
+
+
+def _parametrizations(module: nn.Module) -> nn.ModuleDict | None:
+    """Torch's container of what computes this module's tensors; a child of another kind may have its name."""
+    lists = dict(module._modules.items()).get("parametrizations")  # a scripted module's mapping has no get
+    if not isinstance(lists, nn.ModuleDict):
+        return None
+    return lists if all(isinstance(part, nn.utils.parametrize.ParametrizationList) for part in lists.values()) else None
+
+
+def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
+    """The entry of a tensor; a row with the reason for one that cannot even be looked at."""
+    try:
+        return _entry(site, name, path, tensor)
+    except Exception as error:  # a tensor's subclass, or a property of the module, answers with code of its own
+        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        return Entry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
 
 
 def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
@@ -70,7 +87,7 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
     elif tensor is None:
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
-    shape, dtype = (None, "") if tensor is None else (tuple(tensor.shape), spelled(tensor.dtype))
+    shape, dtype = (None, "") if tensor is None else header_of(tensor)
     return Entry(path, kind, layout, partial(_read, module, name), reason, notes, shape, dtype)
 
 
@@ -113,8 +130,8 @@ def _read(module: nn.Module, name: str) -> Tensor:
 @contextmanager
 def _still(module: nn.Module) -> Iterator[None]:
     """Reading a weight moves no state: torch's spectral_norm takes a step at each read in train mode."""
-    lists = module._modules.get("parametrizations")
-    parts = [m for m in lists.modules() if m.training] if isinstance(lists, nn.ModuleDict) else []
+    lists = _parametrizations(module)
+    parts = [m for m in lists.modules() if m.training] if lists is not None else []
     try:
         for part in parts:
             part.training = False

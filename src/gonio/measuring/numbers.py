@@ -36,8 +36,9 @@ def numbers_of(tensor: Tensor) -> Numbers:
         return Numbers(None, "on the meta device: it has a shape and no values")
     if tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize:
         return _dequantized(tensor)
-    if tensor.layout != torch.strided:
-        return Numbers(None, f"sparse ({_kind(tensor.layout)}): filters are not stored whole")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else f"sparse ({_kind(tensor.layout)})"
+        return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
     if not tensor.numel():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Stored", "dtype_named", "in_memory", "small_json", "spelled"]
+__all__ = ["Stored", "dtype_named", "header_of", "in_memory", "small_json", "spelled"]
 
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 
@@ -47,10 +47,18 @@ def dtype_named(name: str) -> torch.dtype | None:
 def in_memory(tensors: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a mapping, as they are."""
     return {
-        str(name): Stored(tuple(value.shape), spelled(value.dtype), partial(_same, value))
+        str(name): Stored(*header_of(value), partial(_same, value))
         for name, value in tensors.items()
         if isinstance(value, Tensor)
     }
+
+
+def header_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype; nothing of a tensor that does not tell them, as some subclasses do not."""
+    try:
+        return tuple(int(n) for n in tensor.shape), spelled(tensor.dtype)
+    except Exception:  # a tensor's subclass answers with code of its own
+        return (), ""
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -74,15 +74,27 @@ def structure_of(model: nn.Module) -> Structure:
     model = unwrapped(model)
     kinds = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
     mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, kinds)}
+    try:
+        return _traced(model, mixtures)
+    except Exception as error:  # walking a model runs its own methods, which may raise anything
+        said = str(error).strip().partition("\n")[0][:200]
+        return _without_graph(f"looking for its structure raised {type(error).__name__}: {said}", mixtures)
+
+
+def _without_graph(why: str, mixtures: dict[str, dict[str, dict[str, float]]]) -> Structure:
+    return Structure(mixtures=mixtures, notes=(f"Nothing is said on scale between layers: {why}.",))
+
+
+def _traced(model: nn.Module, mixtures: dict[str, dict[str, dict[str, float]]]) -> Structure:
     why = _refusal(model)
-    if not why:
-        with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
-            traced = trace(model)
-            free = [variable for variable in scale_variables(traced) if variable.free()]
-            followed = followed_by_norm(model)
-        why = f"the model cannot be traced ({traced.reason})" if traced.graph is None else ""
     if why:
-        return Structure(mixtures=mixtures, notes=(f"Nothing is said on scale between layers: {why}.",))
+        return _without_graph(why, mixtures)
+    with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
+        traced = trace(model)
+        free = [variable for variable in scale_variables(traced) if variable.free()]
+        followed = followed_by_norm(model)
+    if traced.graph is None:
+        return _without_graph(f"the model cannot be traced ({traced.reason})", mixtures)
     return Structure(_movable(free), followed, scale_invariant(traced), calls_of(traced), mixtures)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import GonioError
 from gonio.geometry import Layout, matrix_view, welch_bound
 from gonio.measuring.blocks import count_nonfinite, norms_of
 from gonio.measuring.chance import angle_std_at_random, coherence_at_random
@@ -111,8 +110,13 @@ def measure_tensor(entry: Entry) -> TensorMeasurement:
             return _row(entry, **known, status="no filters", reason=reason, notes=notes)
         values = _filters(tensor, entry.layout, entry.name, notes)
         return _row(entry, **known, status="measured", **values)
-    except (GonioError, RuntimeError, ValueError, TypeError, OSError, AttributeError) as error:
-        return _row(entry, status="skipped", reason=f"cannot be read: {error}")
+    except Exception as error:  # reading a weight runs the model's own code, which may raise anything
+        return _row(entry, status="skipped", reason=f"cannot be read: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...]]:

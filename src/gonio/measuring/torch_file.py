@@ -13,7 +13,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError
 from gonio.measuring.checkpoint import Found, state_in
 from gonio.measuring.safetensors_file import damaged
-from gonio.measuring.stored import Stored, spelled
+from gonio.measuring.stored import Stored, header_of
 
 __all__ = ["stored_in_torch"]
 
@@ -30,7 +30,7 @@ def stored_in_torch(path: Path) -> tuple[Found, dict[str, Stored]]:
     file = _TorchFile(path)
     found = file.found
     stored = {
-        str(name): Stored(tuple(value.shape), spelled(value.dtype), partial(file.read, name))
+        str(name): Stored(*header_of(value), partial(file.read, name))
         for name, value in found.state.items()
         if isinstance(value, Tensor)
     }

@@ -175,8 +175,8 @@ def call(model: nn.Module, example: Any) -> Any:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside the block, compiled parts run eagerly; every module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        model.eval()  # may raise half-way, in a model that is its own child
         with run_eagerly(model):
             yield
     finally:
