@@ -44,7 +44,7 @@ def test_in_place_and_plain_operations_agree(
             patch.setattr(fused, "ordinary_eager", lambda: False)
             found = results(layer, x)
         with monkeypatch.context() as patch:
-            patch.setattr("gonio.nn.scaling.PART", 1)  # one sample at a time
+            patch.setattr("gonio.nn.parts.PART", 3)  # one sample, and a row of its positions, at a time
             parts = results(layer, x)
         for a, b, c in zip(found, expected, parts, strict=True):
             torch.testing.assert_close(a, b, **close(dtype))

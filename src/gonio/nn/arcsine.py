@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.nn.elementary import arcsin
+from gonio.nn.elementary import arcsin, transformed
 
 __all__ = ["bounded_asin"]
 
@@ -32,9 +32,15 @@ def bounded_asin(cosine: Tensor) -> Tensor:
         >>> c.grad.isfinite().all().item()
         True
     """
-    if not (torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing()):
-        result: Tensor = _BoundedAsin.apply(cosine)
-        return result
+    compiling = torch.compiler.is_dynamo_compiling()
+    if torch.jit.is_tracing() or torch.compiler.is_exporting() or (compiling and transformed()):
+        return _extended(cosine)
+    result: Tensor = (_CompiledAsin if compiling else _BoundedAsin).apply(cosine)
+    return result
+
+
+def _extended(cosine: Tensor) -> Tensor:
+    """In plain operations, for programs that are exported, and compiled function transforms."""
     floor = FLOOR[cosine.dtype]
     edge = math.sqrt(1 - floor)
     beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)
@@ -66,6 +72,20 @@ class _BoundedAsin(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         (cosine,) = ctx.saved_tensors
         return tangent * _derivative(cosine)
+
+
+class _CompiledAsin(torch.autograd.Function):
+    """The same for the compiler, which takes no function with a forward-mode derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, cosine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine)
+        return arcsin(cosine.clamp(-1, 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (cosine,) = ctx.saved_tensors
+        return grad * _derivative(cosine)
 
 
 def _derivative(cosine: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from gonio.nn.operator import Weighted, check_operator
 from gonio.nn.product import Product, wide
 from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
-from gonio.nn.scaling import scale_, scale_by_filter_
+from gonio.nn.scaling import root, scale_, scale_by_parts_, slope_at, total_norm
 
 __all__ = ["Decoupled"]
 
@@ -157,8 +157,7 @@ class Decoupled(RunningStatistics):
         else:
             y, energy = multiply_with_energy(x, filters, product)
             y = y if self._keeps_length else product.to_unit(y, filters, x)
-            norm = product.group(energy).clamp_min(SHORTEST[x.dtype] ** 2).sqrt()
-            out = self._combine(y, norm, x, product)
+            out = self._combine(y, product.group(energy), x, product)
         if self.blend is not None:
             out = self._blended(out, product.group(y), x, product, self.blend)
         return product.ungroup(out).to(x.dtype)
@@ -166,15 +165,15 @@ class Decoupled(RunningStatistics):
     def _times_alpha(self, y: Tensor, product: Product) -> Tensor:
         return times(y, self._coefficients(y, y, product).alpha)
 
-    def _combine(self, y: Tensor, norm: Tensor, x: Tensor, product: Product) -> Tensor:
-        """The operator in the grouped layout, from the product and the norms of the patches."""
-        c = self._coefficients(norm, x, product)
+    def _combine(self, y: Tensor, energy: Tensor, x: Tensor, product: Product) -> Tensor:
+        """The operator in the grouped layout, from the product and the energy of the patches."""
+        shortest = SHORTEST[x.dtype]
+        c = self._coefficients(energy, x, product)
         in_place = not self._needs_product and ordinary_eager()
-        if in_place and self.magnitude.continuous_at_zero and c.exceeds(norm):
-            return product.group(scale_by_filter_(y, norm, c, self.magnitude, product))
-        slope = self.magnitude.slope(norm, c)
-        if not self.magnitude.continuous_at_zero:
-            slope = slope * (norm > SHORTEST[x.dtype])
+        if in_place and 2 * c.size_with(energy) > y.numel():
+            return product.group(scale_by_parts_(y, energy, c, self.magnitude, product, shortest))
+        norm = root(energy, shortest)
+        slope = slope_at(norm, c, self.magnitude, shortest)
         if in_place and isinstance(slope, Tensor):
             return product.group(scale_(y, slope, product))
         out = self.angular.combine(wide(product.group(y)), norm, slope)
@@ -193,28 +192,28 @@ class Decoupled(RunningStatistics):
             return self.magnitude.coefficients.radius
         return product.per_filter(self.log_radius.clamp(-LOG_RADIUS, LOG_RADIUS).exp().to(dtype))
 
-    def _coefficients(self, norm: Tensor, x: Tensor, product: Product) -> Coefficients:
+    def _coefficients(self, energy: Tensor, x: Tensor, product: Product) -> Coefficients:
         """The magnitude's numbers in force, shaped for the grouped layout; moves the running mean norm."""
         given = self.magnitude.coefficients
         alpha, beta = (
-            value if learned is None else product.per_filter(learned.to(norm.dtype))
+            value if learned is None else product.per_filter(learned.to(energy.dtype))
             for learned, value in ((self.alpha, given.alpha), (self.beta, given.beta))
         )
-        own = radius = self._radius_of_filters(norm.dtype, product)
+        own = radius = self._radius_of_filters(energy.dtype, product)
         if self.mean_norm is not None:
-            radius = product.per_group(self._unit(norm, self.mean_norm, product)) * own
+            radius = product.per_group(self._unit(energy, self.mean_norm, x.dtype, product)) * own
         if self.weighted == "tanh_product":
             radius = radius / product.lengths(self.weight, x).clamp_min(SHORTEST[torch.float32])
         elif self.weighted == "tanh_each":
             alpha = times(torch.tanh(product.lengths(self.weight, x) / own), alpha)
         return Coefficients(alpha, beta, radius)
 
-    def _unit(self, norm: Tensor, mean_norm: Tensor, product: Product) -> Tensor:
+    def _unit(self, energy: Tensor, mean_norm: Tensor, given: torch.dtype, product: Product) -> Tensor:
         """The mean norm by which a radius is measured: the batch's in training, else the running one."""
         if not self.training:
-            return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
-        totals = product.over_groups(norm)
-        count: int | Tensor = norm.numel() // totals.numel()
+            return mean_norm.to(energy.dtype).clamp_min(SHORTEST[energy.dtype])
+        totals = total_norm(energy, SHORTEST[given], product)
+        count: int | Tensor = energy.numel() // totals.numel()
         if self.synchronize and several_ranks():
             joined = total(torch.cat([totals, totals.new_tensor([count])]))
             totals, count = joined[:-1], joined[-1].detach()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gonio.nn.elementary import transformed
+from gonio.nn.parts import parts
 from gonio.nn.product import Product, wide
 
 __all__ = ["multiply_with_energy", "ordinary_eager"]
@@ -20,9 +22,8 @@ __all__ = ["multiply_with_energy", "ordinary_eager"]
 
 def ordinary_eager() -> bool:
     """Whether operations run now, one by one, under reverse-mode differentiation at most."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # private: no public function tells
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not (tracing or transformed or forward_ad._current_level >= 0)
+    return not (tracing or transformed() or forward_ad._current_level >= 0)
 
 
 def multiply_with_energy(x: Tensor, filters: Tensor, product: Product) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ class _MultiplyWithEnergy(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, filters: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        return product.multiply(x, filters), product.energy(x)
+        return product.multiply(x, filters), _energy(x, product)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Product], output: tuple[Tensor, Tensor]) -> None:
@@ -59,15 +60,28 @@ class _MultiplyWithEnergy(torch.autograd.Function):
         return by_x, by_filters, None
 
 
+def _energy(x: Tensor, product: Product) -> Tensor:
+    """The energy, part by part, but for sums over patches of small maps: those are one call."""
+    found = [part for (part,) in parts(x)]
+    if len(found) == 1:
+        return product.energy(x)
+    first = product.squares(found[0])
+    if first.numel() < found[0].numel():
+        return product.over_patches(torch.cat([first, *map(product.squares, found[1:])]))
+    return torch.cat([product.over_patches(first), *map(product.energy, found[1:])])
+
+
 def _add_energy(by_x: Tensor | None, by_energy: Tensor, x: Tensor, product: Product) -> Tensor:
-    spread = product.energy_backward(by_energy, x)
-    if by_x is None:
-        by_x = torch.zeros_like(x)
-    if x.dtype == spread.dtype:
-        product.group_input(by_x).addcmul_(product.group_input(x), spread, value=2)
-        return by_x
-    share = product.group_input(wide(x)) * spread
-    return (share.mul_(2).add_(product.group_input(by_x))).to(x.dtype).reshape(x.shape)
+    """Add the energy's share to the gradient of the input, in place; part by part where it is as large."""
+    by_x = torch.zeros_like(x) if by_x is None else by_x
+    whole = (by_x, by_energy, x)
+    for into, grad, inputs in parts(*whole) if 2 * by_energy.numel() > x.numel() else [whole]:
+        spread, into = product.energy_backward(grad, inputs), product.group_input(into)
+        if into.dtype == spread.dtype:
+            into.addcmul_(product.group_input(inputs), spread, value=2)
+        else:
+            into += (2 * product.group_input(wide(inputs)) * spread).to(into.dtype)
+    return by_x
 
 
 def _again(ctx: Any, by_y: Tensor | None, by_energy: Tensor | None) -> tuple[Tensor | None, ...]:

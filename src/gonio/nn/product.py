@@ -45,9 +45,17 @@ class Product(ABC):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of `multiply` for the input and the filters, where needed."""
 
-    @abstractmethod
     def energy(self, x: Tensor) -> Tensor:
         """‖x‖² of every patch, in torch's layout with one channel per group; float32 at least."""
+        return self.over_patches(self.squares(x))
+
+    @abstractmethod
+    def squares(self, x: Tensor) -> Tensor:
+        """Σ x² over the channels of each group, in torch's layout; float32 at least."""
+
+    @abstractmethod
+    def over_patches(self, squares: Tensor) -> Tensor:
+        """The sum over each patch."""
 
     @abstractmethod
     def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -112,9 +120,12 @@ class LinearMap(Product):
         by_filters = grad.flatten(0, -2).T @ x.flatten(0, -2) if needed[1] else None
         return by_input, by_filters
 
-    def energy(self, x: Tensor) -> Tensor:
+    def squares(self, x: Tensor) -> Tensor:
         x = wide(x)
         return (x * x).sum(-1, keepdim=True)
+
+    def over_patches(self, squares: Tensor) -> Tensor:
+        return squares
 
     def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         return grad

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.norms import least_norm
+from gonio.nn.box import box_spread, box_sum
+from gonio.nn.fused import ordinary_eager
 from gonio.nn.product import Product, wide
 
 __all__ = ["Convolution", "Sliding", "TransposedConvolution"]
+
+MANY = 16  # groups, of which a convolution by group works on a vector of the machine at a time
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,42 @@ class Sliding(Product):
         )
         return found
 
-    def energy(self, x: Tensor) -> Tensor:
+    def squares(self, x: Tensor) -> Tensor:
         squares = wide(x)
         squares = squares * squares
         if self.groups == 1:
-            squares = squares.sum(1, keepdim=True)
-        elif self.groups < x.shape[1]:
-            squares = squares.unflatten(1, (self.groups, -1)).sum(2)
-        return self.multiply(squares, self._box(squares))
+            return squares.sum(1, keepdim=True)
+        return squares if self.groups == x.shape[1] else squares.unflatten(1, (self.groups, -1)).sum(2)
+
+    def over_patches(self, squares: Tensor) -> Tensor:
+        if not self._by_slices:
+            return self.multiply(squares, self._box(squares))
+        if self.transposed:
+            return box_spread(squares, self._size(squares.shape[2:]), *self._steps)
+        return box_sum(squares, *self._steps)
+
+    @property
+    def _steps(self) -> tuple[tuple[int, ...], ...]:
+        return self.kernel, self.stride, self.padding, self.dilation
+
+    @property
+    def _by_slices(self) -> bool:
+        """Whether slices are summed: convolutions are for compilers, and for maps of many channels."""
+        return self.groups < MANY and ordinary_eager()
+
+    def _size(self, size: Sequence[int]) -> list[int]:
+        """The size of a transposed convolution's output."""
+        options = zip(size, *self._steps, self.output_padding, strict=True)
+        return [(n - 1) * step - 2 * edge + gap * (taps - 1) + more + 1 for n, taps, step, edge, gap, more in options]
 
     def _box(self, like: Tensor) -> Tensor:
         return like.new_ones(self.groups, 1, *self.kernel)
 
     def energy_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        if self._by_slices and self.transposed:
+            return self.group(box_sum(grad, *self._steps))
+        if self._by_slices:
+            return self.group(box_spread(grad, x.shape[2:], *self._steps))
         shape_alone = grad.new_empty(1).expand(x.shape[0], self.groups, *x.shape[2:])
         spread, *_ = self._backward(grad, shape_alone, self._box(grad), (True, False))
         return self.group(spread)

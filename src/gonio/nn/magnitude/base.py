@@ -31,10 +31,14 @@ class Coefficients:
     beta: Number = 0.0
     radius: Number = 1.0
 
-    def exceeds(self, norm: Tensor) -> bool:
-        """Whether a value at `norm` would be larger than `norm`: coefficients differ between filters."""
-        shapes = [number.shape for number in (self.alpha, self.beta, self.radius) if isinstance(number, Tensor)]
-        return torch.broadcast_shapes(norm.shape, *shapes) != norm.shape
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are tensors."""
+        return tuple(number for number in (self.alpha, self.beta, self.radius) if isinstance(number, Tensor))
+
+    def size_with(self, norm: Tensor) -> int:
+        """How many values a function of `norm` has with these coefficients."""
+        return torch.broadcast_shapes(norm.shape, *(t.shape for t in self.tensors)).numel()
 
 
 class Magnitude(ABC):
