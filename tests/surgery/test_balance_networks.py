@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from catalog import seeded
+from foreign import torchvision_resnet18
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery import balance_, fold_
 from networks import ResNet18, images
 
 
-def resnet(width: int = 8) -> ResNet18:
+def resnet(model: nn.Module | None = None) -> nn.Module:
     """A ResNet-18 in float64 whose norms have trained: no statistic or parameter at its default."""
-    model = ResNet18(width).double().eval()
+    model = (ResNet18() if model is None else model).double().eval()
     with torch.no_grad():
         for seed, norm in enumerate(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
             values = seeded(4, norm.num_features, seed=seed, dtype=torch.float64)
@@ -30,7 +32,7 @@ def resnet(width: int = 8) -> ResNet18:
     return model
 
 
-def groups(model: ResNet18) -> list[tuple[list[nn.BatchNorm2d], list[nn.Module]]]:
+def groups(model: nn.Module) -> list[tuple[list[nn.BatchNorm2d], list[nn.Module]]]:
     """Read off the architecture by hand: the norms that make each tensor, and the layers that read it."""
     found = []
     makers, readers = [model.bn1], []
@@ -54,16 +56,17 @@ def columns(layer: nn.Module) -> Tensor:
     return layer.weight.detach().square().transpose(0, 1).flatten(1).sum(1)
 
 
-def parts(model: ResNet18, *, per_channel: bool) -> list[tuple[Tensor, Tensor]]:
+def parts(model: nn.Module, *, per_channel: bool) -> list[tuple[Tensor, Tensor]]:
     """Squares of the rows that make and of the columns that read each tensor."""
     found = [(sum(map(rows, made)), sum(map(columns, read))) for made, read in groups(model)]
     return found if per_channel else [(made.sum(), read.sum()) for made, read in found]
 
 
+@pytest.mark.parametrize("make", [ResNet18, pytest.param(lambda: torchvision_resnet18(10), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", ["neuron", "layer"])
-def test_a_resnet_18_reaches_the_closed_form(level: str) -> None:
+def test_a_resnet_18_reaches_the_closed_form(level: str, make: Callable[[], nn.Module]) -> None:
     r"""Each tensor's terms are :math:`s^2 P + Q/s^2`, whose least value is :math:`2\sqrt{PQ}`."""
-    model, x = resnet(), images(2).double()
+    model, x = resnet(make()), images(2).double()
     before = model(x).detach()
     least = sum(float(2 * (made * read).sqrt().sum()) for made, read in parts(model, per_channel=level == "neuron"))
     start = sum(float(made.sum() + read.sum()) for made, read in parts(model, per_channel=True))

@@ -25,6 +25,7 @@ from gonio import regularizers as R
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import activation_after, balance_, calibrate_, fold_, lsuv_
 from gonio.surgery.equivalent import call, outputs
+from gonio.surgery.kinds import is_batch_norm
 from gonio.surgery.tracing import trace
 
 __all__ = ["VERBS", "Passage", "check_verb", "prepared", "walk"]
@@ -78,7 +79,7 @@ VERBS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "fold_": lambda m, x: fold_(m, example=x),
     "swap_ convolutions": lambda m, x: gonio.swap_(m, gnn.DecoupledConv2d.from_conv, where=_plain(nn.Conv2d)),
     "swap_ linear layers": lambda m, x: gonio.swap_(m, gnn.DecoupledLinear.from_linear, where=_plain(nn.Linear)),
-    "swap_ norms": lambda m, x: gonio.swap_(m, gnn.SwitchableNorm2d.from_batch_norm, where=_plain(nn.BatchNorm2d)),
+    "swap_ norms": lambda m, x: gonio.swap_(m, gnn.SwitchableNorm2d.from_batch_norm),
     "parametrize_": lambda m, x: gonio.parametrize_(m, P.WeightNorm()),
     "parametrize_ twice": lambda m, x: _Both(m),
     "Penalty": lambda m, x: _Attached(m, x),
@@ -228,8 +229,8 @@ def _convert_and_train(found: Passage, model: nn.Module, x: Any) -> None:
     before = _bits(model, x)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
     edits = [gonio.parametrize_(model, P.WeightNorm(), optimizer=optimizer)]
-    if any(type(m) is nn.BatchNorm2d for m in model.modules()):
-        edits.append(VERBS["swap_ norms"](model, x))
+    if any(is_batch_norm(m) and isinstance(m, nn.BatchNorm2d) for m in model.modules()):
+        edits.append(gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer))
     found.figures["converted"] = sum(len(edit.changes) for edit in edits)
     model.train()
     loss = sum(output.float().square().mean() for output in _flat(call(model, x)))

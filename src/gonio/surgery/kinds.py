@@ -6,9 +6,11 @@ with an activation inside. What is concluded from torch's formula holds only whe
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 
-__all__ = ["WEIGHTED", "computes_as", "computes_plainly", "is_batch_norm", "is_norm", "norm_tail"]
+__all__ = ["WEIGHTED", "computes_as", "computes_plainly", "is_batch_norm", "is_norm", "norm_tail", "without_tail"]
 
 WEIGHTED = (
     nn.Linear,
@@ -65,6 +67,18 @@ def is_batch_norm(module: nn.Module) -> bool:
 def norm_tail(norm: nn.Module) -> list[nn.Module]:
     """What a batch norm applies to its normalised input in the end; empty for torch's own."""
     return [norm._modules[name] for name in _TAIL] if _has_tail(norm) else []  # type: ignore[misc]
+
+
+def without_tail(norm: nn.Module) -> nn.Module:
+    """A batch norm of torch's own class on the same Parameters and buffers; the norm itself if it has no tail."""
+    if not _has_tail(norm):
+        return norm
+    plain = copy.copy(norm)
+    plain.__class__ = next(kind for kind in _BATCH_NORMS if isinstance(norm, kind))
+    for name in ("_parameters", "_buffers"):
+        plain.__dict__[name] = norm.__dict__[name].copy()
+    plain.__dict__["_modules"] = {}
+    return plain
 
 
 def _has_tail(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.bypass import bypassed, call_children_, note_other_references
 from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.kinds import norm_tail, without_tail
 from gonio.surgery.optimizer import check_holds, note_added, tell_
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where, as_selector
@@ -50,6 +51,8 @@ def swap_(
             what the layers had raises :class:`gonio.errors.UntrainedParametersError`, if no optimizer has what
             they have now.
         options: go to the factory.
+
+    A batch norm of timm that has its activation inside becomes the new layer followed by that activation.
 
     A layer that the factory refuses (a subclass that computes something else than its torch class) is an
     error where `where` selects it; without `where` it stays, and the result says why.
@@ -130,19 +133,29 @@ def _swap_one_(
     """Replace one layer; what the factory says if it refuses it."""
     old = site.module
     try:
-        new: Any = factory(old, **options)
+        parts = _made(factory, old, options)
     except NotApplicableError as error:
         return error
-    if not isinstance(new, nn.Module):
-        found = f"a {type(new).__name__} for {site.path!r}"
+    if not isinstance(parts[0], nn.Module):
+        found = f"a {type(parts[0]).__name__} for {site.path!r}"
         raise InvalidArgumentError(f"swap_ needs a factory that makes modules ({_name(factory)})", found, "Return one.")
+    new = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     kept = {id(module) for module in old.modules()}  # a factory may put the old layer into the new one
     for module in new.modules():
         if id(module) not in kept:
             module.training = old.training
-    edit.replace_(site, new, what=f"{type(old).__name__} → {type(new).__name__}")
+    made = " + ".join(type(part).__name__ for part in parts)
+    edit.replace_(site, new, what=f"{type(old).__name__} → {made}")
     tell_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()), present=present)
     return None
+
+
+def _made(factory: Callable[..., nn.Module], old: nn.Module, options: dict[str, Any]) -> list[Any]:
+    """What the factory makes; of a norm with its activation inside, the new norm and then that activation."""
+    accepted, plain = _accepted(factory), without_tail(old)
+    if plain is old or accepted is nn.Module or not isinstance(plain, accepted):
+        return [factory(old, **options)]
+    return [factory(plain, **options), *(part for part in norm_tail(old) if not isinstance(part, nn.Identity))]
 
 
 def _say_what_stays(edit: Edit, refused: dict[str, NotApplicableError], *, strict: bool) -> None:
