@@ -138,12 +138,14 @@ def uncovered(layer: Any) -> Iterator[nn.Module]:
 
 
 def _effective(name: str) -> property:
+    child = child_name(name)
+
     def read(self: Covered) -> Tensor | None:
         try:
             raw = self._parameters[name] if name in self._parameters else self.__dict__[name]
             if raw is None or (_sharded(raw) and _asked_by_fsdp()):
                 return raw
-            return _parametrization(self, name)(raw)
+            return cast(Parametrization, self._modules[child])(raw)
         except (AttributeError, KeyError) as error:
             # nn.Module would answer an AttributeError of a property with the raw tensor.
             raise RuntimeError(f"the parametrized tensor {name!r} cannot be computed: {error!r}") from error
