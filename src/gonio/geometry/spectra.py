@@ -157,7 +157,8 @@ def stable_rank(matrix: Tensor) -> Tensor:
 
     Between 1 (all filters parallel) and min(n, d) (orthogonal of equal norms); never above the rank, and
     insensitive to small singular values. A zero matrix has stable rank 0. For an :math:`n \times d` random
-    matrix it is near :math:`nd / (\sqrt n + \sqrt d)^2`.
+    matrix it is near :math:`nd / (\sqrt n + \sqrt d)^2`. Its gradient grows as :math:`1/s_{\max}`: beyond
+    float16 for weights below about 1e-4, which are to be differentiated in float32.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -180,7 +181,7 @@ def effective_rank(matrix: Tensor) -> Tensor:
     r"""Exponential of the entropy of the singular values, :math:`\exp(-\sum p_i \ln p_i)`, :math:`p_i = s_i / \sum s`.
 
     Between 1 and min(n, d), both attained as by :func:`stable_rank`; unlike it, small singular values
-    count. A zero matrix has effective rank 0.
+    count. A zero matrix has effective rank 0. Its gradient grows as that of :func:`stable_rank`.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
