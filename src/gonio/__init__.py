@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gonio.errors import GonioError
     from gonio.measuring import Measurements
     from gonio.measuring.measure import measure
-    from gonio.penalty import Penalty
+    from gonio.penalty import Penalty, param_groups
     from gonio.recipes import Recipe
     from gonio.surgery import (
         Edited,
@@ -61,6 +61,7 @@ _HOME = {
     "fold_": "gonio.surgery",
     "init_": "gonio.surgery",
     "measure": "gonio.measuring",
+    "param_groups": "gonio.penalty",
     "parametrize_": "gonio.surgery",
     "swap_": "gonio.surgery",
 }
@@ -103,6 +104,7 @@ __all__ = [
     "measuring",
     "models",
     "nn",
+    "param_groups",
     "parametrizations",
     "parametrize_",
     "recipes",

@@ -85,7 +85,7 @@ def _signals(measured: Measurements) -> Table:
     return table
 
 
-SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain")
+SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain", "off 90°")
 
 
 def signal_cells(signal: Signal) -> tuple[str, ...]:
@@ -94,7 +94,8 @@ def signal_cells(signal: Signal) -> tuple[str, ...]:
     dead = "ends a branch" if signal.branch == "ends" else f"{signal.dead_units} of {signal.units}"
     back = "waits" if signal.branch == "waits" else number(signal.gradient_rms)
     broken = f", {signal.nonfinite} values NaN or infinite" if signal.nonfinite else ""
-    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}", back, number(signal.gradient_gain))
+    angles = "–" if signal.angles_read is None else f"{number(signal.angles_read)} ({number(signal.angles_exact)})"
+    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}", back, number(signal.gradient_gain), angles)
 
 
 def _table(measured: Measurements, width: int) -> Table:

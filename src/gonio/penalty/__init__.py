@@ -1,5 +1,6 @@
-"""Regularizers bound to a model, to be added to the loss."""
+"""Regularizers bound to a model, to be added to the loss, and what an optimizer should decay beside them."""
 
+from gonio.penalty.param_groups import ParamGroups, param_groups
 from gonio.penalty.penalty import Penalty
 
-__all__ = ["Penalty"]
+__all__ = ["ParamGroups", "Penalty", "param_groups"]

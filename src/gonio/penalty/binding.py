@@ -16,9 +16,9 @@ from gonio.regularizers import OutputRegularizer, Regularizer, ScaleShift, Weigh
 from gonio.surgery.site import Site, select
 from gonio.surgery.where import Where, as_selector
 
-__all__ = ["Binding", "Slot", "bind", "unwrapped"]
+__all__ = ["TABLES", "Binding", "Slot", "bind", "slots_of", "unwrapped"]
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -111,7 +111,7 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, around: 
     reads_outputs = isinstance(regularizer, OutputRegularizer)
 
     def can_act(module: nn.Module) -> str | None:
-        if where is None and isinstance(module, _TABLES):
+        if where is None and isinstance(module, TABLES):
             return "it is a table that is looked up; name it in `where` to include it"
         if reads_outputs and not isinstance(module, _WITH_OUTPUTS):
             return "it is no linear or convolution layer"
@@ -119,7 +119,7 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, around: 
 
     owners: dict[tuple[int, ...], str] = {}
     for site in select(model, where, verb=type(regularizer).__name__, can_act=can_act):
-        for slot in _slots(site):
+        for slot in slots_of(site):
             key = tuple(id(p) for p in slot.parameters())
             skipped = _why_skipped(slot, regularizer, around)
             if skipped is None and not reads_outputs and key in owners:
@@ -154,7 +154,8 @@ def _is_zero(slot: Slot) -> bool:
     return not weight.is_meta and not bool(weight.count_nonzero())
 
 
-def _slots(site: Site) -> Iterator[Slot]:
+def slots_of(site: Site) -> Iterator[Slot]:
+    """The weights with filters of one layer."""
     for name, layout in _weights(site.module).items():
         yield Slot(site.path, site.module, name, layout)
 

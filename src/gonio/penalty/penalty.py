@@ -15,7 +15,7 @@ from gonio.penalty.check import findings
 from gonio.penalty.processes import data_parallel_group
 from gonio.penalty.table import table
 from gonio.penalty.term import OutputTerm, Term, WeightTerm, terms_of
-from gonio.regularizers import Regularizer
+from gonio.regularizers import Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
 
 if TYPE_CHECKING:
@@ -176,6 +176,15 @@ class Penalty:
             ["weight/L2: the optimizer's weight decay shrinks this weight as well"]
         """
         return findings(self._terms, optimizer)
+
+    def scaled_parameters(self) -> dict[int, str]:
+        """Parameters under a term on scale, by identity, and the term."""
+        return {
+            id(parameter): f"{term.label} draws its scale down"
+            for term in self._terms
+            if isinstance(term.regularizer, WeightRegularizer) and term.regularizer.scale_only
+            for parameter in term.slot.parameters()
+        }
 
     def remove(self) -> None:
         """Take every hook off the model. Terms on outputs cannot be computed afterwards."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.base import ClosedFormRegularizer, require
+from gonio.regularizers.closed_form import Closed, Formula
 
 __all__ = ["L2", "check_before_norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2(WeightRegularizer):
+class L2(ClosedFormRegularizer):
     r"""Half the squared Euclidean norm of a weight, :math:`\tfrac12 \lVert W \rVert^2`.
 
     With plain SGD the same as ``weight_decay=strength``; with Adam not, because the gradient is normalised
@@ -48,8 +50,8 @@ class L2(WeightRegularizer):
         super().__post_init__()
         check_before_norm(self.before_norm, "L2")
 
-    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
-        return Evaluation(0.5 * weight.square().sum(), {})
+    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
+        return Closed(_HalfSquare(), weight)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_zeros(())
@@ -63,3 +65,20 @@ def check_before_norm(before_norm: str, name: str) -> None:
         repr(before_norm),
         "'keep' penalises weights that a normalisation layer follows, too.",
     )
+
+
+class _HalfSquare(Formula):
+    """½‖x‖²; gradient x."""
+
+    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (0.5 * x.square().sum(),)
+
+    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        norm = torch.linalg.vector_norm(x)
+        return (0.5 * norm * norm,), ()
+
+    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
+        return x * factor
+
+    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
+        target.add_(x, alpha=factor)

@@ -1,0 +1,141 @@
+"""Which parameters weight decay should shrink, and which not and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import nn
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.views import matrix_view
+from gonio.penalty.binding import TABLES, slots_of, unwrapped
+from gonio.penalty.penalty import Penalty
+from gonio.surgery.site import sites
+
+__all__ = ["ParamGroups", "param_groups"]
+
+
+@dataclass(frozen=True)
+class ParamGroups(Sequence[dict[str, Any]]):
+    """Two parameter groups for an optimizer; printing them says what is in which and why.
+
+    Attributes:
+        groups: the parameters that decay, and those that do not.
+        decayed: their names.
+        spared: names of the others, and why each does not decay.
+    """
+
+    groups: tuple[dict[str, Any], dict[str, Any]]
+    decayed: tuple[str, ...]
+    spared: Mapping[str, str]
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        return self.groups[index]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in (*self.decayed, *self.spared)), default=0)
+        lines = [f"  {name:<{width}}  decays" for name in self.decayed]
+        lines += [f"  {name:<{width}}  does not: {why}" for name, why in self.spared.items()]
+        head = (
+            f"weight decay {self.groups[0]['weight_decay']:g} on {len(self.decayed)} tensors, not on {len(self.spared)}"
+        )
+        return "\n".join([head, *lines])
+
+
+def param_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | None = None) -> ParamGroups:
+    """The model's trainable parameters in two groups for an optimizer: weights decay, and nothing else does.
+
+    Weights are the tensors of linear layers, convolutions, attention and recurrent layers that have filters. Biases,
+    the scales of normalisation layers, one scale per filter (weight normalisation's magnitudes, whatever their number
+    of dimensions), look-up tables, tokens and positions do not decay: shrinking them moves what the network computes
+    without making any direction simpler. A weight whose scale a penalty already draws down would be shrunk twice.
+
+    A weight before a normalisation layer decays, as is usual: its scale does not change the function, and decay then
+    holds the effective learning rate.
+
+    Args:
+        model: as it will be trained; edits and parametrizations first.
+        weight_decay: of the first group.
+        penalty: weights under its terms on scale (`L2`, `ScaleShift`) do not decay as well.
+
+    Raises:
+        InvalidArgumentError: if weight_decay is negative, or the model has nothing to train.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+        >>> groups = gonio.param_groups(model, 5e-4)
+        >>> print(groups)
+        weight decay 0.0005 on 2 tensors, not on 4
+          0.weight  decays
+          3.weight  decays
+          0.bias    does not: a bias
+          1.weight  does not: one number per unit
+          1.bias    does not: a bias
+          3.bias    does not: a bias
+        >>> optimizer = torch.optim.SGD(groups, lr=0.1)
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.0005, 0.0]
+
+    See also:
+        :meth:`gonio.Penalty.check`, which finds scale that an optimizer and a penalty shrink both.
+    """
+    if weight_decay < 0:
+        raise InvalidArgumentError("param_groups() needs weight_decay >= 0", f"{weight_decay}", "0 decays nothing.")
+    weights, tables = _weights(unwrapped(model))
+    held = penalty.scaled_parameters() if penalty is not None else {}
+    decayed: dict[str, nn.Parameter] = {}
+    spared: dict[str, nn.Parameter] = {}
+    reasons: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        why = held.get(id(parameter)) or _why_spared(name, parameter, weights, tables)
+        if why is None:
+            decayed[name] = parameter
+        else:
+            spared[name], reasons[name] = parameter, why
+    if not decayed and not spared:
+        raise InvalidArgumentError(
+            "param_groups() needs parameters that train", "none requires a gradient", "Thaw what should train first."
+        )
+    groups = (
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(spared.values()), "weight_decay": 0.0},
+    )
+    return ParamGroups(groups, tuple(decayed), reasons)
+
+
+def _weights(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Parameters that hold more than a number per filter of some weight, and those of tables, by identity."""
+    weights: set[int] = set()
+    tables: set[int] = set()
+    for slot in (slot for site in sites(model) for slot in slots_of(site)):
+        if isinstance(slot.module, TABLES):
+            tables.update(map(id, slot.parameters()))
+            continue
+        groups, filters, _ = matrix_view(slot.tensor().detach(), slot.layout).shape
+        own = slot.module._parameters.get(slot.name)
+        for parameter in slot.parameters():
+            if parameter.numel() > groups * filters or (parameter is own and parameter.ndim == 2):
+                weights.add(id(parameter))
+    return weights, tables
+
+
+def _why_spared(name: str, parameter: nn.Parameter, weights: set[int], tables: set[int]) -> str | None:
+    if id(parameter) in weights:
+        return None
+    if "bias" in name.rsplit(".", 1)[-1]:
+        return "a bias"
+    if id(parameter) in tables:
+        return "a table that is looked up"
+    few = sum(size > 1 for size in parameter.shape) < 2
+    return "one number per unit" if few else "no weight with filters"
