@@ -27,10 +27,13 @@ def load_library(package: str, spec: str) -> ModuleType:
         raise unusable(package, spec, error) from error
 
 
-def unusable(package: str, spec: str, error: Exception) -> NotApplicableError:
+def unusable(package: str, spec: str, error: Exception, *, kind: str = "a model") -> NotApplicableError:
     """The error for a package that is there and does not work; names the first cause."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     why = f"the installed {package} cannot be imported ({type(cause).__name__}: {cause})"
-    return NotApplicableError("a model", spec, why, f"Install a {package} that fits this torch.")
+    do = f"Install a {package} that fits this torch."
+    if "torchvision::" in str(cause):  # its operators are compiled against one kind of torch
+        do = "Install builds of torch and torchvision of one kind, both for the CPU or both for CUDA."
+    return NotApplicableError(kind, spec, why, do)

@@ -16,7 +16,8 @@ from gonio.compare.plan import Training
 from gonio.compare.task import Split, Task
 from gonio.compare.tasks.image_files import Labelled, load_folder, to_tensor
 from gonio.compare.threat import Threat
-from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.models.library import unusable
 from gonio.seeding import generator
 
 __all__ = ["image_folder", "image_task", "torchvision_dataset"]
@@ -125,9 +126,7 @@ def _datasets(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"the task 'torchvision:{name}'", "torchvision", "models") from error
     except Exception as error:  # installed, but for another torch: operators or symbols are missing
-        why = f"the installed torchvision cannot be imported ({type(error).__name__}: {error})"
-        do = "Install a torchvision that fits this torch."
-        raise NotApplicableError("a task", f"torchvision:{name}", why, do) from error
+        raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
 
 
 def _parts(kind: Any, name: str, root: Path) -> list[Labelled]:
