@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import functional as F
 
 __all__ = ["Answer", "Ball", "fgsm", "input_gradient", "margin", "noisy", "pgd", "survive"]
 
@@ -34,15 +33,26 @@ class Ball:
         return near if self.low is None and self.high is None else near.clamp(self.low, self.high)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per example. In double precision: where the model is sure, float32 rounds the gradient to 0."""
-    return F.cross_entropy(logits.double(), targets, reduction="none")
+def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Of any wrong class against the right one, per example: :math:`s = \log \sum_{j \ne y} e^{z_j} - z_y`.
+
+    The cross-entropy is :math:`\log(1 + e^s)`, so both have the same direction of ascent. Where the model is
+    sure, the cross-entropy's gradient is too small for float32 and is rounded to 0; this one's is not.
+
+    Example:
+        >>> from gonio.compare.attacks import log_odds
+        >>> s = log_odds(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
+        >>> float(s.exp().log1p() - nn.functional.cross_entropy(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])))
+        0.0
+    """
+    right = logits.gather(1, targets[:, None])
+    return logits.scatter(1, targets[:, None], -torch.inf).logsumexp(1) - right[:, 0]
 
 
 def margin(logits: Tensor, targets: Tensor) -> Tensor:
     """How far the best wrong class is above the right one, per example; positive where the answer is wrong.
 
-    Unlike the cross-entropy it does not saturate where the model is sure.
+    Unlike :func:`log_odds` it follows one wrong class at a time.
 
     Example:
         >>> from gonio.compare.attacks import margin
@@ -91,8 +101,8 @@ def pgd(
 ) -> Tensor:
     """The first misleading input found by projected gradient ascent, per example, or the last one tried.
 
-    Restarts take turns between the cross-entropy and the margin as what is ascended; the first starts at
-    the example itself, the others at random. Examples that were misled are left alone.
+    What is ascended is in turn the log-odds (the cross-entropy's direction) and the margin. The first restart
+    begins at the example itself, the others at random. Examples that were misled are left alone.
 
     Args:
         smoothing: if above 0, each gradient is the mean over copies with Gaussian noise of this standard
@@ -104,7 +114,7 @@ def pgd(
     found = inputs.clone()
     standing = survive(answer, inputs, targets)
     for restart in range(restarts):
-        slope = _Slope(answer, (cross_entropy, margin)[restart % 2], smoothing, generator)
+        slope = _Slope(answer, (log_odds, margin)[restart % 2], smoothing, generator)
         starts = inputs if restart == 0 else noisy(inputs, ball, generator)
         for index in standing.nonzero().flatten().split(_CHUNK):
             found[index] = _ascend(slope, starts[index], inputs[index], targets[index], ball, steps)
@@ -145,7 +155,7 @@ def _ascend(slope: _Slope, start: Tensor, inputs: Tensor, targets: Tensor, ball:
 
 
 def input_gradient(
-    answer: Answer, inputs: Tensor, targets: Tensor, objective: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    answer: Answer, inputs: Tensor, targets: Tensor, objective: Callable[[Tensor, Tensor], Tensor] = log_odds
 ) -> Tensor:
     """Of the objective of each example, with respect to its input."""
     leaf = inputs.detach().requires_grad_()

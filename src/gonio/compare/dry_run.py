@@ -12,7 +12,8 @@ from gonio.compare.statistics import ALPHA, detectable, least_p
 from gonio.compare.task import Task
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.training import evaluate
-from gonio.compare.verdict import counted, enough
+from gonio.compare.tuning_space import space_of
+from gonio.compare.verdict import counted, enough, points
 from gonio.compare.workers import Worker
 
 __all__ = ["dry_run"]
@@ -40,6 +41,8 @@ def dry_run(plan: Plan, *, jobs: int) -> str:
         f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
         f"{counted(len(plan.grid), 'run')}",
         *(f"  {entry.name}" for entry in plan.recipes),
+        *_tuned(plan),
+        *_attacked(plan),
         *([] if plan.scripted else [f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time"]),
         _power(plan),
         *(f"note: {note}" for note in plan.notes),
@@ -70,6 +73,31 @@ def _training(plan: Plan) -> str:
     )
 
 
+def _tuned(plan: Plan) -> list[str]:
+    """The budget and the space of tuning."""
+    if plan.tuning is None:
+        return []
+    budget = counted(plan.tuning.trials, "trial")
+    total = plan.tuning.trials * len(plan.recipes)
+    spaces = [
+        f"  {entry.name}: " + ", ".join(f"{d.name} {d.low:.2g} to {d.high:.2g}" for d in space_of(plan, entry))
+        for entry in plan.recipes
+    ]
+    head = f"before that {budget} each, {total} in all, on seed {plan.tuning.seed}; the validation split chooses"
+    return [head, *spaces]
+
+
+def _attacked(plan: Plan) -> list[str]:
+    """What is done to the trained models."""
+    threat = plan.threat
+    if threat is None:
+        return []
+    return [
+        f"each trained model is attacked on {counted(threat.examples, 'test example')}, at most {threat.epsilon:.3g} "
+        f"from them in each number: noise, transfer, FGSM, PGD ({threat.steps} steps, {threat.restarts} restarts)"
+    ]
+
+
 def _power(plan: Plan) -> str:
     """Whether the seeds can show anything, and from which effect on."""
     comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
@@ -82,27 +110,36 @@ def _power(plan: Plan) -> str:
     sds = detectable(pairs, comparisons)
     if sds is None:
         return f"{head}; it must be below {ALPHA}: nothing can be shown. At least {enough(comparisons)} seeds can."
-    return f"{head}; least effect seen with 80 % probability: {sds:.2f} standard deviations of the paired differences"
+    seen = f"least effect seen with 80 % probability: {sds:.2f} standard deviations of the paired differences"
+    if not plan.sesoi:
+        return f"{head}; {seen}"
+    most = points(plan.sesoi / sds, plan.unit)
+    return f"{head}; {seen}, so {points(plan.sesoi, plan.unit)} if these spread by at most {most}"
 
 
 def _seconds(plan: Plan, jobs: int) -> float:
     worker = Worker(run_seconds, plan)
     try:
-        runs = sum(seconds + _START for seconds in worker.result()) * len(plan.seeds)
+        found = worker.result()
     finally:
         worker.stop()
+    trials = plan.tuning.trials if plan.tuning else 0
+    runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
     return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
 
 
-def run_seconds(plan: Plan) -> list[float]:
-    """CPU seconds that one run of each recipe would take. Meant for a process of its own."""
+def run_seconds(plan: Plan) -> list[tuple[float, float]]:
+    """CPU seconds that the training and the attacks of one run of each recipe would take.
+
+    Meant for a process of its own.
+    """
     prepare_process()
     task = resolve_task(plan.task)
     return [_run_seconds(plan, task, entry) for entry in plan.recipes]
 
 
-def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> float:
-    """CPU seconds of one run, from three training steps and one validation."""
+def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
+    """Of one run, from three training steps and one validation."""
     step = training_step(plan, task, entry)
     model, _, _ = build(plan, task, entry, plan.seeds[0])
     began = time.process_time()
@@ -111,7 +148,17 @@ def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> float:
     trained = time.process_time()
     evaluate(model, task, task.validation)
     steps = math.ceil(len(task.train) / plan.trained.batch_size)
-    return plan.trained.epochs * ((trained - began) / 3 * steps + time.process_time() - trained)
+    one = (trained - began) / 3
+    training = plan.trained.epochs * (one * steps + time.process_time() - trained)
+    return training, one * _attack_steps(plan)
+
+
+def _attack_steps(plan: Plan) -> float:
+    """How many training steps the attacks on one model are worth, if half of the examples fall early."""
+    if plan.threat is None:
+        return 0.0
+    ascents = plan.threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
+    return 0.5 * plan.threat.examples * plan.threat.steps * ascents / plan.trained.batch_size
 
 
 def _minutes(seconds: float) -> str:

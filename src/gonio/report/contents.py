@@ -14,7 +14,7 @@ from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
-from gonio.report.sections import attacks_of, badge, cost_rows, robust_rows, threat_words, tuning_rows
+from gonio.report.sections import attacks_of, badge, cost_rows, robust_rows, threat_words, tuning_rows, tuning_words
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["colors_of", "page_of"]
@@ -182,6 +182,8 @@ def _study(results: Results, scale: Scale) -> list[tuple[str, str]]:
         ("Seeds", ", ".join(str(seed) for seed in plan.seeds)),
         *_training(plan),
         ("Smallest effect of interest", f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none named"),
+        *([("Tuning", tuning_words(results))] if plan.tuning else []),
+        *([("Attacks", threat_words(results))] if plan.threat else []),
         ("Data", plan.data),
         ("Plan", plan.hash),
     ]

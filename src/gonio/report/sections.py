@@ -18,6 +18,7 @@ __all__ = [
     "robust_rows",
     "threat_words",
     "tuning_rows",
+    "tuning_words",
 ]
 
 ATTACK_NAMES = {
@@ -149,6 +150,17 @@ def threat_words(results: Results) -> str:
     return (
         f"each number of an input moved by at most {threat.epsilon:.3g}{inside}; {count(threat.examples, 'example')}; "
         f"PGD with {count(threat.steps, 'step')} and {count(threat.restarts, 'restart')}"
+    )
+
+
+def tuning_words(results: Results) -> str:
+    """Budget and space of tuning, in one sentence; empty without tuning."""
+    tuning = results.plan.tuning
+    if tuning is None:
+        return ""
+    return (
+        f"{count(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
+        f"within a factor of {tuning.rate_factor:g} of its default, strengths within {tuning.strength_factor:g}"
     )
 
 

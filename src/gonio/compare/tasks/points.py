@@ -54,7 +54,7 @@ def points() -> Task:
         test=test,
         model="pointnet",
         sizes={"num_classes": len(SOLIDS), "in_channels": 3},
-        training=Training(epochs=40, batch_size=20, lr=0.02),
+        training=Training(epochs=25, batch_size=20, lr=0.02),
         sesoi=1.0,
         augment=turned,
         threat=Threat(epsilon=0.02),

@@ -1,0 +1,92 @@
+"""The page's tables beside the verdict."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from gonio.compare import Threat
+from gonio.compare.results import Amount, Reach, Robust, Tuned
+from gonio.compare.tuning_space import Tuning
+from gonio.report import html, text
+from gonio.report.sections import cost_rows, reach_words, robust_rows, threat_words, tuning_rows, tuning_words
+from report.samples import effect, results
+
+COLORS = {"orthogonal-init": "c1", "decoupled-tanh": "c2"}
+
+
+def full():
+    """Results with everything that is optional."""
+    effects = (
+        effect("orthogonal-init", parameters=Amount(40506, 40506), flops=Amount(2e9, 3e9), reach=Reach(8, 8, 0.5)),
+        effect("decoupled-tanh", parameters=Amount(1000, 1012), reach=Reach(8, 3, None), changes=("init a", "swap b")),
+    )
+    tuning = tuple(
+        Tuned(name, 20, failed, 0, {"lr": 0.1}, {"lr": 0.2}, 97.5, 97.0, 240.0)
+        for name, failed in (("baseline", 0), ("orthogonal-init", 2), ("decoupled-tanh", 0))
+    )
+    means = {"clean": 96.0, "transfer": 90.0, "fgsm": 50.0, "pgd": 30.0, "worst": 29.0}
+    robust = (
+        Robust("baseline", means, 8),
+        Robust("orthogonal-init", means, 8, 1.25, -0.5, 3.0),
+        Robust("decoupled-tanh", means, 8, -2.0, -3.0, -1.0, {"random <noise> misleads more than PGD": 3}),
+    )
+    changes = {"tuning": Tuning(trials=20), "threat": Threat(epsilon=0.1, low=0.0, high=1.0)}
+    return results(effects=effects, tuning=tuning, robustness=robust, plan_changes=changes)
+
+
+def test_costs() -> None:
+    first, second = cost_rows(full(), COLORS)
+    assert (first.parameters, first.flops, first.reach) == ("none", "+1 G (+50.0 %)", "×0.50 (in 8 of 8 seeds)")
+    assert (second.parameters, second.flops) == ("+12 (+1.2 %)", "–")
+    assert second.reach == "not reached (in 3 of 8 seeds)"
+    assert first.cpu == "4 min, 4 min of it tuning"
+    assert cost_rows(results(), COLORS) == []
+
+
+@pytest.mark.parametrize(
+    ("reach", "said"),
+    [(None, "–"), (Reach(3, 3, None), "reached (in 3 of 3 seeds)"), (Reach(1, 1, 2.0), "×2.00 (in 1 of 1 seed)")],
+)
+def test_reach(reach: Reach | None, said: str) -> None:
+    assert reach_words(reach) == said
+
+
+def test_tuning_and_attacks_in_words() -> None:
+    rows = tuning_rows(full(), COLORS)
+    assert [row.trials for row in rows] == ["20", "20 (2 failed)", "20"]
+    assert (rows[0].chosen, rows[0].defaults, rows[0].color) == ("lr 0.2", "lr 0.1", "base")
+    assert "20 trials per recipe on seed 1000003" in tuning_words(full())
+    assert threat_words(full()).startswith("each number of an input moved by at most 0.1, within 0 to 1; 200 examples")
+    assert (tuning_words(results()), threat_words(results())) == ("", "")
+    rows = robust_rows(full(), COLORS)
+    assert [row.mean for row in rows] == ["", "+1.2", "−2.0"]
+    assert rows[2].signs == ["random <noise> misleads more than PGD (in 3 of 8 runs)"]
+
+
+def test_the_page_shows_them_and_escapes_what_it_shows() -> None:
+    page = html(full())
+    for title in ("Costs", "Tuning", "Robustness"):
+        assert f"{title}</h2>" in page
+    assert "confounded: init a, swap b" in page
+    assert "random &lt;noise&gt; misleads" in page
+    assert page.count("confounded:") == 1
+    plain = html(results())
+    assert "Tuning</h2>" not in plain
+    assert "Robustness</h2>" not in plain
+    assert "confounded:" not in plain
+
+
+def test_the_terminal_shows_attacks_and_confounding() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(text(full()))
+    shown = console.file.getvalue()
+    assert "helps (confounded)" in shown
+    assert "right under attack, %" in shown
+    assert "decoupled-tanh: random <noise> misleads more than PGD (in 3 of 8 runs)" in shown
+    nothing = Console(file=io.StringIO(), width=140)
+    nothing.print(text(replace(full(), robustness=())))
+    assert "right under attack" not in nothing.file.getvalue()
