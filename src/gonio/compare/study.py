@@ -166,9 +166,9 @@ class Study:
         return tuple(count for (count,) in rows)
 
     def _look(self, count: int) -> None:
-        """Remember that results of so many runs were seen; an archived study cannot be written to."""
+        """Remember that results of so many runs were seen, where the study can be written to."""
         if count and count not in self.looks() and os.access(self.path, os.W_OK):
-            with transaction(self.path) as database:
+            with suppress(StudyError), _database(self.path) as database:  # a full disk hides no results
                 database.execute(_LOOKS)
                 database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, get_context, parent_process
@@ -18,6 +19,7 @@ __all__ = ["PROCESS_DIED", "Worker", "die_with_parent"]
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms, not in 3 s.
 # torch.optim imports torch._dynamo when the first optimizer is made.
 _PRELOAD = ["torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.compare.cost"]
+_ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
 _GRACE = 10.0  # seconds that a process has to end after its result has come
 PROCESS_DIED = "the process of this run died"
 
@@ -32,13 +34,21 @@ class Worker:
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self.receiver, sender = context.Pipe(duplex=False)
-        with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
-            forkserver.ensure_running()
+        for attempt in range(_ATTEMPTS):
+            self.receiver, sender = context.Pipe(duplex=False)
             self._process: ForkServerProcess = context.Process(
                 target=_call, args=(sender, os.getcwd(), function, arguments)
             )
-            self._process.start()
+            try:
+                with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
+                    forkserver.ensure_running()
+                    self._process.start()
+                return
+            except (OSError, EOFError):  # the server was killed while it was asked; the next one is started
+                self.receiver.close()
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_PAUSE)
 
     def result(self) -> Any:
         """Wait for the result.

@@ -1,0 +1,226 @@
+"""Whatever fails at whatever moment: what was said to be done is kept, and the same command ends the study."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.faults import KILLED, Layer, fail, faulty, kill
+from gonio.compare import Plan, Quiet, RunRecord, Study, make_script_plan, run
+from gonio.errors import StudyError
+from gonio.report.page import write_text
+
+OWN = str(Path(__file__).with_name("own_training.py"))
+
+
+class Here:
+    """Runs in this process, where the layer sees their files too."""
+
+    shares_files = True
+    slots = 1
+
+    def start(self, function: Any, *arguments: Any) -> Any:
+        return _Called(function(*arguments))
+
+    def wait(self, jobs: Any) -> list[Any]:
+        return list(jobs)
+
+    def close(self) -> None: ...
+
+
+class _Called:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def result(self) -> Any:
+        return self.found
+
+    def stop(self) -> None: ...
+
+
+class Journal(Quiet):
+    """Writes down which runs were said to be done, past the layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def run_ended(self, record: RunRecord) -> None:
+        if record.status == "finished":
+            os.write(self.file, f"{record.recipe} {record.seed}\n".encode())
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_script_plan(["scale-shift"], script=f"{OWN}:score_of_seed", seeds=2)
+
+
+def whole(plan: Plan, folder: Path, journal: Path) -> None:
+    """A study from nothing to its page, then a seed more."""
+    watcher = Journal(journal)
+    study = run(plan, folder, engine=Here(), watcher=watcher)
+    write_text(f"{len(study.results().runs)}\n", folder / "report.html")
+    study.add_costs([(plan.recipes[1].hash, "step_time", 0, 1.5)])
+    more = run(three_seeds(plan), folder, engine=Here(), watcher=watcher)
+    write_text(f"{len(more.results().runs)}\n", folder / "report.html")
+
+
+def three_seeds(plan: Plan) -> Plan:
+    return replace(plan, seeds=(0, 1, 2))
+
+
+def check(plan: Plan, folder: Path, journal: Path) -> None:
+    """What was said to be done is there, and the same command ends the study without doing it again."""
+    said = journal.read_text().splitlines() if journal.exists() else []
+    if said:
+        found = {f"{r.recipe} {r.seed}" for r in Study.open(folder).runs() if r.status == "finished"}
+        assert set(said) <= found
+    page = folder / "report.html"
+    assert not page.exists() or page.read_text() in ("4\n", "6\n")
+    study = run(three_seeds(plan), folder, engine=Here(), watcher=Journal(journal))
+    assert [record.status for record in study.runs()] == ["finished"] * 6
+    lines = journal.read_text().splitlines()
+    assert lines[: len(said)] == said
+    assert len(lines) == len(set(lines))
+
+
+def operations(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    layer = Layer(-1, fail)
+    with faulty(layer, monkeypatch):
+        whole(plan, folder / "study", folder / "journal")
+    return layer.seen
+
+
+def with_failure(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    layer = Layer(at, fail)
+    try:
+        with faulty(layer, monkeypatch):
+            whole(plan, folder / "study", folder / "journal")
+    except (StudyError, OSError) as error:  # which the command line says in one line
+        said = str(error)
+        assert "full" in said or "No space left" in said, said
+    check(plan, folder / "study", folder / "journal")
+
+
+def with_kill(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    child = os.fork()
+    if child == 0:
+        with faulty(Layer(at, kill), monkeypatch):
+            whole(plan, folder / "study", folder / "journal")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (KILLED, 0)
+    check(plan, folder / "study", folder / "journal")
+
+
+@pytest.mark.parametrize("fault", [with_failure, with_kill])
+def test_some_operations(
+    fault: Callable[..., None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counted").mkdir()
+    count = len(operations(plan, tmp_path / "counted", monkeypatch))
+    assert count > 150
+    for at in range(5, count, 37):
+        fault(plan, tmp_path / f"{at}", at, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [with_failure, with_kill])
+def test_every_operation(
+    fault: Callable[..., None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counted").mkdir()
+    seen = operations(plan, tmp_path / "counted", monkeypatch)
+    assert {"open", "fsync", "replace", "flock", "sqlite commit", "sqlite committed", "sqlite connect"} <= set(seen)
+    for at in range(1, len(seen) + 2):
+        fault(plan, tmp_path / f"{at}", at, monkeypatch)
+
+
+@pytest.mark.parametrize("step", [pytest.param(1024, marks=pytest.mark.slow), 20_000])
+def test_files_that_cannot_grow(plan: Plan, tmp_path: Path, step: int) -> None:
+    """A limit on the size of files cuts writes in the middle: of the plan, the log of the database, the page."""
+    failures = 0
+    for limit in range(300, 90_000, step):
+        folder = tmp_path / f"{limit}"
+        folder.mkdir()
+        child = os.fork()
+        if child == 0:
+            os._exit(_limited(plan, folder, limit))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 3)
+        failures += code == 3
+        check(plan, folder / "study", folder / "journal")
+    assert failures >= 2
+
+
+def _limited(plan: Plan, folder: Path, limit: int) -> int:
+    """In a process of its own: 3 if the study says that it cannot write, 0 if it was done, 1 for anything else."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does: the write fails then
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        whole(plan, folder / "study", folder / "journal")
+    except (StudyError, OSError):
+        return 3
+    except BaseException:
+        return 1
+    return 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for half of a study."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk(plan: Plan, small_disk: Path) -> None:
+    blob = small_disk / "blob"
+    many = replace(plan, seeds=tuple(range(40)))
+    with pytest.raises((StudyError, OSError), match=r"full|No space left|I/O error") as caught:
+        run(many, small_disk / "study", engine=Here())
+    assert not isinstance(caught.value, StudyError) or "Check the disk" in str(caught.value)
+    assert not blob.exists()
+    done = len(Study.open(small_disk / "study").runs())
+    assert 0 < done < 80
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    study = run(many, small_disk / "study", engine=Here())
+    assert [record.status for record in study.runs()] == ["finished"] * 80
+
+
+# --- signals and clocks -------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_changes_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = run(plan, tmp_path / "calm", jobs=1).runs()
+    jumps = iter([1e9, -1e9, 0.0] * 10_000)
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(jumps))
+    assert run(plan, tmp_path / "jumping", jobs=1).runs() == calm
+
+
+def test_no_decision_reads_the_clock_on_the_wall() -> None:
+    folder = Path(sys.modules["gonio.compare"].__file__ or "").parent
+    hits = [
+        f"{path.name}: {word}"
+        for path in folder.rglob("*.py")
+        for word in ("time.time(", "datetime", "getmtime", "st_mtime")
+        if word in path.read_text(encoding="utf-8")
+    ]
+    assert not hits
