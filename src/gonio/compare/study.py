@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ class Study:
     def _look(self, count: int) -> None:
         """Remember that results of so many runs were seen, where the study can be written to."""
         if count and count not in self.looks() and os.access(self.path, os.W_OK):
-            with suppress(StudyError), _database(self.path) as database:  # a full disk hides no results
+            with suppress(StudyError), transaction(self.path) as database:  # a full disk hides no results
                 database.execute(_LOOKS)
                 database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
 
