@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import least_norm
+from gonio.geometry.norms import least_norm, normalize
 
-__all__ = ["BLOCK", "computed_in", "count_nonfinite", "norms_of", "row_blocks", "rows_at", "tiles"]
+__all__ = ["BLOCK", "computed_in", "count_nonfinite", "directions_of", "norms_of", "row_blocks", "rows_at", "tiles"]
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
+LARGE = 1e15  # entries above it have squares whose sums overflow in float32
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -52,6 +53,12 @@ def rows_at(matrix: Tensor, rows: Tensor) -> Tensor:
     return matrix[rows].to(computed_in(matrix.dtype))
 
 
+def directions_of(rows: Tensor) -> Tensor:
+    """Unit vectors; rows whose squares would overflow are divided by their largest entry first."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    return normalize(rows / largest.masked_fill(~(largest > LARGE), 1) if bool((largest > LARGE).any()) else rows)
+
+
 def norms_of(matrix: Tensor) -> Tensor:
     """The norm of each row in float64; 0 below :func:`gonio.geometry.least_norm`, as everywhere.
 
@@ -64,7 +71,8 @@ def norms_of(matrix: Tensor) -> Tensor:
     if matrix.dtype == torch.float64:
         for row in (norms == torch.inf).nonzero().flatten().tolist():
             scale = matrix[row].abs().amax()
-            norms[row] = torch.linalg.vector_norm(matrix[row] / scale) * scale
+            if bool(torch.isfinite(scale)):
+                norms[row] = torch.linalg.vector_norm(matrix[row] / scale) * scale
     return norms.masked_fill_(norms < least_norm(computed_in(matrix.dtype)), 0)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gonio.geometry import near_duplicates, normalize
-from gonio.measuring.blocks import BLOCK, row_blocks, rows_at
+from gonio.geometry import near_duplicates
+from gonio.measuring.blocks import BLOCK, directions_of, row_blocks, rows_at
 from gonio.seeding import generator
 
 __all__ = ["NEAR", "NearPairs", "near_pairs"]
@@ -61,14 +61,14 @@ def _sketch(matrix: Tensor, name: str) -> Tensor:
     onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name)).to(matrix.device)
     made = torch.empty(len(matrix), SKETCH, device=matrix.device)
     for start, rows in row_blocks(matrix):
-        made[start : start + len(rows)] = normalize(_finite(rows).float()) @ onto
+        made[start : start + len(rows)] = directions_of(_finite(rows)).float() @ onto
     return made
 
 
 def _verified(matrix: Tensor, candidates: Tensor) -> NearPairs:
     kept, cosines = [], []
     for part in candidates.split(max(1, BLOCK // matrix.shape[1])):
-        first, second = (normalize(rows_at(matrix, part[:, side])) for side in (0, 1))
+        first, second = (directions_of(rows_at(matrix, part[:, side])) for side in (0, 1))
         dots = (first * second).sum(-1)
         near = dots.abs() >= NEAR
         kept.append(part[near])

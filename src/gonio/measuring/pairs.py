@@ -9,8 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from gonio.geometry import normalize
-from gonio.measuring.blocks import BLOCK, computed_in, rows_at
+from gonio.measuring.blocks import BLOCK, computed_in, directions_of, rows_at
 from gonio.measuring.neighbours import NEAR, near_pairs
 from gonio.seeding import generator
 
@@ -116,18 +115,12 @@ def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
     step = max(1, BLOCK // max(1, matrix.shape[1]))
     for start in range(0, len(order), step):
-        part = normalize(_at_scale(rows_at(matrix, order[start : start + step])))
+        part = directions_of(rows_at(matrix, order[start : start + step]))
         unit[start : start + step] = part
         alive[start : start + step] = part.any(-1) & torch.isfinite(part).all(-1)
     if bool(alive.all()):
         return unit, order
     return unit[alive], order[alive]
-
-
-def _at_scale(rows: Tensor) -> Tensor:
-    """Rows whose squares would overflow, divided by their largest entry."""
-    largest = rows.abs().amax(-1, keepdim=True)
-    return rows / largest.masked_fill(~(largest > 1e15), 1)
 
 
 def _from_gram(matrix: Tensor, order: Tensor) -> tuple[int, Tensor, Tensor]:

@@ -67,8 +67,9 @@ def _by_gram(matrix: Tensor) -> Tensor:
 
 
 def _scale(matrix: Tensor) -> float:
-    """The largest entry, or 1: divided by it, no product overflows."""
-    return max((float(tile.abs().max()) for _, _, tile in tiles(matrix)), default=0.0) or 1.0
+    """What to divide by so that no product over- or underflows: the largest entry, or 1 if it is of ordinary size."""
+    largest = max((float(tile.abs().max()) for _, _, tile in tiles(matrix)), default=0.0)
+    return 1.0 if largest == 0 or 1e-10 < largest < 1e10 else largest
 
 
 def largest_singular_value(matrix: Tensor, *, name: str, steps: int = STEPS) -> float:
@@ -103,8 +104,9 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = STEPS) -> 
 def _gram_times(matrix: Tensor, v: Tensor, scale: float) -> Tensor:
     total = torch.zeros_like(v)
     for _, block in row_blocks(matrix):
-        block = block.to(v.dtype)
-        total.addmv_(block.mT, torch.mv(block, v).div_(scale), alpha=1 / scale)
+        if scale != 1:
+            block.div_(scale)
+        total.addmv_(block.mT, torch.mv(block, v))
     return total
 
 
