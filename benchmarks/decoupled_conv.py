@@ -67,7 +67,12 @@ SHAPES = (
     Shape("E 32×128×16², 128 filters 3×3, 4 groups", 32, 128, 16, 128, groups=4),
 )
 TINY = Shape("tiny 2×4×8², 4 filters 3×3", 2, 4, 8, 4)
-ANGULAR = {"cosine": angles.Cosine, "sqcos": angles.SquaredCosine, "linear": angles.Linear}
+ANGULAR = {
+    "cosine": angles.Cosine,
+    "sqcos": angles.SquaredCosine,
+    "linear": angles.Linear,
+    "sigmoid": angles.Sigmoid,
+}
 
 
 def combine(angular: str, y: Tensor, norm: Tensor) -> Tensor:
@@ -77,7 +82,11 @@ def combine(angular: str, y: Tensor, norm: Tensor) -> Tensor:
     cosine = y / norm
     if angular == "sqcos":
         return torch.tanh(norm) * cosine * cosine.abs()
-    return torch.tanh(norm) * (1 - (2 / math.pi) * torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6)))
+    angle = torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6))
+    if angular == "linear":
+        return torch.tanh(norm) * (1 - (2 / math.pi) * angle)
+    k = ANGULAR[angular]().k
+    return torch.tanh(norm) * torch.tanh((math.pi / 2 - angle) / (2 * k)) / math.tanh(math.pi / (4 * k))
 
 
 def unit(weight: Tensor) -> Tensor:
@@ -173,5 +182,5 @@ def rows(*, quick: bool) -> Iterator[Row]:
             yield row(shape, mode, "cosine", "shapes")
         for shape in SHAPES[:3]:
             yield row(replace(shape, layout="channels_last"), mode, "cosine", "shapes")
-        for angular in ("sqcos", "linear"):
+        for angular in ("sqcos", "linear", "sigmoid"):
             yield row(SHAPES[0], mode, angular, "angular")

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from catalog import seeded
 from gonio import nn as gnn
+from gonio.nn import magnitude
 
-__all__ = ["CASES", "joined", "rows_of", "run_rank", "step"]
+__all__ = ["CASES", "joined", "rows_of", "run_rank", "step", "trained_together"]
 
 # name -> (layer, input of all samples, how many of them each process has)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
@@ -24,6 +25,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
     "one value each": (lambda: gnn.SwitchableNorm1d(3), (2, 3), (1, 1)),
     "one value in all": (lambda: gnn.SwitchableNorm1d(3), (1, 3), (1, 0)),
     "decoupled": (lambda: gnn.DecoupledConv2d(4, 6, 3, groups=2), (6, 4, 5, 5), (4, 2)),
+    "decoupled radii": (
+        lambda: gnn.DecoupledConv2d(4, 6, 3, groups=2, magnitude=magnitude.Segmented(learn_radius=True)),
+        (6, 4, 5, 5),
+        (4, 2),
+    ),
     "decoupled empty": (lambda: gnn.DecoupledLinear(4, 3), (4, 4), (0, 4)),
 }
 LOCAL = (lambda: gnn.SwitchableNorm2d(3, synchronize=False), (6, 3, 4, 4), (5, 1))
@@ -60,10 +66,15 @@ def _run(case: tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]],
     return found
 
 
+def trained_together() -> nn.Module:
+    torch.manual_seed(0)
+    layer = gnn.DecoupledConv2d(3, 4, 3, magnitude=magnitude.Tanh(learn_radius=True))
+    return nn.Sequential(layer, gnn.SwitchableNorm2d(4)).double()
+
+
 def _data_parallel(rank: int) -> dict[str, Tensor]:
     """DistributedDataParallel with equal parts: averaged gradients are those of the mean over the whole."""
-    torch.manual_seed(0)
-    model = nn.Sequential(gnn.DecoupledConv2d(3, 4, 3), gnn.SwitchableNorm2d(4)).double()
+    model = trained_together()
     x, weights = joined((4, 3, 6, 6)), seeded(4, 4, 4, 4, seed=9, dtype=torch.float64)
     wrapped = DistributedDataParallel(model)
     rows = slice(2 * rank, 2 * rank + 2)

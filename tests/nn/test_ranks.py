@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from catalog import seeded
-from gonio import nn as gnn
-from nn.ranks import CASES, LOCAL, joined, run_rank, step
+from nn.ranks import CASES, LOCAL, joined, run_rank, step, trained_together
 from tolerances import close
 
 CLOSE = close(torch.float64)
@@ -56,8 +55,7 @@ def test_local_statistics_differ(ranks: list[dict[str, dict[str, Tensor]]]) -> N
 
 
 def test_data_parallel_training(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(gnn.DecoupledConv2d(3, 4, 3), gnn.SwitchableNorm2d(4)).double()
+    model = trained_together()
     weights = seeded(4, 4, 4, 4, seed=9, dtype=torch.float64)
     (model(joined((4, 3, 6, 6))) * weights).sum().div(4).backward()
     expected = {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
