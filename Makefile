@@ -22,7 +22,7 @@ test-slow: $(VENV)/.dev
 # Models of timm through all of the library; about an hour on one core. Goes on where it stopped.
 SWEEP ?= 332
 sweep: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m sweeps.timm_sweep --count $(SWEEP) --out timm-sweep.jsonl
+	PYTHONPATH=tests $(BIN)/python -m sweeps.timm_sweep --count $(SWEEP) --out timm-sweep.jsonl > tests/sweeps/timm_outcome.txt
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

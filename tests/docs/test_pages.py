@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import gonio
 from docs.pages import ROOT, commands, is_long, run_page
+from foreign import timm, torchvision, transformers
 
 NAMES = {"torch": torch, "nn": nn, "F": functional, "gonio": gonio}
 PAGES = [
@@ -30,8 +31,17 @@ def over(pages: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in pages])
 
 
+def prepare(page: Path) -> None:
+    """Make importable what a page imports from libraries of models."""
+    text = page.read_text(encoding="utf-8")
+    for name, load in (("timm", timm), ("torchvision", torchvision), ("transformers", transformers)):
+        if re.search(rf"^import {name}$", text, flags=re.M):
+            load()
+
+
 @over(PAGES)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(page)
     monkeypatch.chdir(tmp_path)
     run_page(page, tmp_path, names=dict(NAMES))
 
@@ -39,6 +49,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @over([page for page in PAGES if trains(page)])
 def test_page_with_its_comparisons(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(page)
     monkeypatch.chdir(tmp_path)
     run_page(page, tmp_path, long=True, names=dict(NAMES))
 

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,14 @@ def write_list() -> None:
     LISTED.write_text("".join(f"{name}\t{count}\n" for count, name in chosen), encoding="utf-8")
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]], *, wanted: int) -> str:
     """Counts of outcomes by step, and every failure by name."""
     outcomes: dict[str, Counter[str]] = {}
-    lines = [f"{len(rows)} models"]
+    untraced = sum(bool(row.get("traced")) for row in rows)
+    norms = sum(row.get("figures", {}).get("norms folded", 0) for row in rows)
+    libraries = " and ".join(f"{name} {version(name)}" for name in ("timm", "torch"))
+    lines = [f"{len(rows)} of {wanted} models, with {libraries}"]
+    lines.append(f"  {untraced} cannot be traced by torch.fx as a whole; {norms} norms folded")
     for row in rows:
         for step, outcome in row["steps"].items():
             outcomes.setdefault(step, Counter())[outcome.split(":")[0]] += 1
@@ -175,7 +180,7 @@ def main(words: list[str] | None = None) -> int:
             out.write(json.dumps(rows[-1]) + "\n")
             out.flush()
             print(f"{len(rows)}/{len(wanted)} {name}", file=sys.stderr)
-    print(summary(rows))
+    print(summary(rows, wanted=len(wanted)))
     return int(any(outcome.startswith("failed") for row in rows for outcome in row["steps"].values()))
 
 
