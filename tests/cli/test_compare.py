@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.shell import COMMAND, invoke, shell, write_task
+from gonio.cli.compare import _command_line, _Extra
 
 pytest.importorskip("scipy")
 
@@ -148,9 +149,28 @@ def test_a_dry_run_trains_nothing(folder: Path) -> None:
     assert not Path("gonio-study").exists()
 
 
+def test_a_dry_run_shows_the_budget_of_tuning_and_attacks(folder: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+    result = invoke("compare", "scale-shift", "--tune", "10", "--robust", "--seeds", "6", "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert "before that 10 trials each, 20 in all, on seed 1000003" in result.stdout
+    assert "scale-shift: lr 0.0063 to 0.4, penalty.1.strength 0.0033 to 3" in result.stdout
+    assert "attacked on 200 test examples, at most 0.1 from them" in result.stdout
+    assert "so 1 point if these spread by at most" in result.stdout
+
+
+def test_the_command_on_the_page_repeats_tuning_and_attacks() -> None:
+    words = {"task": "digits", "model": None, "seeds": 8, "study": Path("gonio-study")}
+    assert _command_line(["a"], **words) == "gonio compare a"
+    assert _command_line(["a"], **words, more=_Extra(tune=5, robust=True)) == "gonio compare a --tune 5 --robust"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        (["--task", "bytes", "--robust"], 2, "needs inputs that can be disturbed a little, and the task 'bytes'"),
+        (["--task", "imagefolder:nowhere"], 2, "needs a folder of images; found no folder"),
+        (["--tune", "-1"], 2, "-1 is not in the range"),
         (["scaleshift"], 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (["--task", "digit"], 2, "no task named 'digit'. Did you mean digits"),
         (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
