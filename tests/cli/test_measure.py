@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import pickle
@@ -63,6 +65,55 @@ def test_json_and_html(folder: Path) -> None:
     assert result.stdout == ""
     assert result.stderr == "page written to page.html\nJSON written to out.json\n"
     assert Path("page.html").read_text().startswith("<!")
+
+
+def test_csv_and_markdown(folder: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(invoke("measure", "digits-cnn", "--csv", "-").stdout)))
+    assert len(rows) == 22
+    assert {"path", "alignment", "sigma_max"} <= set(rows[0])
+    result = invoke("measure", "digits-cnn", "--md", "table.md")
+    assert (result.stdout, result.stderr) == ("", "markdown written to table.md\n")
+    assert "| conv2 | " in Path("table.md").read_text()
+
+
+def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
+    state = torch.load("fine.pt")
+    state["conv2.weight"] *= 2
+    state["extra"] = torch.ones(2)
+    state["conv1.weight"] = torch.ones(2, 2)
+    torch.save(state, "after.pt")
+    result = invoke("measure", "fine.pt", "after.pt")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "fine.pt → after.pt" in result.stdout
+    (moved,) = [line.split() for line in result.stdout.splitlines() if line.startswith("conv2")]
+    assert moved[2:4] == ["1.00", "2.00"]
+    said = " ".join(result.stdout.split())
+    assert "extra: only after" in said
+    assert "conv1: shape (" in said
+    content = json.loads(invoke("measure", "fine.pt", "after.pt", "--json", "-").stdout)
+    assert content["schema"] == "gonio.difference/1"
+    for option, start in (("--html", "<!DOCTYPE html>"), ("--csv", "name,path,"), ("--md", "**fine.pt → after.pt**")):
+        assert invoke("measure", "fine.pt", "after.pt", option, "-").stdout.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "4x1x8x8"], "--batch: it has no meaning with two sources"),
+        (["--fail-on", "warn"], "--fail-on: it has no meaning with two sources"),
+        (["--headers"], "--headers: it has no meaning with two sources"),
+        (["--engine", "ray"], "--engine: it has no meaning with two sources"),
+    ],
+)
+def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:
+    result = invoke("measure", "fine.pt", "fine.pt", *words)
+    assert (result.exit_code, message in result.stderr) == (2, True)
+
+
+def test_two_sources_without_a_common_name_are_refused(folder: Path) -> None:
+    result = invoke("measure", "fine.pt", "broken.pt")
+    assert result.exit_code == 2
+    assert "found no name in common: conv1.weight" in result.stderr
 
 
 def test_a_batch_is_a_shape_or_a_file(folder: Path) -> None:
@@ -144,7 +195,10 @@ def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, caps
     show = progress._lines("measuring", clock=lambda: next(seconds))
     for done in range(1, 9):
         show(done, 8)
-    assert capsys.readouterr().err.splitlines() == ["measuring: 3 of 8", "measuring: 6 of 8"]
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: 3 of 8, about 20 s left",
+        "measuring: 6 of 8, about 8 s left",
+    ]
 
 
 def test_explain_lists_and_explains() -> None:

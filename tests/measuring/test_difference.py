@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.errors import UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import difference
+from report.html_reader import Page
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -89,3 +92,87 @@ def test_it_prints_as_a_table_and_exports(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(found) == len(list(found)) == 3
     with pytest.raises(UnknownNameError, match="no tensor named 'con'"):
         found["con"]
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60), (2300, 2000)], ids=["wide", "tall", "large"])
+def test_the_rank_of_a_low_rank_change_is_found(shape: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=draw)
+    change = torch.randn(shape[0], 3, generator=draw) @ torch.randn(3, shape[1], generator=draw)
+    moved = difference({"w.weight": weight}, {"w.weight": weight + change})["w"]
+    assert moved.rank_99 == 3
+    squares = torch.linalg.svdvals(change.double()).square()
+    assert moved.stable_rank == pytest.approx(float(squares.sum() / squares.max()), rel=1e-3)
+
+
+def test_the_rank_counts_the_directions_of_99_percent_of_the_change() -> None:
+    weight = torch.zeros(20, 30)
+    after = torch.zeros(20, 30)
+    after.diagonal().copy_(torch.tensor([10.0, 5.0, 1.0, *[0.1] * 17]))
+    moved = difference({"w.weight": weight}, {"w.weight": after})["w"]
+    assert moved.rank_99 == 2  # 125 of 126.17 is 99.07 %
+    assert moved.relative is None
+    after[2, 2] = 1.5
+    assert difference({"w.weight": weight}, {"w.weight": after})["w"].rank_99 == 3  # 125 of 127.42 is 98.1 %
+
+
+def test_the_rank_of_a_random_change_is_that_of_chance() -> None:
+    draw = torch.Generator().manual_seed(1)
+    weight, change = (torch.randn(200, 300, generator=draw) for _ in range(2))
+    moved = difference({"w.weight": weight}, {"w.weight": weight + change})["w"]
+    assert moved.stable_rank == pytest.approx(moved.stable_rank_random, rel=0.05)
+    assert moved.rank_99 is not None
+    assert moved.rank_99 > 150
+
+
+def test_a_large_weight_whose_change_has_no_low_rank_says_none() -> None:
+    draw = torch.Generator().manual_seed(2)
+    weight = torch.randn(2300, 2000, generator=draw)
+    moved = difference({"w.weight": weight}, {"w.weight": torch.randn(2300, 2000, generator=draw)})["w"]
+    assert moved.rank_99 is None
+    assert moved.stable_rank == pytest.approx(moved.stable_rank_random, rel=0.05)
+
+
+def test_values_that_are_not_finite_are_not_compared() -> None:
+    before, after = state(), state()
+    after["fc.weight"][0, 0] = math.nan
+    found = difference(before, after)
+    assert found["fc"].reason == "NaN or infinite values after"
+    assert json.loads(found.to_json())["tensors"][2]["status"] == "not compared"
+
+
+def test_float64_is_compared_in_float64() -> None:
+    before = {"w.weight": torch.eye(3, dtype=torch.float64)}
+    after = {"w.weight": torch.eye(3, dtype=torch.float64) * (1 + 1e-12)}
+    assert difference(before, after)["w"].relative == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_sources_without_a_common_name_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"no name in common: a\.weight before, b\.weight after"):
+        difference({"a.weight": torch.eye(2)}, {"b.weight": torch.eye(2)})
+
+
+def test_progress_counts_every_name() -> None:
+    seen: list[tuple[int, int]] = []
+    before, after = state(), state()
+    after["new"] = torch.ones(1)
+    difference(before, after, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_exports_hold_every_tensor_and_escape_its_name() -> None:
+    before = {"<script>alert(1)</script>.weight": torch.eye(3), "=cmd": torch.ones(2)}
+    after = {"<script>alert(1)</script>.weight": torch.eye(3) * 2}
+    found = difference(before, after)
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["status"] for row in rows] == ["compared", "not compared"]
+    assert rows[1]["path"] == "'=cmd"
+    assert float(rows[0]["norm_ratio"]) == 2
+    for html in (found.to_html(), found._repr_html_()):
+        read = Page(html)
+        assert "script" not in read.names()
+        assert found.coverage in read.text
+    assert "&lt;script&gt;" in found.to_markdown()
+    frame = found.to_frame()
+    assert list(frame["status"]) == ["compared", "not compared"]
+    assert frame["rank_99"][0] == 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -43,6 +44,12 @@ def command(
             metavar="MODEL|FILE",
         ),
     ],
+    after: Annotated[
+        str | None,
+        typer.Argument(
+            help="Another one: measure what changed from the first to it, norms, angles and rank.", metavar="[AFTER]"
+        ),
+    ] = None,
     *,
     batch: Annotated[
         str | None,
@@ -57,6 +64,12 @@ def command(
     ] = None,
     json: Annotated[
         str | None, typer.Option("--json", help="Write everything as JSON there; - is stdout.", metavar="FILE")
+    ] = None,
+    csv: Annotated[
+        str | None, typer.Option("--csv", help="Write one line per tensor there; - is stdout.", metavar="FILE")
+    ] = None,
+    md: Annotated[
+        str | None, typer.Option("--md", help="Write a markdown table there; - is stdout.", metavar="FILE")
     ] = None,
     base: Annotated[
         str | None,
@@ -83,32 +96,89 @@ def command(
     from gonio.cli.progress import counting
     from gonio.measuring import measure
 
+    written = Written(html, json, csv, md)
     measured = _source(source)
+    if after is not None:
+        _refuse(
+            "two sources", {**_values(batch, base, fail_on), "--headers": headers or None, "--engine": _far(engine)}
+        )
+        _difference(measured, _source(after), written)
+        return
     if headers:
-        _outline(measured, json, {"--batch": batch, "--html": html, "--base": base, "--fail-on": fail_on})
+        _refuse("--headers", {**_values(batch, base, fail_on), "--html": html, "--csv": csv, "--md": md})
+        _outline(measured, json)
         return
     example = _batch(batch, measured)
     with counting("measuring") as progress:
         adapted = None if base is None else _source(base)
         found = measure(measured, batch=example, base=adapted, engine=engine.value, progress=progress)
-    if html is not None:
-        deliver(found.to_html(), html, "page")
-    if json is not None:
-        deliver(found.to_json(), json, "JSON")
-    if html is None and json is None:
-        put(str(found))
+    written.write(found)
     _fail(found, fail_on)
 
 
-def _outline(measured: str | nn.Module, json: str | None, ignored: dict[str, Any]) -> None:
-    """The headers as a table, or as JSON; options that ask for values are refused."""
+class Results(Protocol):
+    """What can be written in every format."""
+
+    def to_html(self) -> str: ...
+    def to_json(self) -> str: ...
+    def to_csv(self) -> str: ...
+    def to_markdown(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the results go in which format; as a table on stdout where none is asked for."""
+
+    html: str | None
+    json: str | None
+    csv: str | None
+    md: str | None
+
+    def write(self, found: Results) -> None:
+        """Write them all."""
+        asked = (
+            (self.html, "page", found.to_html),
+            (self.json, "JSON", found.to_json),
+            (self.csv, "CSV", found.to_csv),
+            (self.md, "markdown", found.to_markdown),
+        )
+        for target, what, made in asked:
+            if target is not None:
+                deliver(made(), target, what)
+        if all(target is None for target, _, _ in asked):
+            put(str(found))
+
+
+def _values(batch: str | None, base: str | None, fail_on: Level | None) -> dict[str, Any]:
+    return {"--batch": batch, "--base": base, "--fail-on": fail_on}
+
+
+def _far(engine: Engine) -> str | None:
+    return None if engine is Engine.local else engine.value
+
+
+def _refuse(what: str, options: dict[str, Any]) -> None:
+    """Options that have no meaning beside this."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise typer.BadParameter(f"it has no meaning with {what}", param_hint=given[0])
+
+
+def _difference(before: str | nn.Module, after: str | nn.Module, written: Written) -> None:
+    from gonio.cli.progress import counting
+    from gonio.measuring import difference
+
+    with counting("comparing") as progress:
+        found = difference(before, after, progress=progress)
+    written.write(found)
+
+
+def _outline(measured: str | nn.Module, json: str | None) -> None:
+    """The headers as a table, or as JSON."""
     from json import dumps
 
     from gonio.measuring import outline
 
-    given = [name for name, value in ignored.items() if value is not None]
-    if given:
-        raise typer.BadParameter("no value is read, so that it has no meaning here", param_hint=f"--headers {given[0]}")
     found = outline(measured)
     if json is not None:
         deliver(dumps(found.to_dict(), ensure_ascii=False, indent=1) + "\n", json, "JSON")

@@ -29,13 +29,17 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    last = clock()
+    start = last = clock()
 
     def show(done: int, total: int) -> None:
         nonlocal last
         now = clock()
         if now - last >= _SECONDS:
             last = now
-            say(f"{what}: {done} of {total}")
+            say(f"{what}: {done} of {total}, about {_time((now - start) * (total - done) / done)} left")
 
     return show
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gonio.measuring.difference import Differences, TensorDifference, difference
+from gonio.measuring.difference import difference
+from gonio.measuring.differences import Differences, TensorDifference
 from gonio.measuring.findings import Finding
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements

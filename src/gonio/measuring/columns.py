@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from gonio.measuring.tensor import TensorMeasurement
 
-__all__ = ["COLUMNS", "Column", "columns_for"]
+__all__ = ["COLUMNS", "Column", "columns_for", "number"]
+
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Generic[Subject]):
     """One column.
 
     Attributes:
         title: its heading; `explanation`: what it is, and what random weights show.
-        cell: a layer's figure as text.
+        cell: a tensor's figure as text.
         rank: columns with the largest rank are left out first where the screen is narrow.
         width: characters it takes.
     """
 
     title: str
     explanation: str
-    cell: Callable[[TensorMeasurement], str]
+    cell: Callable[[Subject], str]
     rank: int
     width: int
 
@@ -86,7 +89,7 @@ def _rank(t: TensorMeasurement) -> str:
     return number(t.stable_rank)
 
 
-COLUMNS = (
+COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     Column("shape", "of the tensor", _shape, 6, 14),
     Column("n", "filters per group; two numbers: groups · filters", _filters, 8, 6),
     Column("d", "length of a filter", lambda t: str(t.dim), 7, 6),
@@ -105,12 +108,12 @@ COLUMNS = (
 )
 
 
-def columns_for(width: int, path: int) -> tuple[Column, ...]:
+def columns_for(columns: Sequence[Column[Subject]], width: int, path: int) -> tuple[Column[Subject], ...]:
     """The columns that fit beside paths of `path` characters, the most telling first to stay."""
     left, kept = width - path - 2, set()
-    for column in sorted(COLUMNS, key=lambda column: column.rank):
+    for column in sorted(columns, key=lambda column: column.rank):
         left -= column.width + 2
         if left < 0:
             break
-        kept.add(column)
-    return tuple(column for column in COLUMNS if column in kept)
+        kept.add(column.rank)
+    return tuple(column for column in columns if column.rank in kept)

@@ -1,32 +1,46 @@
-"""Measurements as CSV and markdown."""
+"""Measurements as CSV, as markdown and as a data frame."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from gonio.errors import MissingExtraError
 from gonio.foreign_text import csv_cell, markdown_cell
-from gonio.measuring.columns import COLUMNS
+from gonio.measuring.columns import COLUMNS, Column
 from gonio.measuring.tensor import TensorMeasurement
 
 if TYPE_CHECKING:
     from gonio.measuring.measurements import Measurements
 
-__all__ = ["csv_of", "markdown_of"]
+__all__ = ["csv_of", "frame_of", "markdown_of", "table_of"]
 
-_FIELDS = tuple(f.name for f in fields(TensorMeasurement) if f.name != "angle_histogram")
+FIELDS = tuple(f.name for f in fields(TensorMeasurement) if f.name != "angle_histogram")
 
 
-def csv_of(tensors: Sequence[TensorMeasurement]) -> str:
-    """One line per tensor with every figure but the histogram."""
+def csv_of(tensors: Sequence[Any], names: Sequence[str] = FIELDS) -> str:
+    """One line per tensor with these attributes of it."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(_FIELDS)
-    writer.writerows([csv_cell(_flat(getattr(tensor, name))) for name in _FIELDS] for tensor in tensors)
+    writer.writerow(names)
+    writer.writerows([csv_cell(_flat(getattr(tensor, name))) for name in names] for tensor in tensors)
     return buffer.getvalue()
+
+
+def frame_of(tensors: Sequence[Any], names: Sequence[str] = FIELDS) -> Any:
+    """One row per tensor with these attributes of it.
+
+    Raises:
+        MissingExtraError: without pandas.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError("to_frame()", "pandas", "dev") from error
+    return pandas.DataFrame([[getattr(tensor, name) for name in names] for tensor in tensors], columns=list(names))
 
 
 def _flat(value: Any) -> Any:
@@ -41,11 +55,17 @@ def markdown_of(measured: Measurements) -> str:
         for f in measured.findings
     ]
     lines += [""] if measured.findings else []
-    lines += [_line(["layer", *(column.title for column in COLUMNS)]), _line(["---"] * (len(COLUMNS) + 1))]
-    for tensor in measured.layers:
-        cells = [tensor.path, *(column.cell(tensor) for column in COLUMNS)]
-        lines.append(_line([markdown_cell(cell) for cell in cells]))
-    return "\n".join([*lines, "", markdown_cell(measured.coverage)]) + "\n"
+    return (
+        "\n".join([*lines, *table_of("layer", measured.layers, COLUMNS), "", markdown_cell(measured.coverage)]) + "\n"
+    )
+
+
+def table_of(name: str, tensors: Sequence[Any], columns: Sequence[Column[Any]]) -> Iterator[str]:
+    """The lines of a markdown table: one per tensor."""
+    yield _line([name, *(column.title for column in columns)])
+    yield _line(["---"] * (len(columns) + 1))
+    for tensor in tensors:
+        yield _line([markdown_cell(cell) for cell in (tensor.path, *(column.cell(tensor) for column in columns))])
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from gonio.errors import UnknownNameError, listing
 from gonio.foreign_text import plain
-from gonio.measuring.export import csv_of, markdown_of
+from gonio.measuring.export import csv_of, frame_of, markdown_of
 from gonio.measuring.findings import Finding
 from gonio.measuring.page import page_of
 from gonio.measuring.screen import screen
@@ -139,6 +139,14 @@ class Measurements:
     def to_csv(self) -> str:
         """One line per tensor; no cell runs as a formula in a spreadsheet."""
         return csv_of(self.tensors)
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame` with one row per tensor and the columns of :meth:`to_csv`.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return frame_of(self.tensors)
 
     def to_markdown(self) -> str:
         """The table of the layers, for an issue or a README."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 import torch
 
-from gonio.foreign_text import plain
 from gonio.geometry import random_angle_density
 from gonio.measuring.columns import COLUMNS
+from gonio.measuring.page_parts import page, row, table, text
 from gonio.measuring.screen import SIGNAL_TITLES, scale_sentence, signal_cells
 from gonio.measuring.tensor import TensorMeasurement
 
@@ -21,43 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["page_of"]
 
-HEAD = (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    'img-src data:">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-)
-BODY = (
-    ":root {{ color-scheme: light dark; }} body {{ margin: 0; background: #fbfaf7; }}\n"
-    "@media screen and (prefers-color-scheme: dark) {{ body {{ background: #15171b; }} }}\n"
-    "main {{ max-width: 1400px; margin: 0 auto; padding: clamp(16px, 4vw, 48px); }}"
-)
-
 
 def page_of(measured: Measurements, *, whole: bool) -> str:
     """The measurements as one self-contained page, or (`whole=False`) as a fragment with its own style."""
-    style = (resources.files("gonio.measuring") / "page.css").read_text(encoding="utf-8")
-    inner = _inner(measured)
-    if not whole:
-        return f'<div class="gonio-m"><style>{style}</style>\n{inner}</div>\n'
-    title = _text(f"Measurements of {measured.source}")
-    body = BODY.format()
-    return (
-        f"{HEAD}<title>{title}</title>\n<style>\n{body}\n{style}</style>\n</head>\n"
-        f'<body>\n<main class="gonio-m">\n{inner}</main>\n</body>\n</html>\n'
-    )
-
-
-def _text(value: object) -> str:
-    """The one place of this page where foreign text becomes HTML."""
-    return html.escape(plain(value), quote=True)
+    return page(f"Measurements of {measured.source}", _inner(measured), whole=whole)
 
 
 def _inner(measured: Measurements) -> str:
     entries = sum(tensor.entries for tensor in measured.tensors)
     parts = [
-        f"<h1>{_text(measured.source)}</h1>\n",
-        f'<p class="muted">{len(measured.layers)} layers, {entries:,} numbers. {_text(measured.coverage)}</p>\n',
-        *(f'<p class="muted">{_text(note)}</p>\n' for note in measured.notes),
+        f"<h1>{text(measured.source)}</h1>\n",
+        f'<p class="muted">{len(measured.layers)} layers, {entries:,} numbers. {text(measured.coverage)}</p>\n',
+        *(f'<p class="muted">{text(note)}</p>\n' for note in measured.notes),
         _findings(measured),
     ]
     if measured.layers:
@@ -75,51 +47,45 @@ def _findings(measured: Measurements) -> str:
     head = "".join(f'<th scope="col">{t}</th>' for t in ("Level", "Code", "Tensor", "Found", "By chance", "What to do"))
     rows = []
     for f in measured.findings:
-        cells = "".join(f"<td>{_text(cell)}</td>" for cell in (f.code, f.path or "the model", f.found, f.chance, f.do))
+        cells = "".join(f"<td>{text(cell)}</td>" for cell in (f.code, f.path or "the model", f.found, f.chance, f.do))
         level = f.level if f.level in ("error", "warn", "info") else "info"
         rows.append(f'<tr><th scope="row" class="level {level}">{level}</th>{cells}</tr>')
-    return _wrap("<h2>Findings</h2>\n", "left", head, rows)
-
-
-def _wrap(before: str, css: str, head: str, rows: list[str]) -> str:
-    body = "\n".join(rows)
-    table = f'<table class="{css}"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
-    return f'{before}<div class="scroll">{table}</div>\n'
+    return table("<h2>Findings</h2>\n", "left", head, rows)
 
 
 def _table(layers: tuple[TensorMeasurement, ...]) -> str:
     titles = ["layer", *(column.title for column in COLUMNS), "angles"]
-    head = "".join(f'<th scope="col">{_text(title)}</th>' for title in titles)
+    head = "".join(f'<th scope="col">{text(title)}</th>' for title in titles)
     rows = []
     for tensor in layers:
-        cells = "".join(f"<td>{_text(column.cell(tensor))}</td>" for column in COLUMNS)
-        rows.append(f'<tr><th scope="row">{_text(tensor.path)}</th>{cells}<td>{_sparkline(tensor)}</td></tr>')
-    return _wrap("", "", head, rows)
+        cells = "".join(f"<td>{text(column.cell(tensor))}</td>" for column in COLUMNS)
+        rows.append(f'<tr><th scope="row">{text(tensor.path)}</th>{cells}<td>{_sparkline(tensor)}</td></tr>')
+    return table("", "", head, rows)
 
 
 def _model(measured: Measurements) -> str:
     """What is said on the model as a whole: movable scale, mixtures, signals."""
-    made = [f"<p>{_text(scale_sentence(measured.scale))}</p>\n"] if measured.scale is not None else []
+    made = [f"<p>{text(scale_sentence(measured.scale))}</p>\n"] if measured.scale is not None else []
     if measured.mixtures:
         made.append(_mixtures(measured.mixtures))
     if measured.signals:
-        head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("output of", *SIGNAL_TITLES))
-        rows = [_row(signal.path or signal.kind, signal_cells(signal)) for signal in measured.signals]
-        made.append(_wrap("<h2>Signal</h2>\n", "", head, rows))
+        head = "".join(f'<th scope="col">{text(t)}</th>' for t in ("output of", *SIGNAL_TITLES))
+        rows = [row(signal.path or signal.kind, signal_cells(signal)) for signal in measured.signals]
+        made.append(table("<h2>Signal</h2>\n", "", head, rows))
     return "".join(made)
 
 
 def _mixtures(mixtures: dict[str, dict[str, dict[str, float]]]) -> str:
     """The shares of the statistics in each switchable norm, as figures and as one bar each."""
     kinds = list(dict.fromkeys(kind for shares in mixtures.values() for share in shares.values() for kind in share))
-    head = "".join(f'<th scope="col">{_text(t)}</th>' for t in ("layer", "of", *kinds, "shares"))
+    head = "".join(f'<th scope="col">{text(t)}</th>' for t in ("layer", "of", *kinds, "shares"))
     rows = []
     for path, shares in mixtures.items():
         for what, share in shares.items():
-            cells = (_text(what), *(f"{share.get(kind, 0):.2f}" for kind in kinds), _bar(share))
+            cells = (text(what), *(f"{share.get(kind, 0):.2f}" for kind in kinds), _bar(share))
             body = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows.append(f'<tr><th scope="row">{_text(path)}</th>{body}</tr>')
-    return _wrap("<h2>Switchable norms</h2>\n", "", head, rows)
+            rows.append(f'<tr><th scope="row">{text(path)}</th>{body}</tr>')
+    return table("<h2>Switchable norms</h2>\n", "", head, rows)
 
 
 def _bar(share: dict[str, float]) -> str:
@@ -127,20 +93,16 @@ def _bar(share: dict[str, float]) -> str:
     left, parts = 0.0, []
     for index, (kind, value) in enumerate(share.items()):
         box = f'x="{left:.1f}" y="6" width="{180 * value:.1f}" height="28"'
-        title = f"<title>{_text(f'{kind} {value:.2f}')}</title>"
+        title = f"<title>{text(f'{kind} {value:.2f}')}</title>"
         parts.append(f'<rect {box} fill="var(--fill)" fill-opacity="{0.9 / 2**index:.2f}">{title}</rect>')
         left += 180 * value
-    label = _text(", ".join(f"{kind} {value:.2f}" for kind, value in share.items()))
+    label = text(", ".join(f"{kind} {value:.2f}" for kind, value in share.items()))
     drawn = "".join(parts)
     return f'<svg viewBox="0 0 180 40" preserveAspectRatio="none" role="img" aria-label="{label}">{drawn}</svg>'
 
 
-def _row(name: str, cells: Iterable[str]) -> str:
-    return f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
-
-
 def _explanations() -> str:
-    items = "".join(f"<dt>{_text(c.title)}</dt><dd>{_text(c.explanation)}</dd>" for c in COLUMNS)
+    items = "".join(f"<dt>{text(c.title)}</dt><dd>{text(c.explanation)}</dd>" for c in COLUMNS)
     curve = "the filters' angles from 0° to 180°; the line is the law of random directions"
     return (
         f"<details><summary>What the columns are</summary><dl>{items}<dt>angles</dt><dd>{curve}</dd></dl></details>\n"
@@ -152,10 +114,9 @@ def _notes(tensors: list[TensorMeasurement]) -> str:
     rows = []
     for t in tensors:
         note = "; ".join(part for part in (f"{t.status}: {t.reason}" if t.reason else "", *t.notes) if part)
-        cells = "".join(f"<td>{_text(c)}</td>" for c in ("×".join(map(str, t.shape)), t.dtype, note))
-        rows.append(f'<tr><th scope="row">{_text(t.path)}</th>{cells}</tr>')
-    table = _wrap("", "left", head, rows)
-    return f"<details><summary>Notes on {len(tensors)} tensors</summary>{table}</details>\n"
+        cells = "".join(f"<td>{text(c)}</td>" for c in ("×".join(map(str, t.shape)), t.dtype, note))
+        rows.append(f'<tr><th scope="row">{text(t.path)}</th>{cells}</tr>')
+    return f"<details><summary>Notes on {len(tensors)} tensors</summary>{table('', 'left', head, rows)}</details>\n"
 
 
 def _sparkline(tensor: TensorMeasurement) -> str:
@@ -171,7 +132,7 @@ def _sparkline(tensor: TensorMeasurement) -> str:
     )
     area, line = _path(density, top), _path(law, top)
     return (
-        f'<svg viewBox="0 0 180 40" preserveAspectRatio="none" role="img" aria-label="{_text(label)}">'
+        f'<svg viewBox="0 0 180 40" preserveAspectRatio="none" role="img" aria-label="{text(label)}">'
         f'<path d="M0 40{area}L180 40Z" fill="var(--fill)" fill-opacity=".45"/>'
         f'<path d="M0 40{line}" fill="none" stroke="var(--ink)" vector-effect="non-scaling-stroke"/></svg>'
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.foreign_text import plain, shorten
-from gonio.measuring.columns import columns_for, number
+from gonio.measuring.columns import COLUMNS, columns_for, number
 from gonio.measuring.signals import Signal
 from gonio.measuring.structure import MovableScale
 
@@ -102,7 +102,7 @@ def _table(measured: Measurements, width: int) -> Table:
     longest = max(12, min(max(len(plain(t.path)) for t in measured.layers), max(16, width // 3)))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("layer", no_wrap=True, min_width=min(longest, 12))
-    columns = columns_for(width, longest)
+    columns = columns_for(COLUMNS, width, longest)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     flagged = {finding.path for finding in measured.findings if finding.level != "info"}

@@ -12,11 +12,12 @@ from gonio.geometry import normalize, singular_values
 from gonio.measuring.blocks import computed_in, row_blocks, tiles
 from gonio.seeding import generator
 
-__all__ = ["CERTAINTY", "Spectra", "lanczos_error", "largest_singular_value", "spectra_of"]
+__all__ = ["CERTAINTY", "Spectra", "lanczos_error", "largest_singular_value", "rank_holding", "spectra_of"]
 
 EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
 DECOMPOSED = 1 << 22  # entries up to which a matrix is held in float64, for small singular values too
 SMALL = 256  # size of the smaller side up to which its Gram matrix is always taken
+LARGEST_RANK = 256  # that is looked for in a weight too large for all singular values
 STEPS = 32  # of the Lanczos iteration above
 CERTAINTY = 0.99  # with which its error is stated
 
@@ -129,3 +130,30 @@ def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> f
     """
     missed = (max(0.0, log(1.648 * sqrt(length) / (1 - certainty))) / (2 * steps - 1)) ** 2
     return (1 - missed) ** -0.5 - 1 if missed < 1 else float("inf")
+
+
+def rank_holding(matrices: Tensor, found: Spectra, share: float, *, name: str) -> int | None:
+    r"""The fewest singular directions of (groups, n, d) that hold this share of the squared norm.
+
+    Where not all singular values are known, from those of :math:`Q^\top W`, with Q the range of W times
+    :data:`LARGEST_RANK` random vectors: none of them exceeds its counterpart of W, so the answer is never too small;
+    it is exact for a weight of lower rank, and None where so many directions hold less.
+
+    References:
+        [1] N. Halko, P. Martinsson, J. Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011,
+        Algorithm 4.1 and Theorem 1.1.
+    """
+    if found.values is not None:
+        values, total = found.values.square(), float(found.values.square().sum())
+    else:
+        values = torch.cat([_sketched(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
+        total = float(torch.linalg.vector_norm(matrices, dtype=torch.float64)) ** 2
+    held = values.sort(descending=True).values.cumsum(0)
+    enough = held >= share * total
+    return int(enough.int().argmax()) + 1 if bool(enough.any()) else None
+
+
+def _sketched(matrix: Tensor, name: str) -> Tensor:
+    draw = torch.randn(matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64)
+    basis = torch.linalg.qr(matrix @ draw.to(matrix.device, matrix.dtype)).Q
+    return singular_values(basis.mT @ matrix).double()
