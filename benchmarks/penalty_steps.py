@@ -103,9 +103,9 @@ def _cheap(case: Case, width: int) -> Row:
 def rows(*, quick: bool) -> Iterator[Row]:
     width, cases = (4, CASES[:2]) if quick else (64, CASES)
     for case in cases:
-        ways = [_candidate("added to the loss", case.regularizer, width)]
+        ways = [_candidate("gonio, in the loss", case.regularizer, width)]
         if not case.reads_outputs:
-            ways.append(_candidate("add_grads_", case.regularizer, width, in_place=True))
+            ways.append(_candidate("gonio, add_grads_", case.regularizer, width, in_place=True))
         yield Row(case.name, "step", _candidate("plain step", None, width), tuple(ways), "each-step")
     for case in cases:
         if case.every:
