@@ -15,11 +15,9 @@ from torch import Tensor
 
 from gonio.nn.product import wide
 from gonio.nn.ranks import total
-from gonio.nn.switchable_statistics import Mixed, Pair, accumulator, batch_statistics, mix, moments, pivot_of, spread
+from gonio.nn.switchable_statistics import Mixed, accumulator, batch_statistics, mix, moments, pivot_of, spread
 
 __all__ = ["Settings", "fused", "plain"]
-
-NEAR = 8  # times the variance: squares of means up to which E[x²] − E[x]² loses one digit
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,18 @@ class _Fused(torch.autograd.Function):
         settings: Settings,
     ) -> Found:
         values = wide(x)
-        pivot, instance = _about_zero(values)
-        out = None
-        if instance is None:
-            pivot = pivot_of(values)
-            out = values - spread(pivot, values)
-            instance = moments(*_means(out), pivot)
+        pivot = pivot_of(values)
+        out = values - spread(pivot, values)
+        instance = moments(*_means(out), pivot)
         if running_mean is None or running_var is None:
             mean, var, count = batch_statistics(*instance, join=settings.join)
         else:
             mean, var, count = running_mean, running_var, 0
         mixed = mix(instance, (mean, var), mean_weights, var_weights, settings.eps)
         scale, shift = _affine(mixed, pivot, (gamma, beta))
-        ctx.near = out is None
-        out = _rows(values, scale, shift) if out is None else out.mul_(spread(scale, out)).add_(spread(shift, out))
+        out.mul_(spread(scale, out)).add_(spread(shift, out))
         ctx.settings, ctx.fixed, ctx.count = settings, running_mean is not None, count
-        inputs, kept = (x, mean_weights, var_weights, gamma, beta), (mixed.mean, mixed.rstd, *mixed.layer)
-        ctx.save_for_backward(*inputs, mean, var, pivot, *instance, *kept)
+        ctx.save_for_backward(x, mean_weights, var_weights, gamma, beta, pivot, *instance, mean, var)
         batch = (mean.clone(), var.clone(), count)
         ctx.mark_non_differentiable(*(b for b in batch if isinstance(b, Tensor)))
         ctx.set_materialize_grads(False)
@@ -113,33 +106,26 @@ class _Fused(torch.autograd.Function):
             return (None,) * 8
         if torch.is_grad_enabled():
             return _again(ctx, grad)
-        saved = ctx.saved_tensors  # under checkpointing they can be had once
-        x, *weights, gamma, _, batch_mean, batch_var, pivot, mean, var = saved[:10]
-        mixed_mean, rstd, *layer = saved[10:]
-        mixed = Mixed(mixed_mean, rstd, (layer[0], layer[1]), (batch_mean, batch_var))
+        x, mean_weights, var_weights, gamma, _, pivot, mean, var, batch_mean, batch_var = ctx.saved_tensors
+        weights = mean_weights, var_weights
         values, grad = wide(x), wide(grad)
-        centred = values if ctx.near else values - spread(pivot, values)
+        centred = values - spread(pivot, values)
+        mixed = mix((mean, var), (batch_mean, batch_var), *weights, ctx.settings.eps)
         by_shift, by_square = _sums(grad, centred)
         by_scale = by_square - (mixed.mean - pivot) * by_shift  # the sum of grad·(x − mixed mean)
-        slopes = gamma * rstd
-        by_mean, by_var = -slopes * by_shift, slopes * rstd * rstd * by_scale * -0.5
+        by_mean, by_var = -gamma * mixed.rstd * by_shift, -0.5 * gamma * mixed.rstd**3 * by_scale
         parameters = (
             torch.stack([(by_mean * m).sum() for m in (mean, mixed.layer[0], batch_mean)]),
             torch.stack([(by_var * v).sum() for v in (var, mixed.layer[1], batch_var)]),
-            (rstd * by_scale).sum(0),
+            (mixed.rstd * by_scale).sum(0),
             by_shift.sum(0),
         )
-        through_mean, through_var = _through_statistics(
-            ctx, (by_mean, by_var), (weights[0], weights[1]), (mean, var), mixed
-        )
+        through_mean, through_var = _through_statistics(ctx, (by_mean, by_var), weights, (mean, var), mixed)
         slope = 2 * through_var / math.prod(x.shape[2:])
         shift = through_mean / math.prod(x.shape[2:]) - slope * (mean - pivot)
-        if ctx.near:
-            found = _rows(values, slope, shift)
-        else:
-            found = centred.mul_(spread(slope, centred)).add_(spread(shift, centred))
-        found.addcmul_(grad, spread(slopes, found))
-        return found.to(x.dtype), *parameters, None, None, None
+        centred.mul_(spread(slope, centred)).add_(spread(shift, centred))
+        centred.addcmul_(grad, spread(gamma * mixed.rstd, centred))
+        return centred.to(x.dtype), *parameters, None, None, None
 
 
 def _through_statistics(
@@ -170,38 +156,13 @@ def _through_statistics(
 
 def _again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients in plain operations, for a caller that will differentiate them."""
-    *inputs, mean, var = ctx.saved_tensors[:7]
+    *inputs, _, _, _, mean, var = ctx.saved_tensors
     x, mean_weights, var_weights, gamma, beta = inputs
     running = (mean, var) if ctx.fixed else None
     out, *_ = plain(x, (mean_weights, var_weights), (gamma, beta), running, ctx.settings)
     needed = [t for t, n in zip(inputs, ctx.needs_input_grad, strict=False) if n]
     found = iter(torch.autograd.grad(out, needed, grad, create_graph=True, allow_unused=True))
     return *(next(found) if n else None for n in ctx.needs_input_grad[:5]), None, None, None
-
-
-def _about_zero(x: Tensor) -> tuple[Tensor, Pair | None]:
-    """A pivot of 0, and the instance statistics about it; None if they lack digits that those about a pivot have.
-
-    See Note [Centred statistics]. Where no mean is much larger than its spread, as for most layers, x need not be
-    centred, which saves a pass over it forward and one backward. To find out costs nothing on CPU.
-    """
-    pivot = x.new_zeros(x.shape[:2])
-    if not (x.is_cpu and x.numel() and x.is_contiguous()):
-        return pivot, None
-    mean, var = moments(*_means(x), pivot)
-    return pivot, None if (mean.square() > NEAR * var).any() else (mean, var)
-
-
-def _rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """scale·x + shift with one number of each per sample and channel, for contiguous x on CPU.
-
-    Evaluation of a batch norm whose channels are the rows does this in one pass; a product and a sum are two.
-    """
-    rows = x.view(1, x.shape[0] * x.shape[1], -1)
-    zero, one = x.new_zeros(rows.shape[1]), x.new_ones(rows.shape[1])
-    numbers = scale.to(x.dtype).flatten(), shift.to(x.dtype).flatten()
-    out, _, _ = torch.native_batch_norm(rows, *numbers, zero, one, False, 0.0, 0.0)
-    return out.view_as(x)
 
 
 def _means(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@ r"""Statistics of switchable normalisation, and the mixture of them.
 Note [Centred statistics]
 With a mean of 1e5 and a spread of 0.1, :math:`E[x^2] - E[x]^2` has no digits left in float32, nor has a
 mean that is rounded to float32. So sums are taken of x minus a pivot, which is some mean over a few
-positions, never far from the data; what is left, an (N, C) array, is computed in float64. Sums of x itself do
-where they show that no mean is much larger than its spread.
+positions, never far from the data; what is left, an (N, C) array, is computed in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from gonio.nn.ranks import total
 
 __all__ = [
     "Mixed",
-    "Pair",
     "accumulator",
     "batch_statistics",
     "layer_statistics",
