@@ -170,7 +170,7 @@ def test_the_command_on_the_page_repeats_tuning_and_attacks() -> None:
     [
         (["--task", "bytes", "--robust"], 2, "needs inputs that can be disturbed a little, and the task 'bytes'"),
         (["--task", "imagefolder:nowhere"], 2, "needs a folder of images; found no folder"),
-        (["--tune", "-1"], 2, "-1 is not in the range"),
+        (["--tune", "-1"], 2, "Input should be greater than or equal to 0"),
         (["scaleshift"], 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (["--task", "digit"], 2, "no task named 'digit'. Did you mean digits"),
         (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
