@@ -25,7 +25,7 @@ def test_500_mutated_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = outcomes(capsys.readouterr().out)
     assert found.total() == 500
     assert found["refused"] > 100
-    assert found["measured"] > 20  # some mutations, as in a name, leave a file that is in order
+    assert found["measured"] >= 5  # some mutations, as in a name, leave a file that is in order
 
 
 @pytest.mark.slow

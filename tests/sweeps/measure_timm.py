@@ -77,8 +77,9 @@ def with_weights(name: str) -> dict[str, Any]:
 
 def _check(measured: Measurements, model: nn.Module) -> None:
     """Every tensor has a row with figures or a reason, and the whole can be shown."""
-    names = {t.name for t in measured} | {n.removeprefix("also ") for t in measured for n in t.notes}
-    missing = [name for name in model.state_dict() if name not in names]
+    named, state = {t.name for t in measured}, model.state_dict(keep_vars=True)
+    seen = {id(tensor) for name, tensor in state.items() if name in named}  # a shared layer has several names
+    missing = [name for name, tensor in state.items() if name not in named and id(tensor) not in seen]
     assert not missing, f"no row for {missing[:5]}"
     assert all(t.status == "measured" or t.reason for t in measured), "a row without figures and reason"
     assert str(measured)
