@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gonio.errors import GonioError
     from gonio.measuring import Measurements
     from gonio.measuring.measure import measure
+    from gonio.measuring.tracker import Tracker
     from gonio.penalty import Penalty, param_groups
     from gonio.recipes import Recipe
     from gonio.surgery import (
@@ -54,6 +55,7 @@ _HOME = {
     "Penalty": "gonio.penalty",
     "Recipe": "gonio.recipes",
     "Regex": "gonio.surgery",
+    "Tracker": "gonio.measuring",
     "balance_": "gonio.surgery",
     "calibrate_": "gonio.surgery",
     "equivalent": "gonio.surgery",
@@ -89,6 +91,7 @@ __all__ = [
     "Penalty",
     "Recipe",
     "Regex",
+    "Tracker",
     "__version__",
     "balance_",
     "calibrate_",

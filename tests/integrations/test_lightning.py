@@ -15,7 +15,7 @@ import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
-from gonio.integrations.lightning import add_penalty_
+from gonio.integrations.lightning import add_penalty_, tracker_callback
 
 STRENGTH = 0.3
 
@@ -107,6 +107,22 @@ def test_twice_and_by_hand_are_refused(lightning: Any) -> None:
         add_penalty_(module, lambda: torch.zeros(()))
     with pytest.raises(NotApplicableError, match=r"it optimizes by hand.*Add penalty\(\) to the loss in its training_"):
         add_penalty_(module_of(lightning, manual=True), lambda: torch.zeros(()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, [2, 4, 6]), (3, [2])])
+def test_a_tracker_measures_at_optimizer_steps(
+    lightning: Any, tmp_path: Path, accumulate: int, steps: list[int]
+) -> None:
+    plain = fit(lightning, module_of(lightning), tmp_path, accumulate_grad_batches=accumulate)
+    module = module_of(lightning)
+    tracker = gonio.Tracker(module, tmp_path / "track.csv", every=2)
+    callbacks = [tracker_callback(tracker)]
+    found = fit(lightning, module, tmp_path, accumulate_grad_batches=accumulate, callbacks=callbacks)
+    assert torch.equal(found, plain)
+    assert [(row["step"], row["layer"]) for row in tracker.rows] == [(step, "net") for step in steps]
+    assert len((tmp_path / "track.csv").read_text().splitlines()) == 1 + len(steps)
+    assert tracker.rows[-1]["frobenius"] == pytest.approx(float(found.norm()), rel=1e-6)
 
 
 SCRIPT = f"""

@@ -15,7 +15,7 @@ import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, NotApplicableError
-from gonio.integrations.transformers import add_penalty_
+from gonio.integrations.transformers import add_penalty_, tracker_callback
 
 STRENGTH = 0.3
 
@@ -103,6 +103,26 @@ def test_it_trains_as_a_loop_by_hand(transformers: Any, tmp_path: Path, kind: ty
     found = model.net.weight.detach()
     torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, [4, 8, 12]), (3, [4])])
+def test_a_tracker_measures_at_optimizer_steps(
+    transformers: Any, tmp_path: Path, accumulate: int, steps: list[int]
+) -> None:
+    weights = []
+    for tracked in (False, True):
+        model = Plain()
+        tracker = gonio.Tracker(model, every=4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trainer_of(transformers, model, tmp_path, accumulate=accumulate)
+            if tracked:
+                trainer.add_callback(tracker_callback(tracker))
+            trainer.train()
+        assert [(row["step"], row["layer"]) for row in tracker.rows] == [(n, "net") for n in steps if tracked]
+        weights.append(model.net.weight.detach())
+    assert torch.equal(*weights)
 
 
 SCRIPT = f"""

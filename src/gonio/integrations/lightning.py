@@ -1,17 +1,20 @@
-"""A penalty in the loss of a LightningModule."""
+"""A penalty in the loss of a LightningModule, and a tracker of its weights as a callback."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
 from gonio.integrations.added import AddedPenalty, replaced_
+from gonio.measuring import Tracker
 
-__all__ = ["add_penalty_"]
+__all__ = ["add_penalty_", "tracker_callback"]
 
 
 def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenalty:
@@ -71,3 +74,35 @@ def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
         f"a {type(output).__name__}",
         "Return one of them.",
     )
+
+
+def tracker_callback(tracker: Tracker) -> Any:
+    """A `lightning.pytorch.Callback` that measures as the optimizer steps: `Trainer(callbacks=[…])`.
+
+    Steps are the trainer's `global_step`: with accumulated gradients one for several batches.
+
+    Args:
+        tracker: a :class:`gonio.Tracker` of the module or a part of it.
+
+    Raises:
+        MissingExtraError: neither `lightning` nor `pytorch_lightning` is installed.
+    """
+    base: Any = _library().Callback
+
+    class TrackerCallback(base):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            if trainer.global_step:  # 0 until the first accumulated step
+                tracker.step(trainer.global_step)
+
+    return TrackerCallback()
+
+
+def _library() -> Any:
+    """Lightning under the name by which it is in use: callbacks of one are no callbacks of the other."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise MissingExtraError("tracker_callback()", "lightning", "dev")

@@ -1,4 +1,4 @@
-"""A penalty in the loss of a Hugging Face Trainer."""
+"""A penalty in the loss of a Hugging Face Trainer, and a tracker of its weights as a callback."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gonio.errors import NotApplicableError
+from gonio.errors import MissingExtraError, NotApplicableError
 from gonio.integrations.added import AddedPenalty, replaced_
+from gonio.measuring import Tracker
 
-__all__ = ["add_penalty_"]
+__all__ = ["add_penalty_", "tracker_callback"]
 
 
 def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
@@ -69,3 +70,27 @@ def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
         return 1
     steps: int = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
     return steps
+
+
+def tracker_callback(tracker: Tracker) -> Any:
+    """A `transformers.TrainerCallback` that measures as the optimizer steps: `Trainer(callbacks=[…])`.
+
+    Steps are the trainer's `global_step`: with accumulated gradients one for several batches.
+
+    Args:
+        tracker: a :class:`gonio.Tracker` of the model or a part of it.
+
+    Raises:
+        MissingExtraError: `transformers` is not installed.
+    """
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise MissingExtraError("tracker_callback()", "transformers", "models") from error
+    base: Any = TrainerCallback
+
+    class TrackerCallback(base):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            tracker.step(state.global_step)
+
+    return TrackerCallback()

@@ -10,6 +10,7 @@ from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.rules import explain
 from gonio.measuring.tensor import TensorMeasurement
+from gonio.measuring.tracker import Tracker
 
 __all__ = [
     "Differences",
@@ -19,6 +20,7 @@ __all__ = [
     "TensorDifference",
     "TensorHeader",
     "TensorMeasurement",
+    "Tracker",
     "difference",
     "explain",
     "measure",

@@ -1,0 +1,184 @@
+"""Figures while a model trains: the training is the same to the last bit, and every logger gets its scalars."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.measuring.tracker import FIGURES
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 6, 3)), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5),
+        nn.Conv2d(6, 6, 3, groups=6), nn.Flatten(), nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+def train(tracker_of: Any = None) -> tuple[dict[str, Any], Any]:
+    """Six steps; everything that a seventh would depend on."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tracker = None if tracker_of is None else tracker_of(model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2, 6, 6)).square().mean().backward()
+        optimizer.step()
+        if tracker is not None:
+            tracker.step()
+    state = {f"grad {name}": p.grad for name, p in model.named_parameters()} | dict(model.state_dict())
+    state["random"] = torch.get_rng_state()
+    state["modes"] = torch.tensor([module.training for module in model.modules()])
+    return state, tracker
+
+
+def test_the_training_is_the_same_to_the_last_bit() -> None:
+    plain, _ = train()
+    tracked, tracker = train(lambda model: gonio.Tracker(model, every=1))
+    assert plain.keys() == tracked.keys()
+    assert [name for name in plain if not torch.equal(plain[name], tracked[name])] == []
+    assert len(tracker.rows) == 18
+    disturbed, _ = train(lambda model: Disturbing(model))
+    assert not torch.equal(plain["random"], disturbed["random"])
+
+
+class Disturbing:
+    """What a tracker must not do."""
+
+    def __init__(self, model: nn.Module) -> None: ...
+
+    def step(self) -> None:
+        torch.rand(1)
+
+
+def test_the_figures_are_those_of_measure() -> None:
+    model = network()
+    tracker = gonio.Tracker(model)
+    tracker.measure()
+    found = gonio.measure(model)
+    assert [row["layer"] for row in tracker.rows] == ["0", "4", "6"]
+    for row in tracker.rows:
+        tensor = found[row["layer"]]
+        assert row["step"] == 0
+        assert row["norm_max"] == tensor.norm_quantiles[-1]
+        assert row["norm_min"] == tensor.norm_quantiles[0]
+        for name in set(FIGURES) - {"norm_min", "norm_max"}:
+            assert row.get(name) == getattr(tensor, name), name
+    assert "alignment" not in tracker.rows[1]  # depthwise: no pairs
+
+
+def test_it_measures_at_its_interval_and_no_number_twice() -> None:
+    tracker = gonio.Tracker(nn.Linear(4, 3), every=3)
+    for _ in range(7):
+        tracker.step()
+    assert [row["step"] for row in tracker.rows] == [3, 6]
+    for number in (8, 9, 9, 9, 10, 12):
+        tracker.step(number)
+    assert [row["step"] for row in tracker.rows] == [3, 6, 9, 12]
+
+
+def test_layers_are_chosen_and_swaps_are_followed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tracker = gonio.Tracker(model, every=1, where="1")
+    tracker.step()
+    model[1] = nn.Linear(9, 2)
+    tracker.step()
+    assert [row["layer"] for row in tracker.rows] == ["1", "1"]
+    assert tracker.rows[1]["frobenius"] == pytest.approx(float(model[1].weight.detach().norm()), rel=1e-6)
+    with pytest.raises(NoMatchError, match=r"Tracker was asked for where=2; .*Tracker can act on: 0, 1"):
+        gonio.Tracker(model, where="2")
+
+
+def test_a_weight_that_diverged_says_so() -> None:
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    tracker = gonio.Tracker(model, every=1)
+    tracker.step()
+    assert tracker.rows[0]["nonfinite"] == 12
+    assert "frobenius" not in tracker.rows[0]
+
+
+class Recorder:
+    """A logger with one method; what it was called with."""
+
+    def __init__(self, method: str) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        setattr(self, method, lambda *words, **named: self.calls.append((*words, named)))
+
+
+def tracked(logger: Any) -> dict[str, float]:
+    tracker = gonio.Tracker(nn.Linear(4, 3), logger, every=5)
+    for _ in range(5):
+        tracker.step()
+    (row,) = tracker.rows
+    return {name: row[name] for name in FIGURES}
+
+
+def test_tensorboard_and_mlflow_get_one_scalar_at_a_time() -> None:
+    for method, end in (("add_scalar", (5, {})), ("log_metric", ({"step": 5},))):
+        logger = Recorder(method)
+        row = tracked(logger)
+        assert logger.calls == [(f"gonio/{name}/weight", row[name], *end) for name in FIGURES]
+
+
+@pytest.mark.parametrize("method", ["log_metrics", "log"])
+def test_lightning_and_wandb_get_them_together(method: str) -> None:
+    logger = Recorder(method)
+    row = tracked(logger)
+    assert logger.calls == [({f"gonio/{name}/weight": row[name] for name in FIGURES}, {"step": 5})]
+
+
+def test_a_function_gets_the_figures_by_layer() -> None:
+    calls: list[Any] = []
+    row = tracked(lambda step, rows: calls.append((step, rows)))
+    assert calls == [(5, {"weight": row})]
+
+
+def test_several_loggers_get_the_same() -> None:
+    first, second = Recorder("log"), Recorder("log")
+    tracked([first, second])
+    assert first.calls == second.calls != []
+
+
+def test_a_csv_file_is_appended_to_and_never_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "track.csv"
+    row = tracked(path)
+    tracked(str(path))
+    with path.open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["step"], line["layer"]) for line in lines] == [("5", "weight")] * 2
+    assert {name: float(lines[0][name]) for name in FIGURES} == row
+    path.write_text("a,b\n")
+    with pytest.raises(InvalidArgumentError, match=r"found a file with a, b\. Name another file"):
+        tracked(path)
+    assert path.read_text() == "a,b\n"
+
+
+@pytest.mark.parametrize("logger", [7, object(), logging.getLogger("x")])
+def test_what_is_no_logger_is_refused(logger: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"a logger has add_scalar, log_metrics, .*; found (int|object|Log)"):
+        gonio.Tracker(nn.Linear(2, 2), logger)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
+def test_the_interval_is_a_number_of_steps(every: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Tracker\(every=\) is a number of steps; found"):
+        gonio.Tracker(nn.Linear(2, 2), every=every)
+
+
+def test_the_frame_has_every_column() -> None:
+    tracker = gonio.Tracker(network(), every=1)
+    tracker.step()
+    frame = tracker.to_frame()
+    assert list(frame.columns) == ["step", "layer", *FIGURES]
+    assert frame["alignment"].isna().tolist() == [False, True, False]
