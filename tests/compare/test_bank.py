@@ -28,6 +28,6 @@ def test_the_page_states_what_the_bank_shows() -> None:
 
 def test_the_bank_would_show_an_effect() -> None:
     table = bank()
-    table[3] += 2 * table.std()
+    table[3] += 4 * table.std()
     rate, _ = false_verdicts(table, size=10)
     assert rate > 0.5
