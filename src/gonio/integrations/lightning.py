@@ -89,7 +89,7 @@ def tracker_callback(tracker: Tracker) -> Any:
     """
     base: Any = _library().Callback
 
-    class TrackerCallback(base):  # type: ignore[misc]
+    class TrackerCallback(base):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             if trainer.global_step:  # 0 until the first accumulated step
                 tracker.step(trainer.global_step)

@@ -89,7 +89,7 @@ def tracker_callback(tracker: Tracker) -> Any:
         raise MissingExtraError("tracker_callback()", "transformers", "models") from error
     base: Any = TrainerCallback
 
-    class TrackerCallback(base):  # type: ignore[misc]
+    class TrackerCallback(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
 
