@@ -60,7 +60,7 @@ def next_byte_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def bytes_() -> Task:
-    """Windows of 128 bytes of Python source: 196 kB to train on, 33 kB to validate, 66 kB to test.
+    """Windows of 128 bytes of Python source: 131 kB to train on, 33 kB to validate, 66 kB to test.
 
     Lower is better. A model that diverges counts as one that knows nothing (8 bits), or as the worst run of
     the study if that is worse.
@@ -71,7 +71,7 @@ def bytes_() -> Task:
     Example:
         >>> task = gonio.compare.tasks.bytes_()
         >>> task.train.inputs.shape, task.metric.direction
-        (torch.Size([1536, 128]), 'min')
+        (torch.Size([1024, 128]), 'min')
         >>> bytes(task.test.inputs[0, 1:].tolist()) == bytes(task.test.targets[0, :-1].tolist())
         True
     """
