@@ -48,7 +48,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
     original = trainer.compute_loss
 
     @functools.wraps(original)
-    def compute_loss(
+    def _with_penalty(
         model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         found = original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -57,7 +57,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
         extra = penalty() / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
-    return replaced_(trainer, "compute_loss", compute_loss)
+    return replaced_(trainer, "compute_loss", _with_penalty)
 
 
 def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:

@@ -25,6 +25,11 @@ class ParamGroups(Sequence[dict[str, Any]]):
         groups: the parameters that decay, and those that do not.
         decayed: their names.
         spared: names of the others, and why each does not decay.
+
+    Example:
+        >>> groups = gonio.param_groups(nn.Linear(4, 2), 5e-4)
+        >>> groups.decayed, groups.spared
+        (('weight',), {'bias': 'a bias'})
     """
 
     groups: tuple[dict[str, Any], dict[str, Any]]
