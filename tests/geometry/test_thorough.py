@@ -49,6 +49,18 @@ def scale_invariant(function: Function) -> Function:
     return of_representable
 
 
+def of_layers(function: Callable[[list[Tensor]], Tensor]) -> Function:
+    """Each row a layer; the gradient, of size geometric mean / norm, is asked for where the dtype has numbers for it."""
+
+    def of_representable(x: Tensor) -> Sequence[Tensor]:
+        norms = x.detach().double().norm(dim=-1)
+        mean = norms.log().mean().mul(2).exp()  # 0 beside a layer of zeros
+        assume(not (mean > 0 and 2 * mean / norms.min() > torch.finfo(x.dtype).max / 4))
+        return [function(list(x))]
+
+    return of_representable
+
+
 # name: (function of a matrix, least number of rows, whether it takes stacks of matrices)
 OF_MATRICES: dict[str, tuple[Function, int, bool]] = {
     "safe_norm": (one(geometry.safe_norm, -1), 1, True),
@@ -74,8 +86,8 @@ OF_MATRICES: dict[str, tuple[Function, int, bool]] = {
     ),
     "matrix_view": (one(geometry.matrix_view, view="last_two"), 1, True),
     "unview": (lambda x: [geometry.unview(geometry.matrix_view(x), x.shape)], 1, True),
-    "least_scale": (lambda x: [geometry.least_scale(list(x))], 1, False),
-    "scale_imbalance": (lambda x: [geometry.scale_imbalance(list(x))], 1, False),
+    "least_scale": (of_layers(geometry.least_scale), 1, False),
+    "scale_imbalance": (of_layers(geometry.scale_imbalance), 1, False),
 }
 # Discontinuous or unbounded by definition: their values alone.
 WITHOUT_GRADIENT: dict[str, tuple[Function, int, bool]] = {
