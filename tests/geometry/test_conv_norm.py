@@ -345,6 +345,15 @@ def test_operator_matrix_is_the_layer_and_its_inverse_gives_the_weight(name: str
     torch.testing.assert_close(unview_operator(matrix, weight.shape, size, layout), weight, **exact(torch.float64))
 
 
+def test_unviewing_sums_no_half_precision() -> None:
+    """Each tap is the mean of many entries, whose sum is beyond float16."""
+    weight = torch.tensor([[[6e4, 1.0, -6e4]]], dtype=torch.float16)
+    matrix = operator_matrix(weight, (40,))
+    back = unview_operator(matrix, weight.shape, (40,))
+    assert back.dtype == torch.float16
+    assert torch.equal(back, weight)
+
+
 def test_operator_of_reflected_padding_has_no_inverse_but_a_norm() -> None:
     layer = nn.Conv1d(1, 1, 3, padding=1, padding_mode="replicate", bias=False).double()
     with torch.no_grad():

@@ -50,7 +50,7 @@ def scale_invariant(function: Function) -> Function:
 
 
 def of_layers(function: Callable[[list[Tensor]], Tensor]) -> Function:
-    """Each row a layer; the gradient, of size geometric mean / norm, is asked for where the dtype has numbers for it."""
+    """Each row a layer; the gradient, of size geometric mean / norm, is asked for where the dtype has such numbers."""
 
     def of_representable(x: Tensor) -> Sequence[Tensor]:
         norms = x.detach().double().norm(dim=-1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.precision import widen
 from gonio.geometry.views import PLAIN, Layout
 
 __all__ = ["operator_matrix", "unview_operator"]
@@ -95,7 +96,8 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
         >>> gonio.geometry.unview_operator(gonio.geometry.operator_matrix(weight, (3,)), (1, 1, 2), (3,))
         tensor([[[1., 2.]]])
     """
-    zero = torch.zeros(tuple(shape), dtype=matrix.dtype, device=matrix.device)
+    wide = widen(matrix)  # sums of half-precision entries overflow
+    zero = torch.zeros(tuple(shape), dtype=wide.dtype, device=wide.device)
     view, pull = torch.func.vjp(partial(operator_matrix, size=size, layout=layout), zero)[:2]
     if view.shape != matrix.shape:
         raise InvalidArgumentError(
@@ -110,6 +112,6 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
             f"padding_mode={layout.padding_mode!r} on the grid {tuple(size)}, where some are sums of several",
             "Use zero padding, or a periodic grid at least as large as the dilated kernel.",
         )
-    (total,) = pull(matrix)
+    (total,) = pull(wide)
     (count,) = pull(used)
-    return total / count.clamp_min(1)
+    return (total / count.clamp_min(1)).to(matrix.dtype)
