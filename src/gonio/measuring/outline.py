@@ -121,11 +121,14 @@ class Outline:
         for tensor in self.tensors:
             table.add_row(Text(shorten(tensor.name, longest=max(12, options.max_width // 2))), *_cells(tensor))
         yield table
+        for tensor in self.tensors:
+            if tensor.shape is None:
+                yield Text(f"{plain(tensor.name)}: {plain(tensor.reason) or 'computed'}", style="dim")
 
 
 def _cells(tensor: TensorHeader) -> tuple[str, ...]:
     if tensor.shape is None:
-        return (plain(tensor.reason) or "computed", "–", "–", "–")
+        return ("–", "–", "–", "–")
     shape = "×".join(map(str, tensor.shape)) or "one number"
     return shape, plain(tensor.dtype), f"{tensor.entries:,}", "–" if tensor.bytes is None else _size(tensor.bytes)
 

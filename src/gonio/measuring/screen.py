@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -33,7 +33,7 @@ def screen(measured: Measurements, width: int) -> Iterator[RenderableType]:
     if measured.layers:
         yield _table(measured, width)
         yield Text("")
-    yield from _model(measured)
+    yield from _model(measured, width)
     yield Text(measured.coverage, style="dim")
 
 
@@ -48,7 +48,7 @@ def _findings(measured: Measurements) -> Iterator[RenderableType]:
     yield Text("")
 
 
-def _model(measured: Measurements) -> Iterator[RenderableType]:
+def _model(measured: Measurements, width: int) -> Iterator[RenderableType]:
     """What is said on the model as a whole: movable scale, mixtures, signals."""
     if measured.scale is not None:
         yield Text(scale_sentence(measured.scale))
@@ -59,7 +59,7 @@ def _model(measured: Measurements) -> Iterator[RenderableType]:
     if measured.mixtures:
         yield Text("")
     if measured.signals:
-        yield _signals(measured)
+        yield _signals(measured, width)
         yield Text("")
 
 
@@ -75,17 +75,32 @@ def _shares(share: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in share.items())
 
 
-def _signals(measured: Measurements) -> Table:
+def _signals(measured: Measurements, width: int) -> Table:
+    names = [shorten(signal.path or signal.kind) for signal in measured.signals]
+    rows = [signal_cells(signal) for signal in measured.signals]
+    kept = _fitting(("output of", *SIGNAL_TITLES), [(n, *cells) for n, cells in zip(names, rows, strict=True)], width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("output of", no_wrap=True)
-    for title in SIGNAL_TITLES:
-        table.add_column(title, justify="right", no_wrap=True)
-    for signal in measured.signals:
-        table.add_row(Text(shorten(signal.path or signal.kind)), *signal_cells(signal))
+    for column in kept:
+        table.add_column(SIGNAL_TITLES[column], justify="right", no_wrap=True)
+    for name, cells in zip(names, rows, strict=True):
+        table.add_row(Text(name), *(cells[column] for column in kept))
     return table
 
 
+def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns that a screen has room for: first those without a figure go, then the ones that others imply."""
+    widths = [max(map(len, column)) + 2 for column in zip(titles, *rows, strict=True)]
+    empty = [title for title, *cells in zip(titles, *rows, strict=True) if set(cells) == {"–"}]
+    left = list(titles)
+    for title in (*empty, *_SPARED):
+        if sum(widths[titles.index(name)] for name in left) - 2 > width and title in left:
+            left.remove(title)
+    return [titles.index(name) - 1 for name in left[1:]]
+
+
 SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain", "off 90°")
+_SPARED = ("mean", "its gain", "std", "off 90°")  # where the screen is narrow, in this order
 
 
 def signal_cells(signal: Signal) -> tuple[str, ...]:
