@@ -8,11 +8,15 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 import random
+import signal
 
 import numpy
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # of a shell's background job, whose programs would ignore Ctrl-C as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 logging.getLogger("torch.__trace").propagate = False  # hundreds of empty records per compiled graph
 
