@@ -49,6 +49,10 @@ class Worker:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 time.sleep(_PAUSE)
+            except KeyboardInterrupt:  # it came while the process started, of which nobody else knows
+                if self._process.pid is not None:
+                    self.stop()
+                raise
 
     def result(self) -> Any:
         """Wait for the result.
@@ -89,7 +93,9 @@ def _call(sender: Connection, folder: str, function: Callable[..., Any], argumen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, under a server that others started
     os.chdir(folder)  # relative names of user files mean what they mean to the parent now
     os.dup2(2, 1)  # what user code prints is talk, and standard output is for data
-    sender.send_bytes(json.dumps(function(*arguments), allow_nan=False).encode())
+    result = json.dumps(function(*arguments), allow_nan=False).encode()
+    with suppress(BrokenPipeError):  # the parent has gone, and this process ends with it
+        sender.send_bytes(result)
 
 
 def die_with_parent() -> None:
