@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -15,6 +13,7 @@ from rich.text import Text
 
 from gonio.errors import UnknownNameError, listing
 from gonio.foreign_text import markdown_cell, plain, shorten
+from gonio.measuring.as_text import as_text
 from gonio.measuring.columns import Column, columns_for, number
 from gonio.measuring.export import csv_of, frame_of, table_of
 from gonio.measuring.page_parts import page, row, table, text
@@ -143,11 +142,7 @@ class Differences:
         return page("", _inner(self), whole=False)
 
     def __str__(self) -> str:
-        width = shutil.get_terminal_size((100, 24)).columns
-        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-        console.print(self)
-        made: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in made.rstrip("\n").splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"<Differences of {len(self.tensors)} tensors>"

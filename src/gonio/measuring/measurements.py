@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from gonio.errors import UnknownNameError, listing
 from gonio.foreign_text import plain
+from gonio.measuring.as_text import as_text
 from gonio.measuring.export import csv_of, frame_of, markdown_of
 from gonio.measuring.findings import Finding
 from gonio.measuring.page import page_of
@@ -99,11 +98,7 @@ class Measurements:
         return f"{said}; {f'{len(skipped)} skipped: {listing(skipped, limit=5)}' if skipped else 'none is skipped'}."
 
     def __str__(self) -> str:
-        width = shutil.get_terminal_size((100, 24)).columns
-        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-        console.print(self)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"

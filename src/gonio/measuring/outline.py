@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +16,7 @@ from rich.text import Text
 from gonio.errors import GonioError, UnknownNameError
 from gonio.foreign_text import plain, shorten
 from gonio.geometry import matrix_view
+from gonio.measuring.as_text import as_text
 from gonio.measuring.entry import Entry
 from gonio.measuring.source import Source, contents_of, name_of
 from gonio.measuring.stored import dtype_named
@@ -97,11 +96,7 @@ class Outline:
         }
 
     def __str__(self) -> str:
-        width = shutil.get_terminal_size((100, 24)).columns
-        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-        console.print(self)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"<Outline of {plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers>"
