@@ -111,8 +111,8 @@ def _take(
         earlier = sorted({taken[site.path] for site in can})
         return [], f"takes nothing: earlier rules ({listing([str(n) for n in earlier])}) took {listing(_paths(can))}"
     if selected:
-        return [], f"takes nothing: it cannot act on {listing(_kinds(selected))}{_could(model, able)}"
-    return [], f"selects nothing{_nearest(rule.where, model)}{_could(model, able)}"
+        return [], f"takes nothing: it cannot act on {listing(_kinds(selected))}. {_could(model, able)}"
+    return [], f"selects nothing{_nearest(rule.where, model)} {_could(model, able)}"
 
 
 def _able(verb: str, rule: Rule) -> Callable[[nn.Module], bool]:
@@ -149,17 +149,17 @@ def _able_to_keep(verb: str, rules: tuple[Rule, ...]) -> Callable[[nn.Module], b
 
 def _could(model: nn.Module, able: Callable[[nn.Module], bool]) -> str:
     found = [site for site in sites(model) if able(site.module)]
-    return f". It could take: {listing(_kinds(found))}" if found else ". It could take no module of this model"
+    return f"It could take: {listing(_kinds(found))}" if found else "It could take no module of this model"
 
 
 def _nearest(where: str | None, model: nn.Module) -> str:
+    """The end of the sentence that a selector found nothing: paths and types with names like it, if any."""
     everything = sites(model)
-    if where is not None and where.startswith("type:"):
-        kinds = dict.fromkeys(type(site.module).__name__ for site in everything)
-        near = [f"type:{name}" for name in closest(where[5:], kinds)]
-    else:
-        near = closest(where or "", [site.path for site in everything if site.path])
-    return f"; did you mean {listing(near)}?" if near else ""
+    name = (where or "").removeprefix("type:")
+    near = [f"type:{kind}" for kind in closest(name, dict.fromkeys(type(s.module).__name__ for s in everything))]
+    if name == where:
+        near = closest(name, [site.path for site in everything if site.path]) + near
+    return f"; did you mean {listing(near)}?" if near else "."
 
 
 def _kinds(found: list[Site]) -> list[str]:
