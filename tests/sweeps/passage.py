@@ -266,8 +266,7 @@ def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: 
     found.figures["norms folded"] = sum("folded into" in change.what for change in edited.changes)
     found.figures["fold notes"] = [note[:300] for note in edited.notes[:5]]
     if moved > FOLD_LIMIT[kind]:
-        wide = copy.deepcopy(twin).double()
-        own = _relative(expected, outputs(wide, tree_map(_in(torch.float64), x)))
+        own = _own_rounding(twin, x, dtype)
         found.figures[f"rounding {kind}"] = own
         assert moved <= ROUNDINGS * own, f"deviates by {moved:.2g}, and the model's own rounding is {own:.2g}"
         found.steps[f"fold in {kind}"] = f"passed within the model's own rounding: {moved:.2g}, {own:.2g}"
@@ -278,6 +277,13 @@ def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: 
     path.unlink()
     for a, b in zip(outputs(twin, x), now, strict=True):
         assert torch.equal(a, b), "the loaded model computes something else"
+
+
+def _own_rounding(model: nn.Module, x: Any, dtype: torch.dtype) -> float:
+    """How far the model's outputs in `dtype` are from exact, by its float32 run against its float64 run."""
+    same = copy.deepcopy(model).float()  # equal numbers in both
+    narrow, wide = (outputs(same.to(of), tree_map(_in(of), x)) for of in (torch.float32, torch.float64))
+    return _relative(narrow, wide) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
 
 
 def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
