@@ -145,6 +145,23 @@ class RecipeError(GonioError, ValueError):
         return type(self), (self.origin, self.problems)
 
 
+class ConfigError(GonioError, ValueError):
+    """A configuration file says something that it cannot say; carries every problem of the file at once.
+
+    Attributes:
+        path: the file.
+        problems: one sentence each.
+    """
+
+    def __init__(self, path: str, problems: Sequence[str]) -> None:
+        self.path, self.problems = path, tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        super().__init__(f"the configuration {path!r} was to be read; it cannot be used:\n{lines}\nCorrect the file.")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.path, self.problems)
+
+
 class UnmatchedRuleError(RecipeError, NoMatchError):
     """A rule of a recipe takes no module of the model."""
 

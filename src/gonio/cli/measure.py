@@ -88,30 +88,52 @@ def command(
     fail_on: Annotated[
         Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore", help="Suppress the findings of this rule; several times, or G101,G202.", metavar="CODE"
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            help="Read what to suppress from this file; otherwise from the nearest gonio.toml, or pyproject.toml with "
+            "[tool.gonio], upward from the working directory.",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Measure norms, angles and spectra of the weights, each beside what random weights would show.
 
-    Checkpoints are read as data: no code in them runs.
+    Checkpoints are read as data: no code in them runs. Findings can be suppressed by code (ignore = ["G405"]) and by
+    layer ([per-layer-ignores] with "head.*" = ["G101"]) in a configuration file; they are counted all the same.
     """
+    from gonio.cli.config import suppression
     from gonio.cli.progress import counting
     from gonio.measuring import measure
 
     written = Written(html, json, csv, md)
+    quiet = {"--ignore": ignore or None, "--config": config}
     measured = _source(source)
     if after is not None:
         _refuse(
-            "two sources", {**_values(batch, base, fail_on), "--headers": headers or None, "--engine": _far(engine)}
+            "two sources",
+            {**_values(batch, base, fail_on), **quiet, "--headers": headers or None, "--engine": _far(engine)},
         )
         _difference(measured, _source(after), written)
         return
     if headers:
-        _refuse("--headers", {**_values(batch, base, fail_on), "--html": html, "--csv": csv, "--md": md})
+        _refuse("--headers", {**_values(batch, base, fail_on), **quiet, "--html": html, "--csv": csv, "--md": md})
         _outline(measured, json)
         return
+    suppressing = suppression(config, ignore or [])
     example = _batch(batch, measured)
     with counting("measuring") as progress:
         adapted = None if base is None else _source(base)
         found = measure(measured, batch=example, base=adapted, engine=engine.value, progress=progress)
+    if suppressing is not None:
+        found = suppressing.applied(found, None if isinstance(measured, str) else measured)
     written.write(found)
     _fail(found, fail_on)
 

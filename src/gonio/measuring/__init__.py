@@ -9,6 +9,8 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.rules import explain
+from gonio.measuring.suppressed import Suppressed
+from gonio.measuring.suppression import Suppression
 from gonio.measuring.tensor import TensorMeasurement
 from gonio.measuring.tracker import Tracker
 
@@ -17,6 +19,8 @@ __all__ = [
     "Finding",
     "Measurements",
     "Outline",
+    "Suppressed",
+    "Suppression",
     "TensorDifference",
     "TensorHeader",
     "TensorMeasurement",

@@ -55,6 +55,8 @@ def markdown_of(measured: Measurements) -> str:
         for f in measured.findings
     ]
     lines += [""] if measured.findings else []
+    for sentence in measured.suppressed.sentences if measured.suppressed is not None else ():
+        lines += [markdown_cell(sentence), ""]
     return (
         "\n".join([*lines, *table_of("layer", measured.layers, COLUMNS), "", markdown_cell(measured.coverage)]) + "\n"
     )

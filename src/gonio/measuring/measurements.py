@@ -20,6 +20,7 @@ from gonio.measuring.page import page_of
 from gonio.measuring.screen import screen
 from gonio.measuring.signals import Signal
 from gonio.measuring.structure import MovableScale
+from gonio.measuring.suppressed import Suppressed
 from gonio.measuring.tensor import TensorMeasurement
 
 __all__ = ["Measurements"]
@@ -42,6 +43,7 @@ class Measurements:
         mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
         signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
         notes: how the source was read.
+        suppressed: the findings that a :class:`Suppression` left out; None where none was applied.
 
     Example:
         >>> m = gonio.measure(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
@@ -59,6 +61,7 @@ class Measurements:
     signals: tuple[Signal, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    suppressed: Suppressed | None = None
 
     def __getitem__(self, path: str) -> TensorMeasurement:
         """The tensor of this path; `conv1` and `conv1.weight` are the same.
@@ -121,6 +124,7 @@ class Measurements:
                 "mixtures": self.mixtures,
                 "signals": [asdict(signal) for signal in self.signals],
                 "findings": [asdict(finding) for finding in self.findings],
+                "suppressed": self.suppressed and asdict(self.suppressed),
                 "tensors": [asdict(tensor) for tensor in self.tensors],
                 "versions": self.versions,
             }

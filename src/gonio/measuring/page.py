@@ -31,6 +31,7 @@ def _inner(measured: Measurements) -> str:
         f'<p class="muted">{len(measured.layers)} layers, {entries:,} numbers. {text(measured.coverage)}</p>\n',
         *(f'<p class="muted">{text(note)}</p>\n' for note in measured.notes),
         _findings(measured),
+        *_suppressed(measured),
     ]
     if measured.layers:
         parts += ["<h2>Layers</h2>\n", _table(measured.layers), _explanations()]
@@ -51,6 +52,21 @@ def _findings(measured: Measurements) -> str:
         level = f.level if f.level in ("error", "warn", "info") else "info"
         rows.append(f'<tr><th scope="row" class="level {level}">{level}</th>{cells}</tr>')
     return table("<h2>Findings</h2>\n", "left", head, rows)
+
+
+def _suppressed(measured: Measurements) -> list[str]:
+    """How many findings were left out and which."""
+    if measured.suppressed is None:
+        return []
+    said = [f'<p class="muted">{text(sentence)}</p>\n' for sentence in measured.suppressed.sentences]
+    if not measured.suppressed.findings:
+        return said
+    items = []
+    for finding in measured.suppressed.findings:
+        what = f"{finding.path or 'the model'}: {finding.found}"
+        items.append(f"<dt>{text(finding.code)}</dt><dd>{text(what)}</dd>")
+    listed = "".join(items)
+    return [*said, f"<details><summary>What was suppressed</summary><dl>{listed}</dl></details>\n"]
 
 
 def _table(layers: tuple[TensorMeasurement, ...]) -> str:

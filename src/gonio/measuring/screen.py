@@ -45,6 +45,8 @@ def _findings(measured: Measurements) -> Iterator[RenderableType]:
         yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
     if measured.findings:
         yield Text("gonio explain CODE says what a finding means and what to do.", style="dim")
+    for sentence in measured.suppressed.sentences if measured.suppressed is not None else ():
+        yield Text(plain(sentence, longest=len(sentence)), style="dim")
     yield Text("")
 
 

@@ -1,0 +1,135 @@
+"""The configuration file of `gonio measure`: where it is found, what it suppresses, how its mistakes are said."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cli.shell import invoke
+from gonio.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with two weights that are 0, in a folder below a root without configuration."""
+    inner = tmp_path / "project" / "runs"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for layer in made:
+        nn.init.zeros_(layer.weight)
+    torch.save(made.state_dict(), "zero.pt")
+    return inner
+
+
+def paths(*words: str) -> list[str]:
+    result = invoke("measure", "zero.pt", "--json", "-", *words)
+    assert result.exit_code == 0, result.stderr
+    return [finding["path"] for finding in json.loads(result.stdout)["findings"]]
+
+
+def test_the_nearest_file_upward_counts(folder: Path) -> None:
+    assert paths() == ["0", "1"]
+    Path("../../pyproject.toml").write_text('[tool.gonio]\nignore = ["G101"]\n')
+    assert paths() == []
+    Path("../pyproject.toml").write_text('[project]\nname = "other"\n')  # without a table for gonio: looked past
+    assert paths() == []
+    Path("../pyproject.toml").write_text('[tool.gonio.per-layer-ignores]\n"0" = ["G101"]\n')
+    assert paths() == ["1"]
+    Path("../gonio.toml").write_text('[per-layer-ignores]\n"1" = ["G101"]\n')  # before pyproject.toml beside it
+    assert paths() == ["0"]
+    Path("gonio.toml").write_text("")  # an empty one says: nothing here is suppressed
+    assert paths() == ["0", "1"]
+
+
+def test_a_named_file_replaces_the_nearest(folder: Path) -> None:
+    Path("gonio.toml").write_text('ignore = ["G101"]\n')
+    Path("strict.toml").write_text("")
+    assert paths("--config", "strict.toml") == ["0", "1"]
+
+
+def test_the_option_joins_the_file(folder: Path) -> None:
+    assert paths("--ignore", "G101") == []
+    assert paths("--ignore", "g202,G101", "--ignore", "G301") == []
+    Path("../gonio.toml").write_text('[per-layer-ignores]\n"1" = ["G101"]\n')
+    result = invoke("measure", "zero.pt", "--ignore", "G102")
+    said = f"1 finding suppressed by {Path('..') / 'gonio.toml'} and --ignore"
+    assert said in result.stdout
+    assert "suppresses it: G102." in " ".join(result.stdout.split())
+
+
+def test_fail_on_does_not_see_what_is_suppressed(folder: Path) -> None:
+    assert invoke("measure", "zero.pt", "--fail-on", "info").exit_code == 1
+    Path("gonio.toml").write_text('[per-layer-ignores]\n"0" = ["G101"]\n')
+    assert "1 findings at or above info" in invoke("measure", "zero.pt", "--fail-on", "info").stderr
+    Path("gonio.toml").write_text('ignore = ["G101"]\n')
+    assert invoke("measure", "zero.pt", "--fail-on", "info").exit_code == 0
+
+
+def test_types_select_layers_of_a_model(folder: Path) -> None:
+    Path("gonio.toml").write_text('[per-layer-ignores]\n"type:Linear" = ["G101"]\n')
+    Path("made.py").write_text(
+        "from torch import nn\n\ndef zero():\n    m = nn.Linear(3, 2)\n    nn.init.zeros_(m.weight)\n    return m\n"
+    )
+    result = invoke("measure", "made.py:zero")
+    assert "No findings." in result.stdout
+    assert "1 finding suppressed by gonio.toml" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "messages"),
+    [
+        ("ignores = []", ["the file has no key 'ignores'; did you mean ignore"]),
+        ("[tool.gonio]\nignore = []", ["in gonio.toml the keys stand at the top"]),
+        ("colour = 1", ["no key 'colour'; there are ignore, per-layer-ignores"]),
+        ('ignore = "G101"', ["ignore is a list of codes of rules"]),
+        ("ignore = [101]", ["ignore is a list of codes of rules"]),
+        ('ignore = ["G10"]', ["no rule named 'G10'. Did you mean G10"]),
+        ('per-layer-ignores = ["G101"]', ["per-layer-ignores is a table of selectors"]),
+        ('[per-layer-ignores]\nhead = "G101"', ['per-layer-ignores."head" is a list of codes']),
+        ('[per-layer-ignores]\n"" = ["G101"]', ["selects nothing; codes for the whole model belong in ignore"]),
+        ('[per-layer-ignores]\n"re:(" = ["G101"]', ["where was given a regular expression"]),
+        ("ignore = [", ["it is not valid TOML"]),
+        ("ignore = 1\nignores = 2", ["no key 'ignores'", "ignore is a list of codes"]),
+    ],
+)
+def test_mistakes_are_said_all_at_once(folder: Path, content: str, messages: list[str]) -> None:
+    Path("gonio.toml").write_text(content)
+    result = invoke("measure", "zero.pt")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "gonio.toml' was to be read; it cannot be used" in result.stderr
+    for message in messages:
+        assert message in result.stderr
+
+
+def test_files_that_cannot_be_read(folder: Path) -> None:
+    for name, content, message in (
+        ("missing.toml", None, "there is no such file"),
+        ("pyproject.toml", b"[project]\n", "it has no table [tool.gonio]"),
+        ("bytes.toml", b"\xff\xfe", "it is not valid TOML"),
+        ("large.toml", b"#" * (1 << 21), "it is larger than 1024 KiB"),
+    ):
+        if content is not None:
+            Path(name).write_bytes(content)
+        result = invoke("measure", "zero.pt", "--config", name)
+        assert (result.exit_code, message in result.stderr) == (3, True), result.stderr
+
+
+def test_a_slip_on_the_command_line_is_usage(folder: Path) -> None:
+    result = invoke("measure", "zero.pt", "--ignore", "G10")
+    assert result.exit_code == 2
+    assert "no rule named 'G10'. Did you mean G10" in result.stderr
+    for option in (["--ignore", "G101"], ["--config", "x.toml"]):
+        for other in (["zero.pt"], ["--headers"]):
+            result = invoke("measure", "zero.pt", *other, *option)
+            assert (result.exit_code, f"{option[0]}: it has no meaning with" in result.stderr) == (2, True)
+
+
+def test_the_error_travels() -> None:
+    again = pickle.loads(pickle.dumps(ConfigError("gonio.toml", ["a", "b"])))
+    assert (again.path, again.problems, "Correct the file." in str(again)) == ("gonio.toml", ("a", "b"), True)
