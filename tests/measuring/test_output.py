@@ -94,7 +94,7 @@ def test_the_data_is_versioned_strict_and_complete() -> None:
     assert conv["alignment"] == found["0"].alignment
     assert read["findings"][0]["code"] == "G001"
     assert set(read) == {
-        *("schema", "source", "coverage", "notes", "findings", "tensors", "versions"),
+        *("schema", "source", "coverage", "notes", "findings", "suppressed", "tensors", "versions"),
         *("scale", "mixtures", "signals"),
     }
 

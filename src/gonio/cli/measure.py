@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
@@ -25,6 +25,12 @@ class Engine(StrEnum):
 
     local = "local"
     ray = "ray"
+
+
+class Also(StrEnum):
+    """Figures that are measured if they are asked for."""
+
+    operator_norm = "operator_norm"
 
 
 class Level(StrEnum):
@@ -85,6 +91,10 @@ def command(
     engine: Annotated[
         Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a cluster that runs.")
     ] = Engine.local,
+    also: Annotated[
+        list[Also] | None,
+        typer.Option("--also", help="Measure this too, which takes longer than all the rest; several times."),
+    ] = None,
     fail_on: Annotated[
         Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
     ] = None,
@@ -114,7 +124,8 @@ def command(
     from gonio.measuring import measure
 
     written = Written(html, json, csv, md)
-    quiet = {"--ignore": ignore or None, "--config": config}
+    further: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
+    quiet = {"--ignore": ignore or None, "--config": config, "--also": also or None}
     measured = _source(source)
     if after is not None:
         _refuse(
@@ -131,7 +142,7 @@ def command(
     example = _batch(batch, measured)
     with counting("measuring") as progress:
         adapted = None if base is None else _source(base)
-        found = measure(measured, batch=example, base=adapted, engine=engine.value, progress=progress)
+        found = measure(measured, batch=example, base=adapted, engine=engine.value, also=further, progress=progress)
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(measured, str) else measured)
     written.write(found)

@@ -89,6 +89,34 @@ def _rank(t: TensorMeasurement) -> str:
     return number(t.stable_rank)
 
 
+def _effective(t: TensorMeasurement) -> str:
+    return number(t.effective_rank)
+
+
+def _bulk(t: TensorMeasurement) -> str:
+    if t.spectrum_distance is None:
+        return "–"
+    return f"{t.spectrum_distance:.2f} · {t.spectrum_distance_random:.2f}"
+
+
+def _beyond(t: TensorMeasurement) -> str:
+    if t.spectrum_outliers is None or t.spectrum_outlier_share is None:
+        return "–"
+    return f"{t.spectrum_outliers} ({t.spectrum_outlier_share:.0%})" if t.spectrum_outliers else "0"
+
+
+def _defect(t: TensorMeasurement) -> str:
+    if t.orthogonality_defect is None:
+        return "–"
+    return f"{t.orthogonality_defect:.2f} · {t.orthogonality_defect_random:.2f}"
+
+
+def _near(t: TensorMeasurement) -> str:
+    if t.near_duplicates is None:
+        return "–"
+    return f"{t.near_duplicates} ({t.near_antipodal})" if t.near_antipodal else str(t.near_duplicates)
+
+
 COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     Column("shape", "of the tensor", _shape, 6, 14),
     Column("n", "filters per group; two numbers: groups · filters", _filters, 8, 6),
@@ -105,6 +133,24 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     Column("Welch", "least possible largest |cos|", lambda t: number(t.welch_bound), 14, 6),
     Column("σ/σ₀", "spectral norm over that of random weights of the same size", _sigma, 12, 6),
     Column("s.rank", "stable rank ‖W‖²/σ²", _rank, 13, 6),
+    Column("e.rank", "effective rank: exponential of the entropy of the singular values", _effective, 15, 6),
+    Column(
+        "bulk",
+        "distance of the spectrum from Marchenko and Pastur's law, 0 to 1 · that of random weights",
+        _bulk,
+        16,
+        9,
+    ),
+    Column(
+        "beyond",
+        "singular values beyond what random ones reach: how many, and the share of ‖W‖² in them",
+        _beyond,
+        17,
+        8,
+    ),
+    Column("orth.", "deviation of σ² from its mean, 0 for orthogonal weights · that of random ones", _defect, 18, 9),
+    Column("near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones", _near, 19, 6),
+    Column("‖layer‖", "operator norm of the layer", lambda t: number(t.operator_norm), 20, 7),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gonio.errors import InvalidArgumentError, MissingExtraError
 from gonio.measuring.entry import Entry
+from gonio.measuring.operator_norm import Also
 from gonio.measuring.source import Source, contents_of
 from gonio.measuring.tensor import TensorMeasurement, measure_tensor
 
@@ -18,25 +19,25 @@ Progress = Callable[[int, int], None] | None
 PARCELS = 4  # per core of the cluster, so that the last ones end together
 
 
-def measure_here(entries: Sequence[Entry], progress: Progress) -> list[TensorMeasurement]:
+def measure_here(entries: Sequence[Entry], progress: Progress, also: Also = ()) -> list[TensorMeasurement]:
     """One tensor after the other."""
     made = []
     for done, entry in enumerate(entries, start=1):
-        made.append(measure_tensor(entry))
+        made.append(measure_tensor(entry, also=also))
         if progress is not None:
             progress(done, len(entries))
     return made
 
 
 def measure_on_ray(
-    source: Source, base: Source | None, entries: Sequence[Entry], progress: Progress
+    source: Source, base: Source | None, entries: Sequence[Entry], progress: Progress, also: Also = ()
 ) -> list[TensorMeasurement]:
     """The same, by workers that open the file themselves: only figures travel."""
     ray = _connected()
     task = ray.remote(num_cpus=1)(_measured)
     parcels = _parcels(entries, PARCELS * max(1, int(ray.cluster_resources().get("CPU", 1))))
     paths = [None if path is None else os.path.abspath(os.fspath(path)) for path in (source, base)]  # type: ignore[arg-type]
-    waiting = {task.remote(*paths, numbers): numbers for numbers in parcels}
+    waiting = {task.remote(*paths, numbers, also): numbers for numbers in parcels}
     made: dict[int, TensorMeasurement] = {}
     while waiting:
         (ready, *_), _ = ray.wait(list(waiting))
@@ -64,9 +65,9 @@ def _connected() -> Any:
     return ray
 
 
-def _measured(source: str, base: str | None, numbers: Sequence[int]) -> list[TensorMeasurement]:
+def _measured(source: str, base: str | None, numbers: Sequence[int], also: Also) -> list[TensorMeasurement]:
     entries = contents_of(source, base).entries
-    return [measure_tensor(entries[number]) for number in numbers]
+    return [measure_tensor(entries[number], also=also) for number in numbers]
 
 
 def _parcels(entries: Sequence[Entry], count: int) -> list[list[int]]:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.engines import measure_here, measure_on_ray
 from gonio.measuring.measurements import Measurements
+from gonio.measuring.operator_norm import ALSO, Also
 from gonio.measuring.rules import findings_of
 from gonio.measuring.setting import Setting
 from gonio.measuring.signals import measure_signals
@@ -34,6 +35,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     base: Source | None = None,
     engine: Literal["local", "ray"] = "local",
+    also: Also = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Measurements:
     r"""Norms, angles and spectra of all weights, each beside what random weights would show.
@@ -58,6 +60,8 @@ def measure(
             sums with the adapters are measured too.
         engine: `ray` spreads the tensors of a file over the cluster to which this process is, or can be, connected;
             the file must have the same path everywhere.
+        also: figures that take longer than all others together: `operator_norm`, of convolutions, on a periodic grid of
+            16 positions each way (or twice the kernel), exact up to 1e-5 as a rule.
         progress: called after each tensor with how many are done and how many there are.
 
     Returns:
@@ -67,6 +71,7 @@ def measure(
         InvalidArgumentError: if the source is none of these or holds no tensors, if a batch, a loader or an
             optimizer is given without a model, or is none, if a base is given without adapters, or for an unknown
             engine.
+        UnknownNameError: for an unknown figure in `also`.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
     Example:
@@ -83,12 +88,13 @@ def measure(
     """
     _check(source, batch, loader, optimizer)
     _check_engine(engine, source, base)
+    _check_also(also)
     training = Training.of(loader, optimizer)
     name, contents = name_of(source), contents_of(source, base)
     if engine == "ray":
-        tensors = measure_on_ray(source, base, contents.entries, progress)
+        tensors = measure_on_ray(source, base, contents.entries, progress, also)
     else:
-        tensors = measure_here(contents.entries, progress)
+        tensors = measure_here(contents.entries, progress, also)
     notes = contents.notes
     if not isinstance(source, nn.Module):
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
@@ -130,6 +136,14 @@ def _check_engine(engine: str, *sources: Source | None) -> None:
             type(other[0]).__name__,
             "Save the weights where all nodes can read them, or measure here.",
         )
+
+
+def _check_also(also: Also) -> None:
+    if isinstance(also, str):
+        raise InvalidArgumentError("measure(also=) is a tuple of figures", repr(also), f"Write ({also!r},).")
+    for name in also:
+        if name not in ALSO:
+            raise UnknownNameError("figure", str(name), ALSO)
 
 
 def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:

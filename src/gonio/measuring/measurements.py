@@ -120,7 +120,7 @@ class Measurements:
                 "source": self.source,
                 "coverage": self.coverage,
                 "notes": self.notes,
-                "scale": self.scale and {**asdict(self.scale), "wasted": self.scale.wasted},
+                "scale": self.scale and _scale(self.scale),
                 "mixtures": self.mixtures,
                 "signals": [asdict(signal) for signal in self.signals],
                 "findings": [asdict(finding) for finding in self.findings],
@@ -159,6 +159,10 @@ class Measurements:
 def _plural(reason: str, n: int) -> str:
     noun = reason.removeprefix("a ")
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
+
+
+def _scale(scale: MovableScale) -> dict[str, float]:
+    return {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer}
 
 
 def _finite(value: Any) -> Any:

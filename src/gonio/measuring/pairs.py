@@ -29,7 +29,7 @@ class Pairs:
     Attributes:
         mean_square_cosine: 1/d for random directions. `error`: its standard error where filters were drawn.
         coherence: largest absolute cosine; `closest`: the two filters that have it, counted over all groups.
-        near: pairs with an absolute cosine of at least :data:`NEAR`.
+        near: pairs with an absolute cosine of at least :data:`NEAR`; `opposite`: those of them with a negative one.
         histogram: pairs per degree.
         sampled: filters drawn from each matrix, where there are too many for all pairs; else None.
         searched: whether, beside the sample, all filters were searched for near duplicates.
@@ -42,6 +42,7 @@ class Pairs:
     coherence: float
     closest: tuple[int, int]
     near: int
+    opposite: int
     histogram: tuple[int, ...]
     sampled: int | None
     error: float = 0.0
@@ -82,18 +83,19 @@ def _search_all(matrices: Tensor, found: Pairs, name: str) -> Pairs:
     """Near duplicates among all filters, of which the sample holds only some."""
     if found.near > found.count // 100:  # most filters are alike: the sample says it
         return found
-    near, coherence, closest = 0, found.coherence, found.closest
+    near, opposite, coherence, closest = 0, 0, found.coherence, found.closest
     for index, matrix in enumerate(matrices):
         pairs = near_pairs(matrix, name=f"{name}/{index}")
         if pairs is None:
             return found
         near += len(pairs.cosines)
+        opposite += int((pairs.cosines < 0).sum())
         if len(pairs.cosines) and float(pairs.cosines.abs().max()) >= coherence:
             best = int(pairs.cosines.abs().argmax())
             coherence = float(pairs.cosines[best].abs())
             i, j = (int(v) + index * matrices.shape[1] for v in pairs.pairs[best])
             closest = (i, j)
-    return replace(found, near=near, coherence=coherence, closest=closest, searched=True)
+    return replace(found, near=near, opposite=opposite, coherence=coherence, closest=closest, searched=True)
 
 
 def _cosines(matrix: Tensor, order: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -140,7 +142,7 @@ class _Totals:
     """Running sums over blocks, in float64."""
 
     def __init__(self) -> None:
-        self.count = self.near = self.matrices = 0
+        self.count = self.near = self.opposite = self.matrices = 0
         self.angle = self.square_angle = self.square_cosine = self.fourth = self.coherence = 0.0
         self.closest = (0, 0)
         self.histogram = torch.zeros(BINS, dtype=torch.float64)
@@ -182,6 +184,7 @@ class _Totals:
             self.closest = (first, second)
         if max(-low, high) >= NEAR:
             self.near += int((cosines.abs() >= NEAR).sum())
+            self.opposite += int((cosines <= -NEAR).sum())
         self.count += cosines.numel()
         squares = cosines.square()
         self.square_cosine += float(squares.sum())
@@ -212,6 +215,7 @@ class _Totals:
             coherence=self.coherence,
             closest=self.closest,
             near=self.near,
+            opposite=self.opposite,
             histogram=counts,
             sampled=None,
         )

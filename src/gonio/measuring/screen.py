@@ -69,7 +69,8 @@ def scale_sentence(scale: MovableScale) -> str:
     """The wasted L2 in one sentence."""
     return (
         f"Σ‖W‖² of the {scale.layers} layers between which scale can move is {number(scale.sum)} and could be "
-        f"{number(scale.least)} for the same function: {scale.wasted:.1%} of it is wasted (gonio.balance_)."
+        f"{number(scale.least)} for the same function: {scale.wasted:.1%} of it is wasted (gonio.balance_); "
+        f"{scale.wasted_by_layer:.1%} with one scale per layer instead of one per neuron."
     )
 
 
@@ -101,8 +102,8 @@ def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
     return [titles.index(name) - 1 for name in left[1:]]
 
 
-SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain", "off 90°")
-_SPARED = ("mean", "its gain", "std", "off 90°")  # where the screen is narrow, in this order
+SIGNAL_TITLES = ("mean", "std", "rms", "gain", "zeros", "dead", "gradient", "its gain", "off 90°", "train–eval")
+_SPARED = ("mean", "its gain", "std", "off 90°", "train–eval")  # where the screen is narrow, in this order
 
 
 def signal_cells(signal: Signal) -> tuple[str, ...]:
@@ -112,7 +113,15 @@ def signal_cells(signal: Signal) -> tuple[str, ...]:
     back = "waits" if signal.branch == "waits" else number(signal.gradient_rms)
     broken = f", {signal.nonfinite} values NaN or infinite" if signal.nonfinite else ""
     angles = "–" if signal.angles_read is None else f"{number(signal.angles_read)} ({number(signal.angles_exact)})"
-    return (*figures, f"{signal.zeros:.0%}", f"{dead}{broken}", back, number(signal.gradient_gain), angles)
+    return (
+        *figures,
+        f"{signal.zeros:.0%}",
+        f"{dead}{broken}",
+        back,
+        number(signal.gradient_gain),
+        angles,
+        number(signal.train_eval_gap),
+    )
 
 
 def _table(measured: Measurements, width: int) -> Table:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gonio.measuring.batch_gap import train_eval_gap
 from gonio.measuring.gradients import Gradient, leads_to, measure_gradients
 from gonio.measuring.output_angles import off_right_angle
 from gonio.parametrizations.base import Parametrization
@@ -46,6 +47,10 @@ class Signal:
         gradient_rms: of the gradient at the output.
         gradient_gain, gradient_norm_ratio: rms and norm of the gradient at the input, through this layer
             alone, over those at the output.
+        train_eval_gap: of a norm that keeps running statistics: root mean square of what it would give with the
+            statistics of this batch minus what it gives with the running ones, over the deviation of the latter. 0
+            where they agree; a batch of the training's own data shows about √(3/(2N)) for N values per channel. None
+            for norms that have seen no batch, and over several processes.
         branch: "ends" where the layer's own weights are all 0, so that it gives 0 whatever comes in: the end of
             a residual branch that starts as the identity, and no dead layer. "waits" where the gradient is
             exactly 0 for that reason, or because the branch is multiplied by 0: it begins to learn when the
@@ -70,6 +75,7 @@ class Signal:
     gradient_rms: float | None = None
     gradient_gain: float | None = None
     gradient_norm_ratio: float | None = None
+    train_eval_gap: float | None = None
     branch: str = ""
 
 
@@ -143,7 +149,7 @@ class _Outputs:
         if module not in self.fed and source is not None:
             self.fed[module] = _rms(source), source.numel()
 
-    def after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module in self.found:
             self.found[module] = replace(self.found[module], calls=self.found[module].calls + 1)
             return
@@ -151,6 +157,7 @@ class _Outputs:
         if tensor is not None:
             figures = _figures(tensor, *self.fed.get(module, (0.0, 0)))
             figures["angles_read"], figures["angles_exact"] = off_right_angle(module, tensor)
+            figures["train_eval_gap"] = train_eval_gap(module, inputs, output)
             ends = figures["rms"] == 0 and figures["gain"] == 0 and _all_zero(module)
             path, kind = self.layers[module].path, type(module).__name__
             self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)

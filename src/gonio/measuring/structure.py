@@ -35,16 +35,24 @@ class MovableScale:
 
     Attributes:
         layers: how many layers take part.
+        least: with one scale per neuron or channel (`level="neuron"` of :func:`gonio.balance_`).
+        least_by_layer: with one scale per layer (`level="layer"`); never below `least`.
     """
 
     layers: int
     sum: float
     least: float
+    least_by_layer: float
 
     @property
     def wasted(self) -> float:
         """The share of the sum that could be saved, between 0 and 1."""
         return 1 - self.least / self.sum if self.sum > 0 else 0.0
+
+    @property
+    def wasted_by_layer(self) -> float:
+        """The share that could be saved by one scale per layer alone."""
+        return 1 - self.least_by_layer / self.sum if self.sum > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -110,4 +118,5 @@ def _movable(free: list[Variable]) -> MovableScale | None:
     placed = least_scales(free, per_channel=True, sweeps=SWEEPS, tolerance=CONVERGED)
     if not free or not 0 < placed.before < float("inf"):
         return None
-    return MovableScale(placed.layers, placed.before, placed.after)
+    layers = least_scales(free, per_channel=False, sweeps=SWEEPS, tolerance=CONVERGED)
+    return MovableScale(placed.layers, placed.before, placed.after, layers.after)

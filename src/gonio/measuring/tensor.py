@@ -11,9 +11,11 @@ from torch import Tensor
 
 from gonio.geometry import Layout, matrix_view, welch_bound
 from gonio.measuring.blocks import count_nonfinite, norms_of
+from gonio.measuring.bulk import bulk_of, defect_at_random, distance_at_random
 from gonio.measuring.chance import angle_std_at_random, coherence_at_random
 from gonio.measuring.entry import PART, Entry
 from gonio.measuring.numbers import numbers_of
+from gonio.measuring.operator_norm import Also, operator_norm
 from gonio.measuring.pairs import Pairs, measure_pairs
 from gonio.measuring.spectra import spectra_of
 
@@ -43,12 +45,22 @@ class TensorMeasurement:
             `alignment_z`: its distance from 1 in standard deviations of random weights.
         coherence: largest absolute cosine. `coherence_random`: median of random directions;
             `welch_bound`: the least that is possible.
-        near_duplicates: pairs with an absolute cosine of at least 0.95. `closest`: the two filters whose
+        near_duplicates: pairs with an absolute cosine of at least 0.95; `near_antipodal`: those of them that point in
+            opposite directions. `closest`: the two filters whose
             absolute cosine is the coherence, counted over all groups.
         sigma_max, sigma_min, stable_rank, effective_rank: of the matrices as one block-diagonal matrix.
             `sigma_random`, `stable_rank_random`: for independent entries of the same root mean square.
             `sigma_error`: 0 where all singular values were computed; for a larger weight the share by which
             `sigma_max` is too small at most, with a probability of 99 %, and usually a hundred times less.
+        spectrum_distance: of the distribution of squared singular values from the law of Marchenko and Pastur for
+            entries of the same root mean square: largest difference of the distribution functions, between 0 and 1.
+            `spectrum_distance_random`: what one random matrix shows.
+        spectrum_outliers: singular values beyond what the largest of a random matrix reaches once in 1000;
+            `spectrum_outlier_share`: of the squared norm that they hold.
+        orthogonality_defect: root mean square of the squared singular values over their mean, minus 1: 0 exactly for
+            multiples of semi-orthogonal matrices. `orthogonality_defect_random`: of normal entries.
+        operator_norm: of the layer as a map: `sigma_max` for linear layers and 1×1 kernels, and for other convolutions
+            the norm on a periodic grid, if it was asked for (`also`).
         angle_histogram: pairs per degree.
     """
 
@@ -84,6 +96,7 @@ class TensorMeasurement:
     coherence_random: float | None = None
     welch_bound: float | None = None
     near_duplicates: int | None = None
+    near_antipodal: int | None = None
     closest: tuple[int, int] | None = None
     sigma_max: float | None = None
     sigma_min: float | None = None
@@ -92,12 +105,23 @@ class TensorMeasurement:
     stable_rank: float | None = None
     stable_rank_random: float | None = None
     effective_rank: float | None = None
+    spectrum_distance: float | None = None
+    spectrum_distance_random: float | None = None
+    spectrum_outliers: int | None = None
+    spectrum_outlier_share: float | None = None
+    orthogonality_defect: float | None = None
+    orthogonality_defect_random: float | None = None
+    operator_norm: float | None = None
     angle_histogram: tuple[int, ...] | None = None
 
 
 @torch.no_grad()
-def measure_tensor(entry: Entry) -> TensorMeasurement:
-    """The measurement of one tensor; never raises for what the tensor holds: it says why instead."""
+def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
+    """The measurement of one tensor; never raises for what the tensor holds: it says why instead.
+
+    Args:
+        also: figures that take longer than the others together.
+    """
     if entry.load is None:
         return _row(entry, status="skipped", reason=entry.reason)
     try:
@@ -109,6 +133,8 @@ def measure_tensor(entry: Entry) -> TensorMeasurement:
             reason = entry.reason or f"{tensor.ndim}-d: no filters"
             return _row(entry, **known, status="no filters", reason=reason, notes=notes)
         values = _filters(tensor, entry.layout, entry.name, notes)
+        values["operator_norm"], said = operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
+        values["notes"] = (*values["notes"], *([said] if said else []))
         return _row(entry, **known, status="measured", **values)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
         return _row(entry, status="skipped", reason=f"cannot be read: {_said(error)}")
@@ -213,6 +239,7 @@ def _chance(pairs: Pairs, n: int, d: int) -> dict[str, Any]:
         "coherence_random": coherence_at_random(pairs.count, d),
         "welch_bound": welch_bound(n, d),
         "near_duplicates": pairs.near,
+        "near_antipodal": pairs.opposite,
         "closest": pairs.closest,
         "angle_histogram": pairs.histogram,
     }
@@ -233,4 +260,20 @@ def _spectrum(matrices: Tensor, frobenius: float, name: str) -> dict[str, Any]:
         share = found.values / found.values.sum()
         values["sigma_min"] = float(found.values.min())
         values["effective_rank"] = float(torch.special.entr(share).sum().exp())
+        values |= _bulk(found.values, n, d)
     return values
+
+
+def _bulk(values: Tensor, n: int, d: int) -> dict[str, Any]:
+    """The spectrum beside the law of random matrices."""
+    found = bulk_of(values, n, d)
+    if found is None:
+        return {}
+    return {
+        "spectrum_distance": found.distance,
+        "spectrum_distance_random": distance_at_random(n, d),
+        "spectrum_outliers": found.outliers,
+        "spectrum_outlier_share": found.outlier_share,
+        "orthogonality_defect": found.defect,
+        "orthogonality_defect_random": defect_at_random(n, d),
+    }
