@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -37,13 +38,14 @@ def _candidate(name: str, function: Callable[[Sequence[Tensor]], Tensor], shapes
     return Candidate(name, make, compiled="compiled" in name)
 
 
-def _in_place(shapes: Shapes) -> Candidate:
+def _in_place(shapes: Shapes, name: str, *, flat: bool = False) -> Candidate:
+    """Gradients added to `.grad` without a graph, by `Penalty.add_grads_`."""
+
     def make() -> Operation:
-        layers = nn.ModuleList(nn.Linear(w[0].numel(), len(w), bias=False) for w in weights(shapes))
-        for layer, weight in zip(layers, weights(shapes), strict=True):
-            layer.weight = nn.Parameter(weight.detach().flatten(1))
-            layer.weight.grad = torch.zeros_like(layer.weight)
+        layers = _flat_layers(shapes) if flat else _layers(shapes)
         penalty = gonio.Penalty(layers, [(None, PENALTY)])
+        if "compiled" in name:
+            penalty.compile_()
 
         def operation() -> Sequence[Tensor]:
             penalty.add_grads_()
@@ -51,7 +53,29 @@ def _in_place(shapes: Shapes) -> Candidate:
 
         return operation
 
-    return Candidate("gonio, in place", make)
+    return Candidate(name, make, compiled="compiled" in name)
+
+
+def _layers(shapes: Shapes) -> nn.ModuleList:
+    with torch.device("meta"):
+        layers = nn.ModuleList(nn.Linear(math.prod(shape[1:]), shape[0], bias=False) for shape in shapes)
+    for layer, weight in zip(layers, weights(shapes), strict=True):
+        layer.weight = nn.Parameter(weight.detach().flatten(1))
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    return layers
+
+
+def _flat_layers(shapes: Shapes) -> nn.ModuleList:
+    """The same with all parameters in one buffer and all gradients in another."""
+    layers = _layers(shapes)
+    sizes = [layer.weight.numel() for layer in layers]
+    values = torch.cat([layer.weight.detach().flatten() for layer in layers]).split(sizes)
+    gradients = torch.zeros(sum(sizes)).split(sizes)
+    for layer, value, gradient in zip(layers, values, gradients, strict=True):
+        shape = layer.weight.shape
+        layer.weight = nn.Parameter(value.view(shape))
+        layer.weight.grad = gradient.view(shape)
+    return layers
 
 
 def _floor(shapes: Shapes) -> Candidate:
@@ -73,7 +97,18 @@ def _floor(shapes: Shapes) -> Candidate:
 def rows(*, quick: bool) -> Iterator[Row]:
     models = {"tiny": TINY} if quick else {"ResNet-50": resnet50(), "ResNet-152": resnet152()}
     for name, shapes in models.items():
-        candidates = [_candidate("naive", naive, shapes), _candidate("gonio", ours, shapes), _in_place(shapes)]
+        candidates = [
+            _candidate("naive", naive, shapes),
+            _candidate("gonio", ours, shapes),
+            _in_place(shapes, "gonio, in place"),
+            _in_place(shapes, "gonio, in place, compiled"),
+        ]
         if name != "ResNet-152":  # unrolled over 156 layers it takes the compiler a minute
             candidates.insert(1, _candidate("naive, compiled", naive, shapes))
         yield Row(name, "FB", _floor(shapes), tuple(candidates))
+    for name, shapes in models.items():
+        ways = (
+            _in_place(shapes, "gonio, in place", flat=True),
+            _in_place(shapes, "gonio, in place, compiled", flat=True),
+        )
+        yield Row(name, "FB", _floor(shapes), ways, "flat")

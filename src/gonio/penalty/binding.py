@@ -52,6 +52,9 @@ class Slot:
 
     @property
     def frozen(self) -> bool:
+        own = self.module._parameters.get(self.name)
+        if own is not None and own.requires_grad:
+            return False
         return not any(p.requires_grad for p in self.parameters())
 
 

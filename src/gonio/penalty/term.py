@@ -18,6 +18,7 @@ from gonio.regularizers import (
     ScaleShift,
     WeightRegularizer,
 )
+from gonio.regularizers.additions import Addition
 from gonio.seeding import generator
 
 if TYPE_CHECKING:
@@ -64,20 +65,28 @@ class WeightTerm(Term):
         if not active or self.slot.frozen:
             return None
         evaluation = self._regularizer.evaluate(self.slot.tensor(), self.slot.layout, state=self._state)
-        self._state = evaluation.state
-        return _gathered(evaluation)
+        return self.carry_on(evaluation)
 
-    def add_grad_(self, strength: float) -> Evaluation:
-        """Add strength × the gradient to `.grad` of what the weight is made from."""
+    def addition(self, strength: float) -> Addition | None:
+        """What adds strength × the gradient to the weight's `.grad`; None if a parametrization makes the weight."""
         weight = self.slot.tensor()
-        made = not weight.is_leaf  # by a parametrization: its parts get the gradient
-        grad = torch.zeros_like(weight) if made or weight.grad is None else weight.grad
+        if not weight.is_leaf:
+            return None
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        return Addition(self._regularizer, weight.grad, weight, self.slot.layout, strength, self._state)
+
+    def add_through_(self, strength: float) -> Evaluation:
+        """Add strength × the gradient to what the weight is made from."""
+        weight = self.slot.tensor()
+        grad = torch.zeros_like(weight)
         evaluation = self._regularizer.add_gradient_(grad, weight, self.slot.layout, factor=strength, state=self._state)
+        weight.backward(grad)
+        return evaluation
+
+    def carry_on(self, evaluation: Evaluation) -> Evaluation:
+        """Keep what the next step starts from, and give the value as one number."""
         self._state = evaluation.state
-        if made:
-            weight.backward(grad)
-        else:
-            weight.grad = grad
         return _gathered(evaluation)
 
     def state(self) -> Tensor | None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gonio.geometry.precision import full_precision
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import ClosedFormRegularizer, require
-from gonio.regularizers.closed_form import Closed, Formula
+from gonio.regularizers.base import ClosedFormRegularizer, Evaluation, can_add_directly, require
+from gonio.regularizers.closed_form import Closed
 from gonio.regularizers.l2 import check_before_norm
+from gonio.regularizers.log_norm import LogNorm, Row, add_rows_
+from gonio.regularizers.log_norm_compiled import add_rows_compiled_
+
+if TYPE_CHECKING:
+    from gonio.regularizers.additions import Addition
 
 __all__ = ["ScaleShift"]
 
+NAMES = ("scale", "direction")
 LEAST_FLOOR = 1e-3
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
@@ -85,6 +93,7 @@ class ScaleShift(ClosedFormRegularizer):
 
     scale_only: ClassVar[bool] = True
     logarithmic: ClassVar[bool] = True
+    compilable: ClassVar[bool] = True
 
     direction_strength: float = 0.0
     floor: float | None = None
@@ -146,8 +155,27 @@ class ScaleShift(ClosedFormRegularizer):
 
     def _closed(self, weight: Tensor, layout: Layout) -> Closed:
         rows = weight.unflatten(0, (layout.blocks, -1)).flatten(1)
-        formula = _LogNorm(self.effective_floor, self._share(rows.shape[1]))
-        return Closed(formula, rows, names=("scale", "direction") if formula.share else ())
+        formula = LogNorm(self.effective_floor, self._share(rows.shape[1]))
+        return Closed(formula, rows, names=NAMES if formula.share else ())
+
+    @staticmethod
+    def add_gradients_(additions: Sequence[Addition], *, backend: str | None = None) -> list[Evaluation]:
+        with torch.no_grad():
+            rows = [_rows(addition) for addition in additions]
+        flat = [row for some in rows for row in some]
+        if not flat:
+            return [addition.carry_out_() for addition in additions]
+        with torch.no_grad(), full_precision(flat[0].x):
+            found = iter(add_rows_(flat) if backend is None else add_rows_compiled_(flat, backend))
+        sums = [_summed([next(found) for _ in some]) for some in rows]
+        numbers = iter(torch.tensor(sums, dtype=torch.float64).view(-1).unbind())
+        values = zip(numbers, numbers, numbers, strict=True)  # three at a time
+        return [
+            Evaluation(value, dict(zip(NAMES, terms, strict=True)) if some[0].formula.share else {})
+            if some
+            else addition.carry_out_()
+            for addition, some, (value, *terms) in zip(additions, rows, values, strict=True)
+        ]
 
     def _share(self, entries: int) -> float:
         """The coefficient of the L1 norm at strength 1."""
@@ -161,77 +189,21 @@ class ScaleShift(ClosedFormRegularizer):
         return weight.new_tensor(layout.blocks * least)
 
 
-# The L1 norm and the signs are taken in pieces that stay in cache: their temporaries cost more than the reading.
-PIECE = 1 << 17
+def _rows(addition: Addition) -> list[Row]:
+    """The matrices of a weight as rows that lie in memory one after another; none if they do not."""
+    regularizer, target, x, layout, factor, _ = addition
+    plain = x.device.type == "cpu" and can_add_directly(target, x) and x.is_contiguous() and target.is_contiguous()
+    if not plain or not isinstance(regularizer, ScaleShift):
+        return []
+    blocks = layout.blocks
+    formula = LogNorm(regularizer.effective_floor, regularizer._share(x.numel() // blocks))
+    if blocks == 1:
+        return [Row(x.view(-1), target.view(-1), formula, factor)]
+    pairs = zip(x.view(blocks, -1).unbind(), target.view(blocks, -1).unbind(), strict=True)
+    return [Row(a, b, formula, factor) for a, b in pairs]
 
 
-@dataclass(frozen=True)
-class _LogNorm(Formula):
-    """Σ over rows of log max(‖x‖, floor) + share · ‖x‖₁/‖x‖; gradient a x + b sign(x)."""
-
-    results: ClassVar[int] = 3
-    floor: float
-    share: float
-
-    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        square = (x * x).sum(-1)
-        scale = 0.5 * square.clamp_min(max(self.floor**2, torch.finfo(x.dtype).tiny)).log().sum()
-        zero = square < torch.finfo(x.dtype).tiny
-        inverse = square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
-        direction = self.share * (x.abs().sum(-1) * inverse).sum()
-        return scale + direction, scale, direction
-
-    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        norm = torch.linalg.vector_norm(x, dim=-1)
-        low = norm <= self.floor
-        zero = norm < torch.finfo(x.dtype).tiny ** 0.5
-        inverse = norm.masked_fill(zero, 1).reciprocal().masked_fill(zero, 0)
-        scale = norm.clamp_min(self.floor).log().sum()
-        on_weight = (inverse * inverse).masked_fill(low, 0)
-        direction, on_sign = torch.zeros_like(scale), torch.zeros_like(norm)
-        if self.share:
-            absolute = torch.stack([piece.abs().sum(-1) for piece in x.split(PIECE, -1)]).sum(0)
-            direction = self.share * (absolute * inverse).sum()
-            on_sign = self.share * inverse
-            on_weight = on_weight - self.share * absolute * inverse**3
-        return (scale + direction, scale, direction), (on_weight, on_sign)
-
-    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        on_weight, on_sign = ((factor * s).unsqueeze(-1) for s in saved)
-        if not self.share:
-            return x * on_weight
-        return x.sign().mul_(on_sign).addcmul_(x, on_weight)
-
-    def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
-        if x.device.type != "cpu":  # reading the coefficients would wait for the device
-            return super().evaluate_and_add_(target, x, factor)
-        scale = direction = 0.0
-        scratch = x.new_empty(min(PIECE, x.shape[1]))
-        for row, goal in zip(x.unbind(), target.unbind(), strict=True):
-            norm, absolute = _norms(row, scratch if self.share else None)
-            scale += math.log(max(norm, self.floor))
-            on_weight, on_sign = 0.0, 0.0
-            if not norm < torch.finfo(x.dtype).tiny ** 0.5:  # a NaN passes, and shows
-                on_sign = self.share / norm
-                on_weight = (norm > self.floor) / norm**2 - on_sign * absolute / norm**2
-                direction += on_sign * absolute
-            _add(goal, row, factor * on_weight, factor * on_sign, scratch)
-        return x.new_tensor(scale + direction), x.new_tensor(scale), x.new_tensor(direction)
-
-
-def _norms(row: Tensor, scratch: Tensor | None) -> tuple[float, float]:
-    """‖x‖ and, where there is room to compute it, ‖x‖₁; read from memory once."""
-    square = absolute = 0.0
-    for piece in row.split(PIECE):
-        square += float(torch.dot(piece, piece))
-        if scratch is not None:
-            absolute += float(torch.abs(piece, out=scratch[: len(piece)]).sum())
-    return math.sqrt(square), absolute
-
-
-def _add(target: Tensor, row: Tensor, on_weight: float, on_sign: float, scratch: Tensor) -> None:
-    """target ← target + on_weight · x + on_sign · sign(x)."""
-    for piece, part in zip(row.split(PIECE), target.split(PIECE), strict=True):
-        part.add_(piece, alpha=on_weight)
-        if on_sign:
-            part.add_(torch.sign(piece, out=scratch[: len(piece)]), alpha=on_sign)
+def _summed(values: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """The value and its two terms, from those of the rows."""
+    scale, direction = sum(v[0] for v in values), sum(v[1] for v in values)
+    return scale + direction, scale, direction

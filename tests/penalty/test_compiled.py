@@ -1,0 +1,151 @@
+"""Gradients of scale shifts over many weights at once: in eager mode and compiled, in flat buffers and apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from catalog import seeded
+from gonio import Penalty
+from gonio import regularizers as R
+from gonio.errors import InvalidArgumentError
+from gonio.regularizers.log_norm import LogNorm, Row
+from gonio.regularizers.log_norm_compiled import BLOCK, LEAST, MOST_RUNS, runs
+from tolerances import close
+
+SHAPES = ((LEAST // 64, 64), (2 * BLOCK // 128, 128), (7, 5), (LEAST // 32, 32))
+PENALTY = R.ScaleShift(0.5, direction_strength=0.25, floor=0.1)
+BACKENDS = (None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
+
+
+def apart(dtype: torch.dtype) -> nn.ModuleList:
+    layers = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False).to(dtype) for shape in SHAPES)
+    for index, layer in enumerate(layers):
+        layer.weight.data = seeded(*SHAPES[index], seed=index, dtype=dtype)
+        layer.weight.grad = seeded(*SHAPES[index], seed=10 + index, dtype=dtype)
+    layers[0].weight.data[3] = 0.0  # where the sign is 0
+    return layers
+
+
+def flat(dtype: torch.dtype) -> nn.ModuleList:
+    """The same with all weights in one buffer and all gradients in another; the third fills no block."""
+    layers = apart(dtype)
+    sizes = [layer.weight.numel() for layer in layers]
+    values = torch.cat([layer.weight.detach().flatten() for layer in layers]).split(sizes)
+    gradients = torch.cat([layer.weight.grad.flatten() for layer in layers]).split(sizes)
+    for layer, value, gradient, shape in zip(layers, values, gradients, SHAPES, strict=True):
+        layer.weight = nn.Parameter(value.view(shape))
+        layer.weight.grad = gradient.view(shape)
+    return layers
+
+
+def expected(weight: Tensor, grad: Tensor) -> Tensor:
+    """The derivative of 0.5 log‖W‖ + 0.25 ‖W‖₁/‖W‖ from its definition, in float64."""
+    w = weight.detach().double()
+    norm = math.sqrt(float((w * w).sum()))
+    on_weight = 0.5 / norm**2 - 0.25 * float(w.abs().sum()) / norm**3
+    return grad.double() + on_weight * w + 0.25 / norm * w.sign()
+
+
+@pytest.mark.parametrize("make", [apart, flat])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_added_gradients_are_the_derivative(make: object, backend: str | None, dtype: torch.dtype) -> None:
+    layers = make(dtype)
+    wanted = [expected(layer.weight, layer.weight.grad) for layer in layers]
+    buffers = [layer.weight.grad for layer in layers]
+    penalty = Penalty(layers, [(None, PENALTY)])
+    if backend is not None:
+        penalty.compile_(backend=backend)
+    penalty.add_grads_()
+    for layer, want, buffer in zip(layers, wanted, buffers, strict=True):
+        assert layer.weight.grad is buffer
+        torch.testing.assert_close(buffer.double(), want, **close(dtype))
+    again = penalty.values()
+    penalty()
+    assert again == pytest.approx(penalty.values(), rel=close(dtype)["rtol"])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", None])
+def test_floors_zeros_and_stacked_blocks(backend: str | None) -> None:
+    """A weight under its floor is let go, a zero weight stays, the blocks of a projection have norms of their own."""
+    small, none = nn.Linear(256, 256, bias=False).double(), nn.Linear(256, 256, bias=False).double()
+    packed = nn.MultiheadAttention(128, 2, bias=False).double()
+    model = nn.ModuleList([small, none, packed])
+    with torch.no_grad():
+        small.weight.mul_(1e-3)
+        packed.in_proj_weight[:128] *= 3
+    direct, through = Penalty(model, [(None, PENALTY)]), Penalty(model, [(None, PENALTY)])
+    none.weight.data.zero_()
+    if backend is not None:
+        direct.compile_(backend=backend)
+    direct.add_grads_()
+    added = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    through().backward()
+    for a, p in zip(added, model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, **close(torch.float64))
+    assert not added[1].any()
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "half", "transposed"])
+def test_weights_that_cannot_be_read_in_place(layout: str) -> None:
+    """Mixed with one that can: each takes its own way."""
+    conv, plain = nn.Conv2d(16, 64, 3, bias=False), nn.Linear(256, 256, bias=False)
+    if layout == "channels_last":
+        conv = conv.to(memory_format=torch.channels_last)
+    if layout == "half":
+        conv = conv.half()
+    if layout == "transposed":
+        conv.weight = nn.Parameter(
+            torch.randn(16, 64, 3, 3, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+        )
+    model = nn.ModuleList([conv, plain])
+    penalty = Penalty(model, [(None, PENALTY)])
+    penalty.add_grads_()
+    added = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    Penalty(model, [(None, PENALTY)])().backward()
+    for a, p in zip(added, model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, **close(p.dtype))
+
+
+def test_added_in_the_order_of_terms() -> None:
+    """Values keep the order of the rules, whatever is evaluated together."""
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+    penalty = Penalty(model, [("0", PENALTY), (None, R.L2(1.0)), ("1", PENALTY)])
+    penalty.add_grads_()
+    added = list(penalty.values().items())
+    penalty()
+    assert added == [(name, pytest.approx(value)) for name, value in penalty.values().items()]
+
+
+def row(x: Tensor, target: Tensor) -> Row:
+    return Row(x, target, LogNorm(0.1, 0.0), 1.0)
+
+
+def test_runs_are_neighbours_in_both_buffers() -> None:
+    x, g = torch.zeros(6, BLOCK), torch.zeros(6, BLOCK)
+    assert [len(run) for run in runs([row(a, b) for a, b in zip(x, g, strict=True)])] == [6]
+    assert [len(run) for run in runs([row(a, b) for a, b in zip(x, reversed(g.unbind()), strict=True)])] == [1] * 6
+    some = [0, 1, 3, 4, 5]  # with a gap, into which nothing may be written
+    assert [len(run) for run in runs([row(x[i], g[i]) for i in some])] == [2, 3]
+    halves = torch.zeros(2, BLOCK), torch.zeros(2, BLOCK)
+    assert [len(run) for run in runs([row(h[i], g[i + 2 * j]) for j, h in enumerate(halves) for i in (0, 1)])] == [2, 2]
+
+
+def test_many_runs_are_taken_one_by_one() -> None:
+    """Each would be compiled for itself."""
+    x, g = torch.zeros(4 * MOST_RUNS, BLOCK), torch.zeros(4 * MOST_RUNS, BLOCK)
+    pairs = [3 * i + j for i in range(MOST_RUNS + 1) for j in (0, 1)]
+    assert [len(run) for run in runs([row(x[i], g[i]) for i in pairs[:-2]])] == [2] * MOST_RUNS
+    assert [len(run) for run in runs([row(x[i], g[i]) for i in pairs])] == [1] * len(pairs)
+
+
+def test_nothing_to_compile_is_said() -> None:
+    penalty = Penalty(nn.Linear(4, 4), [(None, R.Orthogonality(1.0))])
+    with pytest.raises(InvalidArgumentError, match=r"terms of Orthogonality alone"):
+        penalty.compile_()
