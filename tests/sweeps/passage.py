@@ -280,10 +280,24 @@ def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: 
 
 
 def _own_rounding(model: nn.Module, x: Any, dtype: torch.dtype) -> float:
-    """How far the model's outputs in `dtype` are from exact, by its float32 run against its float64 run."""
-    same = copy.deepcopy(model).float()  # equal numbers in both
-    narrow, wide = (outputs(same.to(of), tree_map(_in(of), x)) for of in (torch.float32, torch.float64))
-    return _relative(narrow, wide) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    """How far rounding moves the model's outputs in `dtype`: the float32 runs of the model and of three neighbours,
+    whose weights are one rounding away, against the model's float64 run. One run alone may be close by chance.
+    """
+    exact = copy.deepcopy(model).float()  # equal numbers in both types
+    runs = [outputs(_neighbour(exact, seed), tree_map(_in(torch.float32), x)) for seed in range(4)]
+    wide = outputs(exact.double(), tree_map(_in(torch.float64), x))
+    return max(_relative(run, wide) for run in runs) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+
+
+def _neighbour(model: nn.Module, seed: int) -> nn.Module:
+    """The same model for seed 0, otherwise one with each weight up or down by at most one rounding."""
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        for index, parameter in enumerate(found.parameters() if seed else ()):
+            parameter *= (
+                1 + torch.finfo(parameter.dtype).eps * seeded(*parameter.shape, seed=1000 * seed + index).sign()
+            )
+    return found
 
 
 def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
