@@ -12,7 +12,7 @@ from torch import Tensor
 from catalog import seeded
 from gonio import regularizers as R
 from gonio.geometry import coherence, cosines, matrix_view, welch_bound
-from gonio.regularizers.gram import symmetric_product
+from gonio.regularizers.gram import accumulate_symmetric, mirror, symmetric_product
 from tolerances import close, exact
 
 DOUBLE = torch.float64
@@ -63,10 +63,16 @@ def test_gradients_are_the_closed_forms(shape: tuple[int, int]) -> None:
     assert not torch.allclose(off, 2 * (gram * (1 - eye)) @ w)
 
 
-@pytest.mark.parametrize("n", [192, 193, 255, 256])
-def test_blocks_of_a_gram_matrix_make_up_the_whole(n: int) -> None:
-    a = seeded(2, n, 40, dtype=DOUBLE)
+@pytest.mark.parametrize("n", [40, 191, 192, 193, 255, 384, 385, 1025])
+@pytest.mark.parametrize("turned", [False, True])
+def test_blocks_of_a_gram_matrix_make_up_the_whole(n: int, turned: bool) -> None:
+    a = seeded(2, 7, n, dtype=DOUBLE).mT if turned else seeded(2, n, 7, dtype=DOUBLE)
     torch.testing.assert_close(symmetric_product(a), a @ a.mT, **exact(DOUBLE))
+    summed = torch.zeros(2, n, n, dtype=DOUBLE)
+    for part in (a, a):
+        accumulate_symmetric(summed, part)
+    mirror(summed)
+    torch.testing.assert_close(summed, 2 * a @ a.mT, **exact(DOUBLE))
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (6, 2)], ids=str)

@@ -20,6 +20,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 __all__ = ["Layout", "View", "check_shape", "layout_of", "matrix_view", "unview"]
 
 View = Literal["filters", "taps", "last_two"]
+VIEWS = get_args(View)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _rows_cols(shape: torch.Size, layout: Layout) -> tuple[int, int, torch.Size]
 
 
 def _check_view(view: str) -> None:
-    if view not in get_args(View):
+    if view not in VIEWS:
         raise InvalidArgumentError(
             "view must be one of 'filters', 'taps', 'last_two'", f"{view!r}", "Choose one of them."
         )

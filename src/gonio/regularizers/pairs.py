@@ -107,7 +107,8 @@ class TallPairs(Formula):
     def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
         slope, channels = saved[0], Channels(*saved[1:])
         slope = slope * (channels.gain * (factor * _processes(self.pairs))).view(*slope.shape[:2], 1)
-        return self.pairs.signs.pull_back(x, channels, lambda signs, out: product(slope, signs, out=out))
+        signs = self.pairs.signs.by_images(x)
+        return signs.pull_back(x, channels, lambda bent, out: product(slope, bent, out=out))
 
 
 def _slope(gram: Tensor, on_mean: Tensor, on_spread: Tensor, own: Tensor, scale: Tensor) -> Tensor:

@@ -95,9 +95,9 @@ class SRIP(WeightRegularizer):
 
 def _start(a: Tensor) -> Tensor:
     """A fixed vector per matrix with no pattern that a weight would share (fractional parts of i·φ)."""
-    spread = torch.arange(1, a.shape[1] + 1, dtype=a.dtype, device=a.device) * GOLDEN
-    vector: Tensor = normalize((spread % 1) - 0.5 + 1e-3)
-    return vector.view(1, -1, 1).repeat(a.shape[0], 1, 1)
+    spread = torch.arange(1, a.shape[1] + 1, dtype=a.dtype, device=a.device).mul_(GOLDEN).remainder_(1).sub_(0.5 - 1e-3)
+    vector: Tensor = normalize(spread)
+    return vector.view(1, -1, 1).expand(a.shape[0], -1, -1)
 
 
 def _next(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +142,20 @@ class _Stretch(Formula):
         add_product_(target, *self._sides(x, *saved), alpha=factor)
 
     def _sides(self, x: Tensor, unit: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient, of rank 2, as the product of a tall and a wide matrix."""
+        """The gradient, of rank 2, as the product of a tall and a wide matrix, whose rows lie in one piece."""
         other = product(x.mT, unit)
-        return torch.cat([unit, self.vector], -1), torch.cat([inner, other], -1).mT
+        return torch.cat([unit, self.vector], -1), torch.cat([inner.mT, other.mT], -2)
+
+    def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
+        if x.device.type != "cpu" or len(x) > 1:  # elsewhere reading a length would wait for the device
+            return super().evaluate_and_add_(target, x, factor)
+        matrix, vector = x[0], self.vector[0, :, 0]
+        inner = torch.mv(matrix.T, vector)
+        image = torch.mv(matrix, inner).sub_(vector)
+        length = torch.linalg.vector_norm(image)
+        if length.item() == 0:
+            return length, self.vector
+        image.div_(length)
+        other = torch.mv(matrix.T, image)
+        target[0].addmm_(torch.stack([image, vector], 1), torch.stack([inner, other]), alpha=factor)
+        return length, image.view(1, -1, 1)
