@@ -52,7 +52,7 @@ CASES = (
     Case(R.MutualCoherence(1e-3)),
     Case(R.HypersphericalEnergy(1e-1)),
     Case(R.ConvOrthogonality(1e-4)),
-    Case(R.SelfOrthogonality(1e-2), 8),
+    Case(R.SelfOrthogonality(1e-2), 16),
 )
 
 

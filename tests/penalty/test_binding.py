@@ -183,6 +183,29 @@ def test_a_rule_that_selects_nothing_it_can_read() -> None:
         Penalty(nn.LazyLinear(3), [(None, R.L2(1.0))])
 
 
+def test_deep_shared_and_lazy_modules_are_bound() -> None:
+    """F6: 300 levels of nesting, one layer under two names, one that has seen no input yet."""
+    shared = nn.Linear(3, 3)
+    inner = model = nn.Sequential(shared, nn.LazyLinear(3), shared)
+    for _ in range(300):
+        model = nn.Sequential(model)
+    with Penalty(model, [(None, R.SelfOrthogonality(1.0)), (None, R.L2(1.0))]) as penalty:
+        inner(torch.ones(4, 3))  # torch's own forward does not go that deep
+        assert penalty().isfinite()
+        labels = list(penalty.values())
+    assert [label.removeprefix("0." * 300) for label in labels if "L2" in label] == ["0.weight/L2"]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_paths_are_those_of_the_users_model() -> None:
+    """F4: what wrappers put in front of a path is not part of it."""
+    rules = [(None, R.L2(1.0))]
+    for wrap in (nn.DataParallel, lambda model: torch.compile(model, backend="eager")):
+        penalty = Penalty(wrap(nn.Sequential(nn.Linear(3, 3))), rules)
+        penalty()
+        assert list(penalty.values()) == ["0.weight/L2"]
+
+
 def test_a_rule_that_is_left_with_nothing() -> None:
     with pytest.raises(NoMatchError, match=r"0\.weight \(its scale does not matter: 1 normalises"):
         Penalty(network(), [("0", R.ScaleShift(1.0))])

@@ -281,6 +281,24 @@ def test_activations_are_let_go() -> None:
     assert [ref() for ref in held] == [None, None, None]
 
 
+def live_bytes() -> int:
+    gc.collect()
+    return sum(x.untyped_storage().nbytes() for x in gc.get_objects() if issubclass(type(x), Tensor))
+
+
+def test_a_thousand_steps_keep_nothing() -> None:
+    """F3: neither outputs nor graphs nor what is kept for logging add up."""
+    model = Network()
+    penalty = Penalty(model, [("first", SOM), (None, R.SRIP(1.0)), (None, R.ScaleShift(1e-3))])
+    for seed in range(3):
+        step(model, penalty, batch(seed))
+    before = live_bytes()
+    for seed in range(1000):
+        step(model, penalty, batch(seed % 7))
+        penalty.values()
+    assert live_bytes() == before
+
+
 def test_forgetting_to_call_is_an_error_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tap, "MOST_KEPT", 5)
     model = Network()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,51 @@ def test_large_weights_do_not_overflow() -> None:
     weight = torch.full((1000, 1000), 300.0, dtype=torch.float16)
     assert float(R.L2(1.0).value(weight)) == pytest.approx(0.5 * 300**2 * 1e6, rel=1e-5)
     assert float(R.ScaleShift(1.0).value(weight)) == pytest.approx(12.6115, rel=1e-4)
+
+
+SPECTRA = {
+    "orthogonal": lambda: torch.linalg.qr(seeded(6, 6, dtype=torch.float64))[0],
+    "semi-orthogonal": lambda: torch.linalg.qr(seeded(9, 4, dtype=torch.float64))[0],
+    "identity": lambda: torch.eye(5, dtype=torch.float64),
+    "rank one": lambda: torch.outer(seeded(4, dtype=torch.float64), seeded(6, seed=1, dtype=torch.float64)),
+    "zero": lambda: torch.zeros(4, 6, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@OVER_WEIGHTS
+def test_repeated_singular_values_cost_nothing(
+    regularizer: R.WeightRegularizer, spectrum: str, dtype: torch.dtype
+) -> None:
+    """E7: the derivative of singular vectors does not exist there, and none is taken."""
+    weight = SPECTRA[spectrum]().to(dtype).requires_grad_()
+    value = regularizer.value(weight)
+    (gradient,) = torch.autograd.grad(value, weight)
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+    added = torch.zeros_like(gradient)
+    regularizer.add_gradient_(added, weight.detach(), Layout(), factor=1.0)
+    torch.testing.assert_close(added, gradient, **close(dtype))
+
+
+def test_derivatives_of_singular_vectors_do_not_exist_there() -> None:
+    """Negative control: the same through torch's decomposition."""
+    weight = torch.eye(5, dtype=torch.float64).requires_grad_()
+    u, _, vh = torch.linalg.svd(weight)
+    (gradient,) = torch.autograd.grad((u @ vh * seeded(5, 5, dtype=torch.float64)).sum(), weight)
+    assert not gradient.isfinite().all()
+
+
+@OVER_WEIGHTS
+def test_a_weight_that_diverged_shows(regularizer: R.WeightRegularizer) -> None:
+    """E7: no exception from inside a decomposition, and no silence; also where gradients are added in place."""
+    weight = seeded(4, 6, dtype=torch.float64)
+    weight[1, 2] = math.nan
+    assert regularizer.value(weight).isnan()
+    grad = torch.zeros_like(weight)
+    assert regularizer.add_gradient_(grad, weight, Layout(), factor=1.0).value.isnan()
+    assert grad.isnan().any()
 
 
 # --- strength, every, schedules -------------------------------------------------------------------

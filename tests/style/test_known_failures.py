@@ -7,15 +7,10 @@ its tests; that they exist is tested here.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable
-from functools import cache
-
 import pytest
 
-from style.source import ROOT
+from style.known_failures import missing
 
-TESTS = ROOT / "tests"
 LIFE = "parametrizations/test_lifecycle.py"
 COPY = "parametrizations/test_copying.py"
 START = "parametrizations/test_assignment.py"
@@ -284,21 +279,6 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
         "laws/test_verbs.py::test_undo_restores_everything",
     ),
 }
-
-
-@cache
-def names_in(file: str) -> frozenset[str]:
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-def missing(tests: Iterable[str]) -> list[str]:
-    found = []
-    for test in tests:
-        file, _, name = test.partition("::")
-        if not (TESTS / file).exists() or name not in names_in(file):
-            found.append(test)
-    return found
 
 
 def test_every_row_is_there() -> None:
