@@ -101,20 +101,49 @@ def test_one_weight_at_one_is_a_torch_norm() -> None:
         assert layer.mixture()["var"][kind] == 1.0
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e2, 1e4, 1e5])
+@pytest.mark.parametrize("mean", [0.0, 0.3, 0.5, 1e2, 1e4, 1e5])  # 4 spreads are where centring begins
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_a_mean_far_above_the_spread_costs_no_digits(mean: float, layout: torch.memory_format) -> None:
     """E[x²] − E[x]² has no digits left at 1e5, and a mean rounded to float32 is off by 4 % of the spread."""
     x = (mean + 0.1 * seeded(4, 6, 8, 8)).contiguous(memory_format=layout)
     assert_is_defined(norm(gnn.SwitchableNorm2d, 6), x)
     reduced = norm(gnn.SwitchableNorm2d, 6)
-    torch.testing.assert_close(plain(x, *_arguments(reduced, x))[0], reduced(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain(x, *_arguments(reduced))[0], reduced(x), rtol=1e-4, atol=1e-4)
 
 
-def _arguments(layer: nn.Module, x: Tensor) -> tuple[Any, ...]:
-    kind = torch.float64
-    weights = tuple(torch.softmax(logits.to(kind), 0) for logits in (layer.mean_logits, layer.var_logits))
-    return weights, layer._affine(x), None, module.Settings(layer.eps, join=False)
+def _arguments(layer: nn.Module) -> tuple[Any, ...]:
+    settings = module.Settings(layer.eps, join=False, defined=(True, True, True))
+    return (layer.mean_logits, layer.var_logits), (layer.weight, layer.bias), None, settings
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 1e5])
+@pytest.mark.parametrize("size", [(128, 128), (75, 75)], ids=str)
+def test_large_maps(size: tuple[int, int], mean: float) -> None:
+    """Sums over thousands of positions are taken in pieces, where these can be cut evenly."""
+    assert_is_defined(norm(gnn.SwitchableNorm2d, 3), mean + seeded(2, 3, *size))
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_an_activation_in_place_may_follow(mean: float) -> None:
+    layer, x = norm(gnn.SwitchableNorm2d, 6), mean + seeded(4, 6, 5, 3)
+    found = gradients(nn.ReLU(inplace=True)(layer(x)), list(layer.parameters()))
+    for a, b in zip(found, gradients(layer(x).relu(), list(layer.parameters())), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+@pytest.mark.parametrize("training", [True, False])
+def test_second_derivatives_in_float32(training: bool, mean: float) -> None:
+    """Those of float64 are checked by differences; statistics near zero are kept in the dtype of the input."""
+    layer, x = norm(gnn.SwitchableNorm2d, 3).train(training), mean + seeded(3, 3, 4, 2)
+    seconds = []
+    for kind in (torch.float32, torch.float64):
+        module, y = copy.deepcopy(layer).to(kind), x.to(kind).requires_grad_()
+        (grad,) = torch.autograd.grad(module(y).pow(3).sum(), y, create_graph=True)
+        seconds.append(torch.autograd.grad(grad.pow(2).sum(), [y, *module.parameters()], allow_unused=True))
+    for a, b in zip(*seconds, strict=True):
+        scale = float(b.abs().max())
+        torch.testing.assert_close(a.double() / scale, b / scale, rtol=0, atol=100 * close(torch.float32)["atol"])
 
 
 @pytest.mark.parametrize(("dtype", "mean"), [(torch.bfloat16, 100.0), (torch.float16, 100.0)], ids=str)

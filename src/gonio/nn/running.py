@@ -39,9 +39,10 @@ class RunningStatistics(nn.Module):
             for name, value in news.items():
                 buffer = self._buffers[name]
                 if buffer is not None:
-                    factor = self._factor(buffer.dtype)
-                    moved = torch.lerp(buffer, value.detach().to(buffer.dtype), factor)  # exact for a factor of 1
-                    buffer.copy_(torch.where(seen, moved, buffer) if isinstance(seen, Tensor) else moved)
+                    value, factor = value.to(buffer.dtype), self._factor(buffer.dtype)
+                    if isinstance(seen, Tensor):
+                        value = torch.where(seen, value, buffer)
+                    buffer.lerp_(value, factor)  # exact for a factor of 1, and for a value that is there already
 
     def _factor(self, dtype: torch.dtype) -> Tensor | float:
         if self.momentum is None:

@@ -14,7 +14,7 @@ from gonio.nn.fused import ordinary_eager
 from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
 from gonio.nn.switchable_function import Settings, fused, plain
-from gonio.nn.switchable_statistics import accumulator, mixing_weights
+from gonio.nn.switchable_statistics import accumulator
 
 __all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
 
@@ -120,12 +120,14 @@ class SwitchableNorm(RunningStatistics):
         fixed = self.running_mean is not None and not self.training
         join = self.training and self.use_batch and self.synchronize and several_ranks()
         defined = self._defined(positions, fixed=fixed, join=join)
-        weights = mixing_weights(self.mean_logits, defined), mixing_weights(self.var_logits, defined)
         function = fused if ordinary_eager() else plain
-        batch = self._running(accumulator(x), fixed=fixed)
-        out, mean, var, count = function(positions, weights, self._affine(x), batch, Settings(self.eps, join))
-        if self.training and self.running_mean is not None:
-            self._track({"running_mean": mean, "running_var": var}, count if defined[2] else 0)
+        logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
+        running = self._running(accumulator(x), fixed=fixed)
+        settings = Settings(self.eps, join, defined)
+        out, batch, count = function(positions, logits, affine, running, settings)
+        if batch is not None and self.running_mean is not None and defined[2]:
+            mean, var = batch.squeeze(1)
+            self._track({"running_mean": mean, "running_var": var}, count)
         return out if x.dim() > 2 else out.squeeze(-1)
 
     def _check(self, x: Tensor) -> None:
@@ -149,19 +151,12 @@ class SwitchableNorm(RunningStatistics):
     def _samples(x: Tensor, join: bool) -> int:
         return int(total(x.new_tensor(float(x.shape[0])))) if join else x.shape[0]
 
-    def _affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        kind = accumulator(x)
-        scale = x.new_ones((), dtype=kind) if self.weight is None else self.weight.to(kind)
-        shift = x.new_zeros((), dtype=kind) if self.bias is None else self.bias.to(kind)
-        return scale, shift
-
-    def _running(self, kind: torch.dtype, *, fixed: bool) -> tuple[Tensor, Tensor] | None:
-        """Batch statistics that are given: the running ones, or anything if they have no weight."""
+    def _running(self, kind: torch.dtype, *, fixed: bool) -> Tensor | None:
+        """Batch statistics that are given, (2, 1, C): the running ones, or anything if they have no weight."""
         if fixed and self.running_mean is not None and self.running_var is not None:
-            # Copies, also in the same dtype: they are saved for backward, and a later forward moves the buffers.
-            return self.running_mean.to(kind, copy=True), self.running_var.to(kind, copy=True)
-        zeros = torch.zeros(self.num_features, device=self.mean_logits.device, dtype=kind)
-        return None if self.use_batch else (zeros, zeros)
+            # A copy, also in the same dtype: it is saved for backward, and a later forward moves the buffers.
+            return torch.stack([self.running_mean, self.running_var]).to(kind)[:, None]
+        return None if self.use_batch else self.mean_logits.new_zeros(2, 1, self.num_features, dtype=kind)
 
 
 class SwitchableNorm1d(SwitchableNorm):

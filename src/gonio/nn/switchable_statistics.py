@@ -1,9 +1,14 @@
 r"""Statistics of switchable normalisation, and the mixture of them.
 
+Means and biased variances lie in one array, means first: (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of the
+batch. What is done to both is done at once.
+
 Note [Centred statistics]
 With a mean of 1e5 and a spread of 0.1, :math:`E[x^2] - E[x]^2` has no digits left in float32, nor has a
 mean that is rounded to float32. So sums are taken of x minus a pivot, which is some mean over a few
-positions, never far from the data; what is left, an (N, C) array, is computed in float64.
+positions, never far from the data; what is left, an (N, C) array, is computed in float64. Where every mean turns
+out to be within a few standard deviations of 0, as in most layers, 0 is as good as a pivot, and float32 as
+float64: there x is used as it is, which saves a pass over it forward and one backward.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from gonio.nn.ranks import total
 __all__ = [
     "Mixed",
     "accumulator",
+    "at_least_one",
     "batch_statistics",
     "layer_statistics",
     "mix",
@@ -28,8 +34,6 @@ __all__ = [
     "spread",
 ]
 
-Pair = tuple[Tensor, Tensor]  # a mean and a variance
-
 
 def accumulator(x: Tensor) -> torch.dtype:
     """The dtype of the small arrays: float64 where the device has it."""
@@ -37,8 +41,8 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def spread(values: Tensor, x: Tensor) -> Tensor:
-    """An (N, C) array in the dtype of x, shaped to broadcast against it."""
-    return values.to(x.dtype)[(..., *(None for _ in x.shape[2:]))]
+    """An array (…, N, C) in the dtype of x, shaped to broadcast against it."""
+    return values.to(x.dtype).view(*values.shape, *(1 for _ in x.shape[2:]))
 
 
 def pivot_of(x: Tensor) -> Tensor:
@@ -47,39 +51,48 @@ def pivot_of(x: Tensor) -> Tensor:
     return few.mean(tuple(range(2, x.dim())))
 
 
-def moments(mean: Tensor, mean_square: Tensor, pivot: Tensor) -> Pair:
-    """Mean and biased variance of x, from the moments of x − pivot; all (N, C)."""
+def moments(mean: Tensor, mean_square: Tensor, pivot: Tensor) -> Tensor:
+    """Means and biased variances of x, (2, N, C), from the moments of x − pivot, (N, C)."""
     kind = accumulator(mean)
     offset = mean.to(kind)
-    return pivot.to(kind) + offset, (mean_square.to(kind) - offset.square()).clamp_min(0)
+    return torch.stack([pivot.to(kind) + offset, (mean_square.to(kind) - offset.square()).clamp_min(0)])
 
 
-def layer_statistics(mean: Tensor, var: Tensor) -> Pair:
-    """Over the channels of each sample, (N, 1)."""
+def layer_statistics(instance: Tensor) -> Tensor:
+    """Over the channels of each sample, (2, N, 1)."""
+    mean, var = instance
     center = mean.mean(1, keepdim=True)
-    return center, (var + (mean - center).square()).mean(1, keepdim=True)
+    around = mean - center
+    return torch.stack([center, torch.addcmul(var, around, around).mean(1, keepdim=True)])
 
 
-def batch_statistics(mean: Tensor, var: Tensor, *, join: bool) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Over the samples, of all processes if `join`, (C,), and how many samples; zeros of an empty batch."""
-    if not join:
-        n = max(mean.shape[0], 1)
-        center = mean.sum(0) / n
-        return center, (var + (mean - center).square()).sum(0) / n, mean.shape[0]
-    sums = total(torch.cat([mean.sum(0), mean.new_full((1,), mean.shape[0])]))
-    count = sums[-1].detach()
-    center = sums[:-1] / count.clamp_min(1)
-    return center, total((var + (mean - center).square()).sum(0)) / count.clamp_min(1), count
+def batch_statistics(instance: Tensor, *, join: bool) -> tuple[Tensor, Tensor | int]:
+    """Over the samples, of all processes if `join`, (2, 1, C), and how many samples; zeros of an empty batch."""
+    mean, var = instance
+    if join:
+        sums = total(torch.cat([mean.sum(0, keepdim=True), mean.new_full((1, 1), mean.shape[0])], 1))
+        count: Tensor | int = sums[0, -1].detach()
+        center = sums[:, :-1] / at_least_one(count)
+    else:
+        count = mean.shape[0]
+        center = mean.sum(0, keepdim=True) / at_least_one(count)
+    around = mean - center
+    variance = torch.addcmul(var, around, around).sum(0, keepdim=True)
+    return torch.stack([center, (total(variance) if join else variance) / at_least_one(count)]), count
 
 
-def mixing_weights(logits: Tensor, defined: Sequence[bool]) -> Tensor:
-    """Softmax over the statistics that are defined; the weights of instance, layer and batch."""
-    logits = logits.to(accumulator(logits))
-    if not all(defined[: len(logits)]):
-        undefined = torch.tensor([not d for d in defined[: len(logits)]], device=logits.device)
-        logits = logits.masked_fill(undefined, -torch.inf)
-    weights = logits.softmax(0)
-    return weights if len(weights) == 3 else torch.nn.functional.pad(weights, (0, 1))
+def at_least_one(count: Tensor | int) -> Tensor | int:
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def mixing_weights(logits: tuple[Tensor, Tensor], defined: Sequence[bool], kind: torch.dtype) -> Tensor:
+    """Softmax over the statistics that are defined, (kinds, 2, 1, 1): of instance, layer and perhaps batch, for
+    means and variances."""
+    both = torch.stack(logits, 1).to(kind)
+    if not all(defined[: len(both)]):
+        undefined = torch.tensor([[not d] for d in defined[: len(both)]], device=both.device)
+        both = both.masked_fill(undefined, -torch.inf)
+    return both.softmax(0)[..., None, None]
 
 
 @dataclass(frozen=True)
@@ -88,14 +101,15 @@ class Mixed:
 
     mean: Tensor
     rstd: Tensor
-    layer: Pair
-    batch: Pair
+    instance: Tensor
+    layer: Tensor
+    batch: Tensor
 
 
-def mix(instance: Pair, batch: Pair, mean_weights: Tensor, var_weights: Tensor, eps: float) -> Mixed:
+def mix(instance: Tensor, layer: Tensor, batch: Tensor, weights: Tensor, eps: float) -> Mixed:
     """The mixture of instance, layer and batch statistics."""
-    layer = layer_statistics(*instance)
-    means, variances = zip(instance, layer, batch, strict=True)
-    mean = sum((w * m for w, m in zip(mean_weights, means, strict=True)), start=torch.zeros_like(instance[0]))
-    var = sum((w * v for w, v in zip(var_weights, variances, strict=True)), start=torch.zeros_like(instance[0]))
-    return Mixed(mean, (var + eps).rsqrt(), layer, batch)
+    of_instance, of_layer, *of_batch = weights
+    shared = of_layer * layer
+    shared = torch.addcmul(shared, of_batch[0], batch) if of_batch else shared
+    mean, var = torch.addcmul(shared, of_instance, instance)
+    return Mixed(mean, (var + eps).rsqrt(), instance, layer, batch)

@@ -49,8 +49,8 @@ class Tally:
         means, variances = flat.mean(2), flat.var(2, correction=0)
         n: Tensor = x.new_tensor(float(flat.shape[2]))
         if not isinstance(self.site.module, _InstanceNorm):
-            mean, var, samples = batch_statistics(means, variances, join=self.joins)
-            means, variances, n = mean.unsqueeze(0), var.unsqueeze(0), n * samples
+            (means, variances), samples = batch_statistics(torch.stack([means, variances]), join=self.joins)
+            n = n * samples
         if self.unbiased and self.of_batches and n > 1:
             variances = variances * (n / (n - 1))
         self._merge(n, means, variances)
