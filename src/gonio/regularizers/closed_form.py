@@ -9,6 +9,7 @@ Note [Second derivatives]
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -115,6 +116,10 @@ class _ClosedForm(torch.autograd.Function):
             value = ctx.formula.plain(x)[0]
             return torch.autograd.grad(value, x, grads[0], create_graph=True)[0], None
         return ctx.formula.gradient(x, tuple(saved), grads[0]), None
+
+
+# `apply` reads the signature of `forward` at every call, which takes longer than the call itself unless it is there.
+_ClosedForm.forward.__signature__ = inspect.signature(_ClosedForm.forward)  # type: ignore[attr-defined]
 
 
 class _Guarded(torch.autograd.Function):

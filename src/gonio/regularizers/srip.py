@@ -127,6 +127,10 @@ class _Stretch(Formula):
         return length.sum(), following
 
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        if _alone(x):
+            length, unit, inner = self._of_one(x[0])
+            following = unit.clone() if length else self.vector[0, :, 0].clone()
+            return (length, following.view(1, -1, 1)), (unit.view(1, -1, 1), inner.view(1, -1, 1))
         inner = product(x.mT, self.vector)
         image = product(x, inner).sub_(self.vector)
         length = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
@@ -147,15 +151,25 @@ class _Stretch(Formula):
         return torch.cat([unit, self.vector], -1), torch.cat([inner.mT, other.mT], -2)
 
     def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
-        if x.device.type != "cpu" or len(x) > 1:  # elsewhere reading a length would wait for the device
+        if not _alone(x):
             return super().evaluate_and_add_(target, x, factor)
-        matrix, vector = x[0], self.vector[0, :, 0]
+        vector = self.vector[0, :, 0]
+        length, unit, inner = self._of_one(x[0])
+        if not length:
+            return length, self.vector
+        other = torch.mv(x[0].T, unit)
+        target[0].addmm_(torch.stack([unit, vector], 1), torch.stack([inner, other]), alpha=factor)
+        return length, unit.view(1, -1, 1)
+
+    def _of_one(self, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The length of the vector's image, the image at length 1 (or 0) and Aᵀ v, for a single matrix."""
+        vector = self.vector[0, :, 0]
         inner = torch.mv(matrix.T, vector)
         image = torch.mv(matrix, inner).sub_(vector)
         length = torch.linalg.vector_norm(image)
-        if length.item() == 0:
-            return length, self.vector
-        image.div_(length)
-        other = torch.mv(matrix.T, image)
-        target[0].addmm_(torch.stack([image, vector], 1), torch.stack([inner, other]), alpha=factor)
-        return length, image.view(1, -1, 1)
+        return length, image.div_(length) if length else image, inner
+
+
+def _alone(x: Tensor) -> bool:
+    """Whether there is one matrix, and reading a number off does not wait for a device."""
+    return x.device.type == "cpu" and x.shape[0] == 1
