@@ -189,7 +189,7 @@ def _channels_second(output: Tensor, module: nn.Module) -> Tensor:
 
 def _gathered(evaluation: Evaluation) -> Evaluation:
     """A value that is spread over processes as one number."""
-    if not hasattr(evaluation.value, "full_tensor"):
+    if type(evaluation.value) is Tensor or not hasattr(evaluation.value, "full_tensor"):
         return evaluation
     terms = {name: _full(term) for name, term in evaluation.terms.items()}
     return Evaluation(_full(evaluation.value), terms, evaluation.state)

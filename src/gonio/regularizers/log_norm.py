@@ -68,7 +68,7 @@ class LogNorm(Formula):
 
 
 class Row(NamedTuple):
-    """A vector, and the vector to which factor × the gradient at it is added."""
+    """Contiguous numbers, taken as a vector, and those to which factor × the gradient at it is added."""
 
     x: Tensor
     target: Tensor
@@ -111,6 +111,7 @@ def _norms(pieces: Sequence[Tensor], scratch: Tensor | None) -> tuple[float, flo
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
+    x = x.view(-1)
     return x.split(PIECE) if x.numel() > PIECE else (x,)
 
 

@@ -198,7 +198,7 @@ def _rows(addition: Addition) -> list[Row]:
     blocks = layout.blocks
     formula = LogNorm(regularizer.effective_floor, regularizer._share(x.numel() // blocks))
     if blocks == 1:
-        return [Row(x.view(-1), target.view(-1), formula, factor)]
+        return [Row(x, target, formula, factor)]
     pairs = zip(x.view(blocks, -1).unbind(), target.view(blocks, -1).unbind(), strict=True)
     return [Row(a, b, formula, factor) for a, b in pairs]
 
