@@ -159,9 +159,17 @@ def test_a_dry_run_shows_the_budget_of_tuning_and_attacks(folder: Path) -> None:
     assert "so 1 point if these spread by at most" in result.stdout
 
 
+def test_the_seeds_may_begin_elsewhere(folder: Path) -> None:
+    words = ["orthogonal-init", "--task", "tiny.py:tiny", "--seeds", "2", "--first-seed", "40", "-o", "study"]
+    assert invoke("compare", *words).exit_code == 0
+    assert {seed for _, seed, _ in _rows(folder / "study")} == {40, 41}
+
+
 def test_the_command_on_the_page_repeats_tuning_and_attacks() -> None:
-    words = {"task": "digits", "model": None, "seeds": 8, "study": Path("gonio-study")}
+    words = {"task": "digits", "model": None, "seeds": range(8), "study": Path("gonio-study")}
     assert _command_line(["a"], **words) == "gonio compare a"
+    others = {**words, "seeds": range(50, 56)}
+    assert _command_line(["a"], **others) == "gonio compare a --seeds 6 --first-seed 50"
     assert _command_line(["a"], **words, more=_Extra(tune=5, robust=True)) == "gonio compare a --tune 5 --robust"
 
 
@@ -171,6 +179,7 @@ def test_the_command_on_the_page_repeats_tuning_and_attacks() -> None:
         (["--task", "bytes", "--robust"], 2, "needs inputs that can be disturbed a little, and the task 'bytes'"),
         (["--task", "imagefolder:nowhere"], 2, "needs a folder of images; found no folder"),
         (["--tune", "-1"], 2, "Input should be greater than or equal to 0"),
+        (["--first-seed", "1000000"], 2, "must not be those of tuning and of attacks; found 1000003"),
         (["scaleshift"], 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (["--task", "digit"], 2, "no task named 'digit'. Did you mean digits"),
         (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),

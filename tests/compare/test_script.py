@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -17,11 +18,12 @@ from torch import nn
 
 from compare.test_verdict import compare
 from gonio import Recipe
-from gonio.compare import Plan, Run, Study, make_script_plan, run
+from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
 from gonio.compare.script import Outcome
 from gonio.compare.scripted import run_script
 from gonio.compare.workers import Worker
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
+from gonio.report import html as html_of
 
 OWN = str(Path(__file__).with_name("own_training.py"))
 DECAY = {"name": "decay", "penalty": [{"where": "*", "use": "L2", "strength": 0.5}]}
@@ -140,6 +142,36 @@ def test_mishaps_are_those_of_one_run(tmp_path: Path) -> None:
     assert "signal SIGKILL" in (found[4].error or "")
     assert "SystemExit: the script gave up" in (found[5].error or "")
     assert [seed for _, seed in study.missing()] == [1, 3, 4, 5]
+
+
+class Seen(io.StringIO):
+    """Writes down how many runs had their row when a line was written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.lines: dict[str, int] = {}
+
+    def write(self, text: str) -> int:
+        self.lines[text] = len(Study.open(self.folder).runs())
+        return len(text)
+
+
+def test_a_run_without_memory_is_said_at_once_and_on_the_page_and_the_others_go_on(tmp_path: Path) -> None:
+    stream = Seen(tmp_path)
+    study = run(plan_of("greedy", seeds=6, recipes=()), tmp_path, jobs=1, watcher=Lines(stream))
+    found = study.runs()
+    assert [r.status for r in found] == ["finished", "failed", "failed", "failed", "finished", "finished"]
+    assert [r.score for r in found if r.status == "finished"] == [0.0, 4.0, 5.0]
+    errors = [r.error or "" for r in found[1:4]]
+    for error, word in zip(errors, ("MemoryError", "allocate memory", "signal SIGKILL"), strict=True):
+        assert word in error
+    for seed in (1, 2, 3):
+        said = [rows for text, rows in stream.lines.items() if text.startswith(f"baseline, seed {seed}: failed: ")]
+        assert said == [seed + 1]  # when its own row was the last one
+    page = html_of(study.results())
+    for word in ("MemoryError", "allocate memory", "signal SIGKILL", "3 of 6 runs failed and left no score"):
+        assert word in page
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compare.plans import plan_of
-from gonio.compare import Plan, Results, RunRecord, make_script_plan, run, self_test, self_test_plan
+from gonio.compare import (
+    Plan,
+    RecipeEntry,
+    Results,
+    RunRecord,
+    make_plan,
+    make_script_plan,
+    run,
+    self_test,
+    self_test_plan,
+)
+from gonio.compare.one_run import run_one
 from gonio.compare.self_testing import false_verdicts
 from gonio.compare.statistics import holm, paired_t, sign_flip
 from gonio.compare.summary import summarise
 from gonio.errors import InvalidArgumentError
 
+TINY = str(Path(__file__).with_name("tiny.py"))
 OWN = str(Path(__file__).with_name("own_training.py"))
 
 
@@ -80,6 +93,14 @@ def test_too_few_seeds() -> None:
         self_test_plan(plan_of(), size=2)
 
 
+def test_the_seeds_go_on_from_the_plans_first() -> None:
+    assert self_test_plan(plan_of(seeds=3), size=3).seeds == tuple(range(12))
+    moved = replace(plan_of(), seeds=(50, 51))
+    assert self_test_plan(moved, size=3).seeds == tuple(range(50, 62))
+    with pytest.raises(InvalidArgumentError, match="those of tuning and of attacks; found 1000003"):
+        self_test_plan(replace(plan_of(), seeds=(999_999,)), size=3)
+
+
 def test_the_plan_draws_its_own_numbers_and_older_plans_keep_their_hash() -> None:
     plan = plan_of(recipes=0)
     test = self_test_plan(plan, size=3)
@@ -91,6 +112,26 @@ def test_the_plan_draws_its_own_numbers_and_older_plans_keep_their_hash() -> Non
     assert "self_test" in plan.to_dict()
     without = {key: value for key, value in plan.to_dict().items() if key != "self_test"}
     assert Plan.from_dict(without).hash == plan.hash
+
+
+def test_a_copy_differs_from_the_baseline_by_its_seed_alone() -> None:
+    """Same seed, same bits; and a copy's run is the baseline's at the seed that the copy draws from."""
+    alike = make_plan([], task=f"{TINY}:task", seeds=1)
+    test = self_test_plan(alike, size=3)
+    unmoved = replace(test, self_test=False)
+    base, copy = test.recipes[:2]
+
+    def outcome(plan: Plan, entry: RecipeEntry, seed: int) -> tuple[object, ...]:
+        record = run_one(plan, entry, seed)
+        return record.status, record.score, record.best_epoch, record.curve, record.geometry
+
+    first = outcome(unmoved, base, 0)
+    assert first[0] == "finished"
+    assert outcome(unmoved, copy, 0) == first
+    assert outcome(test, base, 0) == first
+    moved = outcome(test, copy, 0)
+    assert moved != first
+    assert moved == outcome(unmoved, base, test.seed_of(copy, 0))
 
 
 def test_a_self_test_from_end_to_end(tmp_path: Path) -> None:

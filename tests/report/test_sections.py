@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import io
 from dataclasses import replace
 
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from gonio.compare import Threat
 from gonio.compare.results import Amount, Reach, Robust, Tuned
 from gonio.compare.tuning_space import Tuning
-from gonio.report import html, text
+from gonio.report import html, text, to_csv, to_latex, to_markdown
+from gonio.report.curves import curve_charts
 from gonio.report.sections import cost_rows, reach_words, robust_rows, threat_words, tuning_rows, tuning_words
 from report.samples import effect, results
 
@@ -78,6 +81,59 @@ def test_the_page_shows_them_and_escapes_what_it_shows() -> None:
     assert "Tuning</h2>" not in plain
     assert "Robustness</h2>" not in plain
     assert "confounded:" not in plain
+
+
+def test_the_page_shows_what_the_verdicts_rest_on() -> None:
+    page = html(results(effects=(effect("orthogonal-init", failed=1, rho=-0.25, improvement=0.875),)))
+    assert "Behind the verdicts" in page
+    for cell in ("−0.25", "0.30", "88 %"):
+        assert f'<td class="num">{cell}</td>' in page
+
+
+def test_curves_over_time_need_a_measured_step_time() -> None:
+    """Of a recipe whose step takes twice as long, the curve is twice as long; without a measured time there is none."""
+    both = html(results(effects=(effect("orthogonal-init"), effect("decoupled-tanh", step_time=None))))
+    assert both.count("at equal time") == 1
+    assert both.count("over time, in epochs of the baseline:") == 1
+    assert "at equal time" not in html(results(effects=(effect("orthogonal-init", step_time=None),)))
+
+
+def test_an_epoch_takes_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *a, **k: drawn.append(max(x)) or plot(axes, x, y, *a, **k))
+    made = results(("orthogonal-init",))
+    curve_charts(made.runs, {"orthogonal-init": "c1"}, key="val_score", axis="score", paces={"orthogonal-init": 1.5})
+    assert drawn == [30, 45]
+    drawn.clear()
+    curve_charts(made.runs, {"orthogonal-init": "c1"}, key="val_score", axis="score")
+    assert drawn == [30, 30]
+
+
+def test_every_export_shows_attacks_and_confounding() -> None:
+    markdown, tex = to_markdown(full()), to_latex(full())
+    for made, minus in ((markdown, "−2.0"), (tex, "$-$2.0")):
+        assert "helps (confounded)" in made
+        assert "smoothed" not in made  # which was not made
+        assert minus in made
+    assert "| recipe | undisturbed | transfer | FGSM | PGD | worst of all | difference in the worst |" in markdown
+    assert "| baseline | 96.0 | 90.0 | 50.0 | 30.0 | 29.0 |" in markdown
+    assert "- decoupled-tanh: random &lt;noise&gt; misleads more than PGD (in 3 of 8 runs)" in markdown
+    assert tex.count(r"\begin{tabular}") == 3
+    assert "within 0 to 1; 200 examples" in markdown
+    assert "within 0 to 1; 200 examples" in tex
+    rows = list(csv.DictReader(io.StringIO(to_csv(full()))))
+    assert [(row["right_pgd"], row["right_pgd_baseline"]) for row in rows] == [("30.0", "30.0")] * 2
+    assert [(row["worst"], row["worst_low"], row["worst_high"]) for row in rows] == [
+        ("1.25", "-0.5", "3.0"),
+        ("-2.0", "-3.0", "-1.0"),
+    ]
+    assert [row["changes"] for row in rows] == ["", "init a; swap b"]
+    assert rows[1]["hidden_gradients"] == "random <noise> misleads more than PGD (3)"
+    assert rows[0]["right_noise"] == ""
+    without = replace(full(), robustness=())
+    assert "undisturbed" not in to_markdown(without) + to_latex(without)
+    assert {row["right_pgd"] for row in csv.DictReader(io.StringIO(to_csv(without)))} == {""}
 
 
 def test_the_terminal_shows_attacks_and_confounding() -> None:

@@ -53,6 +53,9 @@ def test_tasks_are_put_on_one_scale() -> None:
     assert (found.recipe, found.tasks, found.pairs) == ("r0", ("easy", "hard"), (4, 4))
     assert found.iqm == pytest.approx(np.sort(scaled)[2:6].mean())
     assert found.improvement == 0.75
+    assert found.effects == pytest.approx((np.mean(scaled[:4]), np.mean(scaled[4:])))
+    assert found.verdicts == ("underpowered", "underpowered")
+    assert found.profile == pytest.approx([np.mean([d > least for d in scaled]) for least in (-2, -1, 0, 1, 2)])
     assert found.iqm_low < found.iqm < found.iqm_high
     assert 0 <= found.improvement_low < 0.75 < found.improvement_high <= 1
 
@@ -101,13 +104,16 @@ def test_every_format_holds_the_same_numbers() -> None:
     found = across(both())
     (one,) = found
     data = json.loads(SEVERAL_FORMATS["json"](found))
-    assert Across(**{**data["recipes"][0], "tasks": tuple(one.tasks), "pairs": one.pairs}) == one
+    read = {key: tuple(value) if isinstance(value, list) else value for key, value in data["recipes"][0].items()}
+    assert Across(**read) == one
     (row,) = csv.DictReader(io.StringIO(SEVERAL_FORMATS["csv"](found)))
     assert (row["tasks"], row["pairs"], float(row["iqm"])) == ("easy; hard", "4; 4", one.iqm)
     shown = f"{one.iqm:+.2f}"
     markdown = SEVERAL_FORMATS["md"](found).splitlines()
-    assert len({line.count("|") for line in markdown[:3]}) == 1
-    assert shown in markdown[2]
+    assert len({line.count("|") for line in markdown[2:5]}) == 1
+    assert shown in markdown[4]
+    assert "| r0 | hard | 4 | +1.12 | underpowered |" in markdown
+    assert "| r0 | 100 % | 88 % | 75 % | 50 % | 12 % |" in markdown
     assert tex_cell(shown) in SEVERAL_FORMATS["tex"](found)
     console = Console(file=io.StringIO(), width=110)
     console.print(several_text(both()))
@@ -123,7 +129,7 @@ def test_the_command_takes_several_studies(tmp_path: Path) -> None:
                 study.add(entry, record, {})
     folders = [str(tmp_path / task) for task in SCORES]
     assert "IQM" in invoke("report", *folders).stdout
-    assert invoke("report", *folders, "--md", "-").stdout.startswith("| recipe | tasks |")
+    assert invoke("report", *folders, "--md", "-").stdout.startswith("Over all tasks:\n\n| recipe | tasks |")
     refused = invoke("report", *folders, "--html", "-")
     assert (refused.exit_code, "a page is of one study; found 2 studies" in refused.stderr) == (2, True)
     assert r"\begin{tabular}" in invoke("report", folders[0], "--tex", "-").stdout
@@ -153,6 +159,6 @@ def test_the_latex_table_has_the_same_number_of_cells_in_every_line() -> None:
     lines = gonio.report.to_latex(hostile).splitlines()
     rows = [line for line in lines if line.endswith(r"\\")]
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {6}
-    assert len(rows) == 2
-    assert [line for line in lines if line.startswith(r"\end")] == [r"\end{tabular}"]
+    assert len(rows) == 4  # two tables of a head and a row
+    assert [line for line in lines if line.startswith(r"\end")] == [r"\end{tabular}"] * 2
     assert all(line.startswith(("%", "\\")) or line in rows for line in lines)

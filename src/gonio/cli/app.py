@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -53,4 +54,7 @@ def _root(
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    app(prog_name="gonio")
+    try:
+        app(prog_name="gonio")
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already: a second Ctrl-C would only make a traceback

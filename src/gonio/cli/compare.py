@@ -49,6 +49,10 @@ def command(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Runs per recipe.", min=1, metavar="N")] = _SEEDS,
+    first_seed: Annotated[
+        int,
+        typer.Option("--first-seed", help="The first of them; others than before ask the question anew.", min=0),
+    ] = 0,
     jobs: Annotated[
         int | None, typer.Option("--jobs", help="Runs at a time; none: one per core.", min=1, metavar="J")
     ] = None,
@@ -99,17 +103,18 @@ def command(
 
     scored = _Scored(metric, unit, direction, sesoi)
     more = _Extra(tune=tune, robust=robust)
+    drawn = range(first_seed, first_seed + seeds)
     named = [*(recipes or []), *(["--self-test"] if self_test else [])]
     words = _command_line(
-        named, task=task, model=model, seeds=seeds, study=study, script=script, scored=scored, more=more
+        named, task=task, model=model, seeds=drawn, study=study, script=script, scored=scored, more=more
     )
     _check_script(script, task, model, scored, more)
     chosen = _recipes(recipes, self_test=self_test)
     with users_code(task, model):
         if script is None:
-            plan = make_plan(chosen, task=task, model=model, seeds=seeds, command=words, **asdict(more))
+            plan = make_plan(chosen, task=task, model=model, seeds=drawn, command=words, **asdict(more))
         else:
-            plan = make_script_plan(chosen, script=script, seeds=seeds, command=words, **asdict(scored))
+            plan = make_script_plan(chosen, script=script, seeds=drawn, command=words, **asdict(scored))
     plan = self_test_plan(plan, size=seeds) if self_test else plan
     if dry_run:
         put(f"study {study}\n{describe(plan, jobs=jobs or default_jobs())}\n{'' if plan.scripted else _plans(plan)}")
@@ -193,7 +198,7 @@ def _command_line(
     *,
     task: str,
     model: str | None,
-    seeds: int,
+    seeds: range,
     study: Path,
     script: str | None = None,
     scored: _Scored = _Scored(),
@@ -206,7 +211,8 @@ def _command_line(
     words += ["--script", script] if script is not None else []
     for name, value in asdict(scored).items():
         words += [f"--{name}", str(value)] if value != getattr(_Scored, name) else []
-    words += ["--seeds", str(seeds)] if seeds != _SEEDS else []
+    words += ["--seeds", str(len(seeds))] if len(seeds) != _SEEDS else []
+    words += ["--first-seed", str(seeds.start)] if seeds.start else []
     words += ["--tune", str(more.tune)] if more.tune else []
     words += ["--robust"] if more.robust else []
     words += ["-o", str(study)] if study != _STUDY else []

@@ -73,7 +73,7 @@ def run(
     watcher = watcher or Quiet()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), _termination_raises(f"the study {str(path)!r}"):
+    with locked(folder), _stopped_once(f"the study {str(path)!r}"):
         study = Study.create_locked(folder, plan)
         try:
             _Crew(study, engine, watcher).go()
@@ -160,17 +160,29 @@ def _measure(study: Study, watcher: Watcher) -> None:
 
 
 @contextmanager
-def _termination_raises(what: str) -> Iterator[None]:
-    """SIGTERM as an exception, so that it unwinds like Ctrl-C."""
+def _stopped_once(what: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM unwind the block as exceptions, the first of them alone.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(what)
-
+    What comes after it (a second Ctrl-C, out of impatience) would unwind what stops the workers, and leave some alive.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread set signal handlers
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            return
+        asked = True
+        raise Interrupted(what) if number == signal.SIGTERM else KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody ignores or handles it on purpose
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

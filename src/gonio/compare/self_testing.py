@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gonio.compare.plan import Plan
+from gonio.compare.plan_checks import seeds_of
 from gonio.compare.planning import entry_of
 from gonio.compare.results import Results
 from gonio.compare.statistics import ALPHA, require_scipy, sign_flip_rows
@@ -78,11 +79,11 @@ def self_test_plan(plan: Plan, *, size: int) -> Plan:
     """The plan in which 4 recipes change nothing and draw their own random numbers, with 4 · `size` seeds.
 
     Args:
-        plan: whose baseline is tested; its recipes are left out.
+        plan: whose baseline is tested; its recipes are left out. Its least seed is the first.
         size: seeds of the studies whose error is asked for.
 
     Raises:
-        InvalidArgumentError: fewer than 3 seeds.
+        InvalidArgumentError: fewer than 3 seeds, or one that tuning or attacks use.
 
     Example:
         >>> plan = gonio.compare.self_test_plan(gonio.compare.make_plan([]), size=8)
@@ -92,7 +93,8 @@ def self_test_plan(plan: Plan, *, size: int) -> Plan:
     if size < 3:
         raise InvalidArgumentError("a self-test needs studies of at least 3 seeds", str(size), "Give --seeds 8.")
     copies = tuple(entry_of(Recipe(f"again-{i + 1}")) for i in range(_COPIES))
-    seeds = tuple(range(_STUDIES * size))
+    first = min(plan.seeds)
+    seeds = seeds_of(range(first, first + _STUDIES * size))
     note = "A self-test: the recipes change nothing; each draws its own random numbers."
     return replace(plan, recipes=(plan.baseline, *copies), seeds=seeds, self_test=True, notes=(*plan.notes, note))
 

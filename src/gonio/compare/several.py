@@ -12,10 +12,11 @@ from gonio.compare.results import Effect, Results
 from gonio.compare.statistics import require_scipy
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["Across", "across", "interquartile_mean"]
+__all__ = ["PROFILE", "Across", "across", "interquartile_mean"]
 
 Array = NDArray[np.float64]
 
+PROFILE = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in smallest effects of interest
 _REPETITIONS = 5000  # bootstrap samples; the ends of a 95 % interval then vary by about 1 % of its width
 _QUANTILES = (0.025, 0.975)
 
@@ -31,6 +32,8 @@ class Across:
         iqm_low, iqm_high: its 95 % interval by stratified bootstrap.
         improvement: probability that the recipe beats the baseline in one pair, mean over the tasks.
         improvement_low, improvement_high: its 95 % interval by the same bootstrap.
+        effects, verdicts: mean scaled difference and verdict of each single task.
+        profile: share of the pairs whose scaled difference is above each of :data:`PROFILE`, mean over the tasks.
     """
 
     recipe: str
@@ -42,6 +45,9 @@ class Across:
     improvement: float
     improvement_low: float
     improvement_high: float
+    effects: tuple[float, ...] = ()
+    verdicts: tuple[str, ...] = ()
+    profile: tuple[float, ...] = ()
 
 
 def interquartile_mean(values: Array) -> Array:
@@ -81,7 +87,8 @@ def across(studies: Sequence[Results]) -> tuple[Across, ...]:
         §4.
 
     Differs:
-        The probability of improvement compares pairs of one seed, not all pairs of runs: the runs are paired.
+        The performance profile is of differences, not of normalised scores, with tasks weighing the same. The
+        probability of improvement compares pairs of one seed, not all pairs of runs: the runs are paired.
     """
     _check(studies)
     recipes = [effect.recipe for effect in studies[0].effects]
@@ -124,6 +131,9 @@ def _across(recipe: str, studies: Sequence[Results]) -> Across:
         improvement=float(better[0]),
         improvement_low=float(better_low),
         improvement_high=float(better_high),
+        effects=tuple(float(stratum.mean()) for stratum in strata),
+        verdicts=tuple(found.verdict for study in studies if (found := _effect(study, recipe))),
+        profile=tuple(float(np.mean([(stratum > least).mean() for stratum in strata])) for least in PROFILE),
     )
 
 

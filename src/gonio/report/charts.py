@@ -14,6 +14,11 @@ from gonio.report.words import Scale, count
 
 __all__ = ["cost_chart", "curve_groups", "forest", "layer_cards"]
 
+_EQUAL_TIME = (
+    "The same curves, each epoch as long as its measured time per step makes it: the end of the baseline's line is the "
+    "time that it took. Each run keeps its own schedule, so what a slower recipe has there is not what a shorter "
+    "training of it would reach."
+)
 SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
 
 
@@ -59,17 +64,29 @@ def cost_chart(results: Results, colors: dict[str, str], which: str) -> Any:
 
 
 def curve_groups(results: Results, colors: dict[str, str]) -> list[SimpleNamespace]:
-    """The charts of validation scores and of training losses."""
-    groups = []
-    for key, title in (
-        ("val_score", f"Validation score, {plain(results.plan.unit)}"),
-        ("train_loss", "Training loss (without penalty)"),
-    ):
-        charts = curve_charts(results.runs, colors, key=key, axis=title)
-        if charts:
-            shown = [SimpleNamespace(recipe=r, color=colors[r], svg=_markup(text)) for r, text in charts.items()]
-            groups.append(SimpleNamespace(title=title, charts=shown))
-    return groups
+    """The charts of validation scores and training losses over epochs, and of the scores over time."""
+    score = f"Validation score, {plain(results.plan.unit)}"
+    paces = {e.recipe: e.step_time.median for e in results.effects if e.step_time is not None}
+    groups = [
+        _curves(results, colors, "val_score", score),
+        _curves(results, colors, "train_loss", "Training loss (without penalty)"),
+        _curves(results, colors, "val_score", score, paces) if paces else None,
+    ]
+    return [group for group in groups if group is not None]
+
+
+def _curves(
+    results: Results, colors: dict[str, str], key: str, axis: str, paces: dict[str, float] | None = None
+) -> SimpleNamespace | None:
+    """One group of charts; None without a curve."""
+    charts = curve_charts(results.runs, colors, key=key, axis=axis, paces=paces)
+    if not charts:
+        return None
+    return SimpleNamespace(
+        title=axis if paces is None else f"{axis}, at equal time",
+        note="" if paces is None else _EQUAL_TIME,
+        charts=[SimpleNamespace(recipe=r, color=colors[r], svg=_markup(text)) for r, text in charts.items()],
+    )
 
 
 def layer_cards(results: Results, colors: dict[str, str]) -> tuple[list[SimpleNamespace], str]:

@@ -15,6 +15,7 @@ from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
 from gonio.foreign_text import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
 from gonio.report.sections import attacks_of, badge, cost_rows, robust_rows, threat_words, tuning_rows, tuning_words
+from gonio.report.shown import evidence
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, seen
 
 __all__ = ["colors_of", "page_of"]
@@ -59,6 +60,7 @@ def page_of(results: Results) -> SimpleNamespace:
         robust=robust_rows(results, colors),
         attacks=[title for _, title in attacks_of(results)],
         threat=threat_words(results),
+        evidence=evidence(results),
     )
     _draw(page, results, colors, scale)
     page.contents = _contents(page)

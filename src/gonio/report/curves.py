@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,23 +30,42 @@ def table(runs: Sequence[RunRecord], key: str) -> NDArray[np.float64]:
 
 
 def curve_charts(
-    runs: Sequence[RunRecord], recipes: dict[str, str], *, key: str, axis: str, width: int = 330
+    runs: Sequence[RunRecord],
+    recipes: dict[str, str],
+    *,
+    key: str,
+    axis: str,
+    width: int = 330,
+    paces: Mapping[str, float] | None = None,
 ) -> dict[str, str]:
     """An SVG per recipe: median over seeds with the range of all seeds, in front of the baseline's.
 
     Args:
         recipes: colour of each recipe, the baseline left out.
         key: `val_score` or `train_loss`.
+        paces: time of an epoch over the baseline's, by recipe; the curves are then over time, of these recipes.
+            None: over epochs.
     """
-    by_recipe = {name: [r for r in runs if r.recipe == name] for name in (BASELINE, *recipes)}
+    shown = {name: color for name, color in recipes.items() if paces is None or name in paces}
+    by_recipe = {name: [r for r in runs if r.recipe == name] for name in (BASELINE, *shown)}
     view = _view([table(group, key) for group in by_recipe.values()], log=key == "train_loss")
     if view is None:
         return {}
     made = {}
-    for i, (name, color) in enumerate(recipes.items()):
-        label = f"{axis} per epoch: {shorten(name)} against the baseline, median and range over seeds"
-        made[name] = _chart(by_recipe[name], by_recipe[BASELINE], key, color, axis, view, width, f"{key[0]}{i}", label)
+    for i, (name, color) in enumerate(shown.items()):
+        over = _Over("epoch", 1.0) if paces is None else _Over("time, in epochs of the baseline", paces[name])
+        label = f"{axis} over {over.name}: {shorten(name)} against the baseline, median and range over seeds"
+        prefix = f"{key[0]}{'' if paces is None else 'w'}{i}"
+        made[name] = _chart(by_recipe[name], by_recipe[BASELINE], key, color, over, view, width, prefix, label)
     return made
+
+
+@dataclass(frozen=True)
+class _Over:
+    """The horizontal axis: its name, and how much of it one epoch of the recipe takes."""
+
+    name: str
+    pace: float
 
 
 def _view(tables: Sequence[NDArray[np.float64]], *, log: bool) -> tuple[float, float, bool] | None:
@@ -66,7 +86,7 @@ def _view(tables: Sequence[NDArray[np.float64]], *, log: bool) -> tuple[float, f
 
 
 def _chart(
-    group: Sequence[RunRecord], base: Sequence[RunRecord], key: str, color: str, axis: str,
+    group: Sequence[RunRecord], base: Sequence[RunRecord], key: str, color: str, over: _Over,
     view: tuple[float, float, bool], width: int, name: str, label: str,
 ) -> str:  # fmt: skip
     from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -79,23 +99,23 @@ def _chart(
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylim(*view[:2])
-        _band(axes, table([r for r in base if r.status == "finished"], key), "base", dashed=True)
-        _band(axes, table([r for r in group if r.status == "finished"], key), color, dashed=False)
+        _band(axes, table([r for r in base if r.status == "finished"], key), "base", 1.0, dashed=True)
+        _band(axes, table([r for r in group if r.status == "finished"], key), color, over.pace, dashed=False)
         for run in group:
             if run.status != "finished":
-                _broken(axes, table([run], key)[0], color)
+                _broken(axes, table([run], key)[0], color, over.pace)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.grid(axis="y", color=svg.COLORS["band"], linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.set_xlabel("epoch")
+        axes.set_xlabel(over.name)
         return svg.inline(made, name=name, label=label, css="fill")
 
 
-def _band(axes: Axes, curves: NDArray[np.float64], color: str, *, dashed: bool) -> None:
+def _band(axes: Axes, curves: NDArray[np.float64], color: str, pace: float, *, dashed: bool) -> None:
     if not curves.size:
         return
     shown = np.isfinite(curves).any(axis=0)
-    epochs = np.arange(1, curves.shape[1] + 1)[shown]
+    epochs = pace * np.arange(1, curves.shape[1] + 1)[shown]
     part = curves[:, shown]
     axes.fill_between(epochs, np.nanmin(part, 0), np.nanmax(part, 0), color=svg.COLORS[color], alpha=0.2, linewidth=0)
     style = (0, (4, 2)) if dashed else "-"
@@ -108,15 +128,15 @@ def _band(axes: Axes, curves: NDArray[np.float64], color: str, *, dashed: bool) 
     )
 
 
-def _broken(axes: Axes, curve: NDArray[np.float64], color: str) -> None:
+def _broken(axes: Axes, curve: NDArray[np.float64], color: str, pace: float) -> None:
     """A run that diverged or failed: a thin line that ends in a cross."""
     epochs = np.flatnonzero(np.isfinite(curve))
     if not epochs.size:
         return
-    axes.plot(epochs + 1, curve[epochs], color=svg.COLORS[color], linewidth=0.9, alpha=0.8)
+    axes.plot(pace * (epochs + 1), curve[epochs], color=svg.COLORS[color], linewidth=0.9, alpha=0.8)
     end = np.clip(curve[epochs[-1]], *axes.get_ylim())
     axes.plot(
-        [epochs[-1] + 1],
+        [pace * (epochs[-1] + 1)],
         [end],
         "x",
         color=svg.COLORS[color],

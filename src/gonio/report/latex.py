@@ -1,33 +1,32 @@
-"""The verdict table for a paper."""
+"""The tables for a paper."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gonio.compare.results import Effect, Results
+from gonio.compare.results import Results
 from gonio.foreign_text import tex_cell
-from gonio.report.words import Scale, headline, p_value, ratio
+from gonio.report.shown import Shown, tables
+from gonio.report.words import headline
 
 __all__ = ["tabular", "to_latex"]
 
 
 def to_latex(results: Results) -> str:
-    r"""The verdict table as LaTeX with booktabs; names are escaped, so that none is a command.
+    r"""The tables as LaTeX with booktabs; names are escaped, so that none is a command.
 
     Example:
-        >>> print(gonio.report.to_latex(gonio.report.example()).splitlines()[5])
+        >>> print(gonio.report.to_latex(gonio.report.example()).splitlines()[6])
         orthogonal-init & $+$0.10 & $+$0.00 to $+$0.20 & 0.50 & no useful effect & $\times$1.03 & $\times$1.00 \\
     """
-    scale = Scale.of(results)
-    head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
-    rows = [_cells(effect, scale) for effect in results.effects]
+    made = [_lines(table) for table in tables(results)]
     notes = [f"% {tex_cell(note)}" for note in (headline(results), *results.notes)]
-    return "\n".join([*tabular(head, rows, numbers=(1, 2, 3, 5, 6)), *notes]) + "\n"
+    return "\n".join([*(line for lines in made for line in lines), *notes]) + "\n"
 
 
-def _cells(e: Effect, scale: Scale) -> tuple[str, ...]:
-    numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
-    return (e.recipe, *numbers, e.verdict, ratio(e.step_time), ratio(e.memory))
+def _lines(table: Shown) -> list[str]:
+    title, *notes = [f"% {tex_cell(text)}" for text in (table.title, *table.notes)]
+    return [title, *tabular(table.head, table.rows, numbers=table.numbers), *notes]
 
 
 def tabular(head: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: Sequence[int]) -> list[str]:

@@ -6,11 +6,14 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gonio.compare.results import Effect, Ratio, Results
+from gonio.compare.results import BASELINE, Effect, Ratio, Results, Robust
 from gonio.foreign_text import csv_cell, markdown_cell, redact
-from gonio.report.words import Scale, headline, p_value, partial, ratio
+from gonio.report.sections import ATTACK_NAMES
+from gonio.report.shown import tables
+from gonio.report.words import Scale, headline, partial
 
 __all__ = ["to_csv", "to_json", "to_markdown"]
 
@@ -45,12 +48,18 @@ def _safe(value: Any) -> Any:
 COLUMNS = (
     "recipe", "verdict", "effect", "low", "high", "unit", "p", "p_holm", "pairs", "failed", "diverged",
     "mde", "rho", "improvement", "step_time", "step_time_low", "step_time_high",
-    "memory", "memory_low", "memory_high", "reason",
+    "memory", "memory_low", "memory_high", "reason", "changes",
+    *(f"right_{name}{of}" for name in ATTACK_NAMES for of in ("", "_baseline")), "worst", "worst_low", "worst_high",
+    "hidden_gradients",
 )  # fmt: skip
 
 
 def to_csv(results: Results) -> str:
     """One line per recipe; no cell runs as a formula in a spreadsheet.
+
+    `right_pgd` is the recipe's accuracy under that attack and `right_pgd_baseline` the baseline's; `worst` is the
+    paired difference in the worst case. All of these are empty where no model was attacked. More than one entry in
+    `changes`: the effect is confounded.
 
     Example:
         >>> lines = gonio.report.to_csv(gonio.report.example()).splitlines()
@@ -61,8 +70,10 @@ def to_csv(results: Results) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS)
     unit = Scale.of(results).unit
+    attacked = {robust.recipe: robust for robust in results.robustness}
     for effect in results.effects:
-        writer.writerow([csv_cell(cell) for cell in _cells(effect, unit)])
+        cells = [*_cells(effect, unit), *_attacked(attacked, effect.recipe)]
+        writer.writerow([csv_cell(cell) for cell in cells])
     return buffer.getvalue()
 
 
@@ -70,7 +81,16 @@ def _cells(e: Effect, unit: str) -> list[object]:
     return [
         e.recipe, e.verdict, e.mean, e.low, e.high, unit, e.p, e.p_holm, e.n, e.failed, e.diverged,
         e.mde, e.rho, e.improvement, *_three(e.step_time), *_three(e.memory), e.reason,
+        "; ".join(e.changes),
     ]  # fmt: skip
+
+
+def _attacked(found: Mapping[str, Robust], recipe: str) -> list[object]:
+    """What the recipe and the baseline get right under each attack, and their difference in the worst."""
+    ours, base = found.get(recipe, Robust(recipe, {}, 0)), found.get(BASELINE, Robust(BASELINE, {}, 0))
+    rights = [robust.means.get(name) for name in ATTACK_NAMES for robust in (ours, base)]
+    signs = "; ".join(f"{sign} ({n})" for sign, n in ours.signs.items())
+    return [*rights, ours.mean, ours.low, ours.high, signs]
 
 
 def _three(cost: Ratio | None) -> tuple[float | None, float | None, float | None]:
@@ -78,24 +98,23 @@ def _three(cost: Ratio | None) -> tuple[float | None, float | None, float | None
 
 
 def to_markdown(results: Results) -> str:
-    """The verdict table for an issue or a README; names are escaped, so that none is markup.
+    """The tables for an issue or a README; names are escaped, so that none is markup.
 
     Example:
         >>> print(gonio.report.to_markdown(gonio.report.example()).splitlines()[0])
         **decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).**
     """
-    scale = Scale.of(results)
-    head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
     lines = [f"**{markdown_cell(headline(results))}**", ""]
     if partial(results):
         lines += [markdown_cell(partial(results)), ""]
-    lines += [_line(head), _line(["---"] * len(head))]
-    for e in results.effects:
-        cells = (e.recipe, scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm), e.verdict)
-        lines.append(_line([markdown_cell(cell) for cell in (*cells, ratio(e.step_time), ratio(e.memory))]))
+    for i, table in enumerate(tables(results)):
+        lines += [] if i == 0 else ["", f"{markdown_cell(table.title)}:", ""]
+        lines += [_line(map(markdown_cell, table.head)), _line(["---"] * len(table.head))]
+        lines += [_line(map(markdown_cell, row)) for row in table.rows]
+        lines += ["", *(f"- {markdown_cell(note)}" for note in table.notes)] if table.notes else []
     lines += ["", *(f"- {markdown_cell(note)}" for note in results.notes)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _line(cells: Any) -> str:
+def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

@@ -12,7 +12,8 @@ from rich.text import Text
 from gonio.compare.results import Effect, Results
 from gonio.foreign_text import plain
 from gonio.report.sections import attacks_of, robust_rows
-from gonio.report.words import Scale, headline, mark, others, p_value, partial, ratio, seen
+from gonio.report.shown import evidence
+from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, said, seen
 
 __all__ = ["text"]
 
@@ -51,6 +52,8 @@ class _Verdicts:
         yield Text("")
         if options.max_width >= TABLE_WIDTH:
             yield _table(results.effects, scale)
+            yield Text("")
+            yield _evidence(results)
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
@@ -80,14 +83,25 @@ def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
     effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
     costs = f"time {ratio(e.step_time)}, memory {ratio(e.memory)}"
     yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, {costs}")
+    rho = "" if e.rho is None else f", ρ {e.rho:.2f}".replace("-", "−")
+    seen_from = "" if e.mde is None else f", detectable {scale.score(e.mde)} {scale.unit}"
+    yield Text(f"  {count(e.n, 'pair')}{rho}{seen_from}")
 
 
 def _verdict(e: Effect) -> Text:
     shown = mark(e.verdict)
-    made = Text(f"{shown.symbol} {plain(e.verdict)}", style=TONES[shown.tone])
-    lost = [f"{n} {word}" for n, word in ((e.failed, "failed"), (e.diverged, "diverged")) if n]
-    said = [*lost, *(["confounded"] if e.confounded else [])]
-    return made.append(f" ({', '.join(said)})") if said else made
+    return Text(f"{shown.symbol} {plain(said(e))}", style=TONES[shown.tone])
+
+
+def _evidence(results: Results) -> RenderableType:
+    """What the verdicts rest on."""
+    shown = evidence(results)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, title in enumerate(shown.head):
+        table.add_column(title, justify="right" if i in shown.numbers else "left", overflow="fold")
+    for row in shown.rows:
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    return table
 
 
 def _robust(results: Results) -> Iterator[RenderableType]:

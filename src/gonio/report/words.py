@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gonio.compare.results import Effect, Ratio, Results
 from gonio.foreign_text import plain
 
-__all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio", "seen"]
+__all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio", "said", "seen"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,21 @@ def ratio(value: Ratio | None) -> str:
     return "–" if value is None else f"×{value.median:.2f}"
 
 
+def said(effect: Effect) -> str:
+    """The verdict with what limits it: lost runs, and more than one change.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from gonio.report.words import said
+        >>> effect = gonio.report.example().effects[1]
+        >>> said(effect), said(replace(effect, failed=2, changes=("init a", "swap b")))
+        ('helps', 'helps (2 failed, confounded)')
+    """
+    lost = [f"{n} {word}" for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged")) if n]
+    limits = [*lost, *(["confounded"] if effect.confounded else [])]
+    return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
+
+
 def count(n: int, one: str, many: str = "") -> str:
     """A number with its noun.
 
@@ -107,12 +122,12 @@ def count(n: int, one: str, many: str = "") -> str:
 
 def seen(results: Results) -> str:
     """How often the results were looked at and the study was added to, if either is more than once allows."""
-    said = []
+    found = []
     if len(results.looks) > 1:
-        said.append(f"looked at {len(results.looks)} times")
+        found.append(f"looked at {len(results.looks)} times")
     if results.plan.history:
-        said.append(f"added to {count(len(results.plan.history), 'time')} after a look")
-    return " and ".join(said)
+        found.append(f"added to {count(len(results.plan.history), 'time')} after a look")
+    return " and ".join(found)
 
 
 def headline(results: Results) -> str:
@@ -160,13 +175,13 @@ SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few s
 
 def _single(effect: Effect, scale: Scale) -> str:
     name = plain(effect.recipe)
-    said = {
+    sentences = {
         "helps": f"{name} helps: {_estimate(effect, scale)}.",
         "hurts": f"{name} hurts: {_estimate(effect, scale)}.",
         "no useful effect": f"{name} has no useful effect: {_estimate(effect, scale)}.",
         "underpowered": f"Too few seeds to say whether {name} helps.",
     }
-    return said.get(effect.verdict, f"No evidence that {name} helps or hurts: {_estimate(effect, scale)}.")
+    return sentences.get(effect.verdict, f"No evidence that {name} helps or hurts: {_estimate(effect, scale)}.")
 
 
 def _estimate(effect: Effect, scale: Scale) -> str:
@@ -182,11 +197,11 @@ def partial(results: Results) -> str:
     diverged = sum(run.status == "diverged" for run in results.runs)
     failed = sum(run.status == "failed" for run in results.runs)
     total = len(results.runs) + results.missing
-    said = []
+    parts = []
     if diverged:
-        said.append(f"{diverged} of {count(total, 'run')} diverged and counted as the worst score")
+        parts.append(f"{diverged} of {count(total, 'run')} diverged and counted as the worst score")
     if failed:
-        said.append(f"{failed} of {count(total, 'run')} failed and left no score")
+        parts.append(f"{failed} of {count(total, 'run')} failed and left no score")
     if results.missing:
-        said.append(f"{results.missing} of {count(total, 'run')} have not ended yet")
-    return f"{'; '.join(said)}." if said else ""
+        parts.append(f"{results.missing} of {count(total, 'run')} have not ended yet")
+    return f"{'; '.join(parts)}." if parts else ""
