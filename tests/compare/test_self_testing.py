@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from compare.plans import plan_of
 from gonio.compare import (
@@ -21,7 +22,7 @@ from gonio.compare import (
     self_test_plan,
 )
 from gonio.compare.one_run import run_one
-from gonio.compare.self_testing import false_verdicts
+from gonio.compare.self_testing import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.compare.statistics import holm, paired_t, sign_flip
 from gonio.compare.summary import summarise
 from gonio.errors import InvalidArgumentError
@@ -55,10 +56,40 @@ def test_shares_are_those_of_the_single_functions() -> None:
     assert false_verdicts(table, size=8) == (1.0, pytest.approx(1 - np.mean(excludes)))
 
 
+def test_studies_that_share_no_run() -> None:
+    """Pairs (0, 1) and (2, 3), seeds 0-5 and 6-11; what is left over has no part."""
+    table = noise(5, 14)
+    assert disjoint_verdicts(table) == (0, 4)
+    table[3, 6:12] += 50
+    assert disjoint_verdicts(table) == (1, 4)
+    table[4] += 50  # the recipe that is left over
+    table[:, 12:] += 50 * noise(5, 2)  # the seeds that are
+    assert disjoint_verdicts(table) == (1, 4)
+    assert disjoint_verdicts(noise(5, 5)) == (0, 0)
+
+
+def test_disjoint_studies_are_wrong_as_often_as_the_test_says() -> None:
+    """Of continuous scores and six seeds: 2 of 64 sign vectors, whatever the noise."""
+    wrong, studies = disjoint_verdicts(noise(400, 60, seed=5))
+    assert studies == 2000
+    assert abs(wrong / studies - 2 / 64) < 3 * (2 / 64 * 62 / 64 / studies) ** 0.5
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 12), (3, 40), (7, 7)])
+def test_the_interval_of_a_rate_is_exact(hits: int, trials: int) -> None:
+    """At either end the outcome, or one further out, has a probability of 2.5 %."""
+    low, high = rate_interval(hits, trials)
+    assert low == 0 if hits == 0 else stats.binom.sf(hits - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
+    assert high == 1 if hits == trials else stats.binom.cdf(hits, trials, high) == pytest.approx(0.025, rel=1e-6)
+    assert rate_interval(0, 0) == (0, 1)
+
+
 def test_copies_that_are_alike_pass() -> None:
     found = self_test(results_of(noise(5, 32)))
     assert found.passed
     assert (found.copies, found.seeds, found.size, found.claims) == (4, 32, 8, ())
+    assert (found.disjoint_wrong, found.disjoint) == (0, 10)
+    assert "0 of 10 are wrong, which fits a rate of 0.0% to 30.8%" in str(found)  # 1 − 0.025^(1/10)
     assert found.false_verdicts <= 0.05
     assert 0.05 < found.allowed < 0.15
     assert 0.85 < found.coverage_allowed < 0.95

@@ -15,10 +15,11 @@ from gonio.compare.planning import entry_of
 from gonio.compare.results import Results
 from gonio.compare.statistics import ALPHA, require_scipy, sign_flip_rows
 from gonio.compare.summary import scores_of
+from gonio.compare.verdict import enough
 from gonio.errors import InvalidArgumentError
 from gonio.recipes import Recipe
 
-__all__ = ["SelfTest", "false_verdicts", "self_test", "self_test_plan"]
+__all__ = ["SelfTest", "disjoint_verdicts", "false_verdicts", "rate_interval", "self_test", "self_test_plan"]
 
 Array = NDArray[np.float64]
 
@@ -39,6 +40,8 @@ class SelfTest:
             does in 95 of 100 self-tests of this shape, when the promise of 5 % is kept.
         coverage: share of 95 % intervals that contain 0. coverage_allowed: the least that chance does in 95
             of 100.
+        disjoint, disjoint_wrong: studies of one recipe and the fewest seeds that can show anything, made of the same
+            runs so that no two share any, and those of them with a false verdict. The only independent ones, and few.
         claims: copies that the study of all seeds says help or hurt.
     """
 
@@ -49,6 +52,8 @@ class SelfTest:
     allowed: float
     coverage: float
     coverage_allowed: float
+    disjoint: int
+    disjoint_wrong: int
     claims: tuple[str, ...] = ()
 
     @property
@@ -62,6 +67,7 @@ class SelfTest:
 
     def __str__(self) -> str:
         claims = ", ".join(self.claims) if self.claims else "no copy"
+        low, high = rate_interval(self.disjoint_wrong, self.disjoint)
         return "\n".join(
             [
                 f"the baseline against {self.copies} copies of itself, {self.seeds} seeds each",
@@ -69,6 +75,8 @@ class SelfTest:
                 f"hurts (promised: at most {ALPHA:.0%}; by chance up to {self.allowed:.1%} with so few runs)",
                 f"intervals: {self.coverage:.1%} contain 0 (promised: 95%; by chance down to "
                 f"{self.coverage_allowed:.1%})",
+                f"studies that share no run: {self.disjoint_wrong} of {self.disjoint} are wrong, which fits a rate of "
+                f"{low:.1%} to {high:.1%}",
                 f"over all seeds, {claims} is said to help or hurt",
                 "passed" if self.passed else "NOT PASSED: verdicts on this task are wrong more often than they say",
             ]
@@ -134,6 +142,7 @@ def self_test(results: Results, *, size: int | None = None) -> SelfTest:
 def _judged(table: Array, size: int, claims: Sequence[str]) -> SelfTest:
     arms, seeds = table.shape
     rate, coverage = false_verdicts(table, size=size)
+    wrong, disjoint = disjoint_verdicts(table)
     draw = np.random.Generator(np.random.PCG64(2))
     chance = np.array([false_verdicts(draw.standard_normal((arms, seeds)), size=size) for _ in range(_BANKS)])
     return SelfTest(
@@ -144,6 +153,8 @@ def _judged(table: Array, size: int, claims: Sequence[str]) -> SelfTest:
         allowed=float(np.quantile(chance[:, 0], 0.95)),
         coverage=coverage,
         coverage_allowed=float(np.quantile(chance[:, 1], 0.05)),
+        disjoint=disjoint,
+        disjoint_wrong=wrong,
         claims=tuple(claims),
     )
 
@@ -170,10 +181,57 @@ def false_verdicts(table: Array, *, size: int) -> tuple[float, float]:
     rows = (table[1:] - table[0])[:, chosen]  # (recipes, studies, size)
     recipes, studies, _ = rows.shape
     p = sign_flip_rows(rows.reshape(-1, size)).reshape(recipes, studies)
-    half = require_scipy().t.ppf(1 - ALPHA / 2, size - 1) * rows.std(axis=2, ddof=1) / np.sqrt(size)
-    covered = np.abs(rows.mean(axis=2)) <= half + _NARROW
+    covered = _covered(rows)
     wrong = (_holm(p) < ALPHA) & ~covered
     return float(wrong.any(axis=0).mean()), float(covered.mean())
+
+
+def disjoint_verdicts(table: Array) -> tuple[int, int]:
+    """How many studies that share no run have a false verdict, and how many such studies there are.
+
+    The recipes go two by two, the baseline being one of them, and the seeds six by six: the fewest with which one
+    recipe can be shown to do anything. Whatever all studies of a bank share, such as its one baseline, makes them wrong
+    together; these share nothing, so their number is that of a binomial distribution.
+
+    Shape:
+        - ``table``: as in :func:`false_verdicts`.
+
+    Example:
+        >>> from gonio.compare.self_testing import disjoint_verdicts
+        >>> disjoint_verdicts(np.random.Generator(np.random.PCG64(0)).standard_normal((5, 32)))
+        (0, 10)
+    """
+    size = enough(1)
+    recipes, seeds = len(table) // 2 * 2, table.shape[1] // size * size
+    rows = (table[1:recipes:2] - table[0:recipes:2])[:, :seeds].reshape(-1, size)
+    wrong = (sign_flip_rows(rows) < ALPHA) & ~_covered(rows)
+    return int(wrong.sum()), len(rows)
+
+
+def rate_interval(hits: int, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a rate of which `hits` of `trials` were seen; all of 0 to 1 if nothing was tried.
+
+    Example:
+        >>> from gonio.compare.self_testing import rate_interval
+        >>> low, high = rate_interval(1, 30)
+        >>> round(low, 4), round(high, 4)
+        (0.0008, 0.1722)
+
+    References:
+        C. Clopper and E. Pearson, "The use of confidence or fiducial limits", Biometrika 26, 1934.
+    """
+    if trials == 0:
+        return 0.0, 1.0
+    found = require_scipy().binomtest(hits, trials).proportion_ci(0.95, method="exact")
+    return float(found.low), float(found.high)
+
+
+def _covered(rows: Array) -> NDArray[np.bool_]:
+    """Whether the interval of the differences along the last axis contains 0."""
+    size = rows.shape[-1]
+    half = require_scipy().t.ppf(1 - ALPHA / 2, size - 1) * rows.std(axis=-1, ddof=1) / np.sqrt(size)
+    held: NDArray[np.bool_] = np.abs(rows.mean(axis=-1)) <= half + _NARROW
+    return held
 
 
 def _holm(p: Array) -> Array:
