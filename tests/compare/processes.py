@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from gonio.compare import Study
@@ -77,9 +78,19 @@ def alive(session: int) -> list[str]:
     return found
 
 
+def patience(seconds: float, *, pause: float) -> Iterator[None]:
+    """Pauses for so many seconds in all, of those in which this process runs.
+
+    A busy machine may stop it for minutes, together with the processes that it waits for; a clock would count these.
+    """
+    for _ in range(round(seconds / pause)):
+        yield
+        time.sleep(pause)
+
+
 def wait_for_silence(session: int) -> list[str]:
-    """What is left of a session's processes after at most 200 s: a busy machine may stop them for a while."""
-    deadline = time.monotonic() + 200
-    while alive(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    """What is left of a session's processes after at most 200 s."""
+    for _ in patience(200, pause=0.05):
+        if not alive(session):
+            break
     return alive(session)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from compare.own_training import noisy
-from compare.processes import alive, continue_study, wait_for_silence
+from compare.processes import alive, continue_study, patience, wait_for_silence
 from gonio.compare import Run, RunRecord, Study, make_script_plan, run
 
 OWN = str(Path(__file__).with_name("own_training.py"))
@@ -73,19 +73,18 @@ def rows(folder: Path) -> Rows:
 def wait_for_start(journal: Path, more: int, process: subprocess.Popen[str]) -> None:
     """Until so many further runs have begun, or the study has ended."""
     goal = len(journal.read_text().splitlines()) + more
-    deadline = time.monotonic() + 300
-    while process.poll() is None and len(journal.read_text().splitlines()) < goal:
-        assert time.monotonic() < deadline, "the study is stuck"
-        time.sleep(0.005)
+    for _ in patience(300, pause=0.005):
+        if process.poll() is not None or len(journal.read_text().splitlines()) >= goal:
+            return
+    raise AssertionError("the study is stuck")
 
 
 def kill_a_child(process: subprocess.Popen[str], draw: random.Random) -> str:
     """Kill a worker, the server that forks them, or the tracker beside it."""
-    deadline = time.monotonic() + 300
-    while not (children := sorted(set(map(int, alive(process.pid))) - {process.pid})):
+    for _ in patience(300, pause=0.01):
+        if children := sorted(set(map(int, alive(process.pid))) - {process.pid}):
+            with suppress(ProcessLookupError):  # it ended while we chose
+                os.kill(draw.choice(children), signal.SIGKILL)
+            return "child"
         assert process.poll() is None, "the study ended by itself"
-        assert time.monotonic() < deadline, "the study has started nothing"
-        time.sleep(0.01)
-    with suppress(ProcessLookupError):  # it ended while we chose
-        os.kill(draw.choice(children), signal.SIGKILL)
-    return "child"
+    raise AssertionError("the study has started nothing")
