@@ -60,14 +60,24 @@ class Passage:
 
 
 def prepared(model: nn.Module, x: Any) -> nn.Module:
-    """Running statistics of data, and scales and shifts off the values that constructors choose."""
-    with suppress(NoMatchError):  # nothing keeps statistics
-        calibrate_(model, [x])
+    """Running statistics of data, and scales and shifts off the values that constructors choose.
+
+    Where these shifts make the model's own outputs overflow, its statistics are taken once more.
+    """
+    _calibrated(model, x)
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
                 parameter += 0.1 * seeded(*parameter.shape, seed=seed)
-    return model.eval()
+    model.eval()
+    if not all(bool(output.isfinite().all()) for output in outputs(model, x)):
+        _calibrated(model, x)
+    return model
+
+
+def _calibrated(model: nn.Module, x: Any) -> None:
+    with suppress(NoMatchError):  # nothing keeps statistics
+        calibrate_(model, [x])
 
 
 # Every verb, on whatever it can act on.
@@ -266,7 +276,7 @@ def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: 
     found.figures["norms folded"] = sum("folded into" in change.what for change in edited.changes)
     found.figures["fold notes"] = [note[:300] for note in edited.notes[:5]]
     if moved > FOLD_LIMIT[kind]:
-        own = _own_rounding(twin, x, dtype)
+        own = _own_rounding(twin, x)
         found.figures[f"rounding {kind}"] = own
         assert moved <= ROUNDINGS * own, f"deviates by {moved:.2g}, and the model's own rounding is {own:.2g}"
         found.steps[f"fold in {kind}"] = f"passed within the model's own rounding: {moved:.2g}, {own:.2g}"
@@ -279,14 +289,13 @@ def _fold(found: Passage, model: nn.Module, x: Any, dtype: torch.dtype, folder: 
         assert torch.equal(a, b), "the loaded model computes something else"
 
 
-def _own_rounding(model: nn.Module, x: Any, dtype: torch.dtype) -> float:
-    """How far rounding moves the model's outputs in `dtype`: the float32 runs of the model and of three neighbours,
-    whose weights are one rounding away, against the model's float64 run. One run alone may be close by chance.
+def _own_rounding(model: nn.Module, x: Any) -> float:
+    """How far rounding moves the model's outputs: the runs of the model and of three neighbours, whose weights are
+    one rounding away, against the model's float64 run. One run alone may be close by chance.
     """
-    exact = copy.deepcopy(model).float()  # equal numbers in both types
-    runs = [outputs(_neighbour(exact, seed), tree_map(_in(torch.float32), x)) for seed in range(4)]
-    wide = outputs(exact.double(), tree_map(_in(torch.float64), x))
-    return max(_relative(run, wide) for run in runs) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    runs = [outputs(_neighbour(model, seed), x) for seed in range(4)]
+    wide = outputs(copy.deepcopy(model).double(), tree_map(_in(torch.float64), x))
+    return max(_relative(run, wide) for run in runs)
 
 
 def _neighbour(model: nn.Module, seed: int) -> nn.Module:
@@ -294,9 +303,8 @@ def _neighbour(model: nn.Module, seed: int) -> nn.Module:
     found = copy.deepcopy(model)
     with torch.no_grad():
         for index, parameter in enumerate(found.parameters() if seed else ()):
-            parameter *= (
-                1 + torch.finfo(parameter.dtype).eps * seeded(*parameter.shape, seed=1000 * seed + index).sign()
-            )
+            up_or_down = seeded(*parameter.shape, seed=1000 * seed + index, dtype=parameter.dtype).sign()
+            parameter *= 1 + torch.finfo(parameter.dtype).eps * up_or_down
     return found
 
 
