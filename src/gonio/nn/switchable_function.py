@@ -132,7 +132,7 @@ class _Fused(torch.autograd.Function):
         by_shift, by_scale = sums
         by_scale.addcmul_(_seen(mean, pivot), by_shift, value=-1).mul_(rstd)  # Σ grad·(x − mean)·rstd
         by_logits, line = _through_mixture(ctx, mixed, weights, _by_mixture(sums, rstd, slope, area))
-        by_mean, by_var = (by_logits * area).unbind(1)
+        by_mean, by_var = by_logits.mul_(area).unbind(1)
         by_beta, by_gamma = sums.sum(1)
         parameters = (
             None if t is None else by.to(t.dtype)
@@ -157,7 +157,7 @@ def _normalised(x: Tensor, logits: Logits, affine: Affine, running: Tensor | Non
     if has_rows(x) and not settings.join:
         rows, weights = Rows.of(x), mixing_weights(logits, settings.defined, x.dtype)
         mixed = _mixed_about_zero(rows.sums(x, x).div_(math.prod(x.shape[2:])), weights, running, settings)
-        if torch.linalg.vector_norm(mixed.instance[0] * mixed.rstd, torch.inf).item() <= NEAR:
+        if (mixed.instance[0] * mixed.rstd).abs_().max().item() <= NEAR:
             slope = _slope(mixed, affine[0])
             line = torch.stack([_value_at(None, mixed, slope, affine[1]), slope])
             return rows.scale(x, line), weights, None, mixed, 0 if running is not None else len(x)
@@ -202,7 +202,7 @@ def _through_mixture(ctx: Any, mixed: Mixed, weights: Tensor, by_mixed: Tensor) 
     of_layer, of_batch = by_mixed.sum(2, keepdim=True), by_mixed.sum(1, keepdim=True)
     parts = ((by_mixed, mixed.instance), (of_layer, mixed.layer), (of_batch, mixed.batch))
     by_weights = torch.stack([(by * of).sum((1, 2), keepdim=True) for by, of in parts[: len(weights)]])
-    by_logits = torch._softmax_backward_data(by_weights, weights, 0, weights.dtype)[..., 0, 0]
+    by_logits = torch._softmax_backward_data(by_weights, weights, 0, weights.dtype).flatten(1)
     w_instance, w_layer, *w_batch = weights
     line = _about_zero_(by_mixed.mul_(w_instance), mixed.instance)
     line.add_(_about_zero_(of_layer * (w_layer / by_mixed.shape[2]), mixed.layer))
