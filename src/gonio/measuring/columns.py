@@ -22,6 +22,7 @@ class Column(Generic[Subject]):
         cell: a tensor's figure as text.
         rank: columns with the largest rank are left out first where the screen is narrow.
         width: characters it takes.
+        spectral: whether a page shows it in the table of spectra.
     """
 
     title: str
@@ -29,15 +30,20 @@ class Column(Generic[Subject]):
     cell: Callable[[Subject], str]
     rank: int
     width: int
+    spectral: bool = False
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with `digits` significant digits; a dash where there is none."""
+    """A figure with `digits` significant digits, two below 1; a dash where there is none."""
     if value is None:
         return "–"
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1:
+        return (f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}").replace("-", "−")
+    if not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}".replace("-", "−")
-    places = max(0, digits - 1 - (0 if value == 0 else len(str(int(abs(value)))) - 1))
+    places = max(0, digits - 1 - (len(str(int(abs(value)))) - 1))
     return f"{value:.{min(places, digits - 1)}f}".replace("-", "−")
 
 
@@ -131,15 +137,18 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     Column("coher.", "largest |cos|", lambda t: number(t.coherence), 10, 6),
     Column("chance", "median of the largest |cos| of random directions", _coherence_chance, 11, 6),
     Column("Welch", "least possible largest |cos|", lambda t: number(t.welch_bound), 14, 6),
-    Column("σ/σ₀", "spectral norm over that of random weights of the same size", _sigma, 12, 6),
-    Column("s.rank", "stable rank ‖W‖²/σ²", _rank, 13, 6),
-    Column("e.rank", "effective rank: exponential of the entropy of the singular values", _effective, 15, 6),
+    Column("σ/σ₀", "spectral norm over that of random weights of the same size", _sigma, 12, 6, spectral=True),
+    Column("s.rank", "stable rank ‖W‖²/σ²", _rank, 13, 6, spectral=True),
+    Column(
+        "e.rank", "effective rank: exponential of the entropy of the singular values", _effective, 15, 6, spectral=True
+    ),
     Column(
         "bulk",
         "distance of the spectrum from Marchenko and Pastur's law, 0 to 1 · that of random weights",
         _bulk,
         16,
         9,
+        spectral=True,
     ),
     Column(
         "beyond",
@@ -147,10 +156,18 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
         _beyond,
         17,
         8,
+        spectral=True,
     ),
-    Column("orth.", "deviation of σ² from its mean, 0 for orthogonal weights · that of random ones", _defect, 18, 9),
+    Column(
+        "orth.",
+        "deviation of σ² from its mean, 0 for orthogonal weights · that of random ones",
+        _defect,
+        18,
+        9,
+        spectral=True,
+    ),
     Column("near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones", _near, 19, 6),
-    Column("‖layer‖", "operator norm of the layer", lambda t: number(t.operator_norm), 20, 7),
+    Column("‖layer‖", "operator norm of the layer", lambda t: number(t.operator_norm), 20, 7, spectral=True),
 )
 
 

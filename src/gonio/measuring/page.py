@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from gonio.geometry import random_angle_density
-from gonio.measuring.columns import COLUMNS
-from gonio.measuring.page_parts import page, row, table, text
+from gonio.measuring.columns import COLUMNS, Column
+from gonio.measuring.page_parts import labelled, page, row, table, text
 from gonio.measuring.screen import SIGNAL_TITLES, scale_sentence, signal_cells
 from gonio.measuring.tensor import TensorMeasurement
 
@@ -34,7 +35,7 @@ def _inner(measured: Measurements) -> str:
         *_suppressed(measured),
     ]
     if measured.layers:
-        parts += ["<h2>Layers</h2>\n", _table(measured.layers), _explanations()]
+        parts += [_layers(measured.layers), _spectra(measured.layers), _explanations()]
     parts.append(_model(measured))
     others = [tensor for tensor in measured.tensors if tensor.status == "skipped" or tensor.notes]
     if others:
@@ -45,10 +46,11 @@ def _inner(measured: Measurements) -> str:
 def _findings(measured: Measurements) -> str:
     if not measured.findings:
         return "<p><strong>No findings.</strong></p>\n"
-    head = "".join(f'<th scope="col">{t}</th>' for t in ("Level", "Code", "Tensor", "Found", "By chance", "What to do"))
+    titles = ("Code", "Tensor", "Found", "By chance", "What to do")
+    head = "".join(f'<th scope="col">{t}</th>' for t in ("Level", *titles))
     rows = []
     for f in measured.findings:
-        cells = "".join(f"<td>{text(cell)}</td>" for cell in (f.code, f.path or "the model", f.found, f.chance, f.do))
+        cells = labelled(titles, (f.code, f.path or "the model", f.found, f.chance, f.do))
         level = f.level if f.level in ("error", "warn", "info") else "info"
         rows.append(f'<tr><th scope="row" class="level {level}">{level}</th>{cells}</tr>')
     return table("<h2>Findings</h2>\n", "left", head, rows)
@@ -69,14 +71,33 @@ def _suppressed(measured: Measurements) -> list[str]:
     return [*said, f"<details><summary>What was suppressed</summary><dl>{listed}</dl></details>\n"]
 
 
-def _table(layers: tuple[TensorMeasurement, ...]) -> str:
-    titles = ["layer", *(column.title for column in COLUMNS), "angles"]
-    head = "".join(f'<th scope="col">{text(title)}</th>' for title in titles)
+def _layers(layers: tuple[TensorMeasurement, ...]) -> str:
+    """Norms and angles, with the histogram of each layer."""
+    columns = [column for column in COLUMNS if not column.spectral]
+    return _table(
+        "<h2>Norms and angles</h2>\n", layers, columns, ("angles",), lambda tensor: f"<td>{_sparkline(tensor)}</td>"
+    )
+
+
+def _spectra(layers: tuple[TensorMeasurement, ...]) -> str:
+    return _table("<h2>Spectra</h2>\n", layers, [column for column in COLUMNS if column.spectral], (), lambda _: "")
+
+
+def _table(
+    title: str,
+    layers: tuple[TensorMeasurement, ...],
+    columns: Sequence[Column[TensorMeasurement]],
+    more: tuple[str, ...],
+    last: Callable[[TensorMeasurement], str],
+) -> str:
+    """One row per layer, with what `last` makes of it at its end."""
+    titles = ("layer", *(column.title for column in columns), *more)
+    head = "".join(f'<th scope="col">{text(name)}</th>' for name in titles)
     rows = []
     for tensor in layers:
-        cells = "".join(f"<td>{text(column.cell(tensor))}</td>" for column in COLUMNS)
-        rows.append(f'<tr><th scope="row">{text(tensor.path)}</th>{cells}<td>{_sparkline(tensor)}</td></tr>')
-    return table("", "", head, rows)
+        cells = "".join(f"<td>{text(column.cell(tensor))}</td>" for column in columns)
+        rows.append(f'<tr><th scope="row">{text(tensor.path)}</th>{cells}{last(tensor)}</tr>')
+    return table(title, "", head, rows)
 
 
 def _model(measured: Measurements) -> str:
@@ -126,11 +147,12 @@ def _explanations() -> str:
 
 
 def _notes(tensors: list[TensorMeasurement]) -> str:
-    head = "".join(f'<th scope="col">{title}</th>' for title in ("Tensor", "Shape", "Type", "Note"))
+    titles = ("Shape", "Type", "Note")
+    head = "".join(f'<th scope="col">{title}</th>' for title in ("Tensor", *titles))
     rows = []
     for t in tensors:
         note = "; ".join(part for part in (f"{t.status}: {t.reason}" if t.reason else "", *t.notes) if part)
-        cells = "".join(f"<td>{text(c)}</td>" for c in ("×".join(map(str, t.shape)), t.dtype, note))
+        cells = labelled(titles, ("×".join(map(str, t.shape)), t.dtype, note))
         rows.append(f'<tr><th scope="row">{text(t.path)}</th>{cells}</tr>')
     return f"<details><summary>Notes on {len(tensors)} tensors</summary>{table('', 'left', head, rows)}</details>\n"
 

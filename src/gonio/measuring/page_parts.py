@@ -8,7 +8,7 @@ from importlib import resources
 
 from gonio.foreign_text import plain
 
-__all__ = ["page", "row", "table", "text"]
+__all__ = ["labelled", "page", "row", "table", "text"]
 
 HEAD = (
     '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -44,6 +44,12 @@ def table(before: str, css: str, head: str, rows: Sequence[str]) -> str:
     body = "\n".join(rows)
     made = f'<table class="{css}"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
     return f'{before}<div class="scroll">{made}</div>\n'
+
+
+def labelled(titles: Iterable[str], cells: Iterable[object]) -> str:
+    """Cells that carry their column's title, which a narrow screen shows instead of a head."""
+    made = zip(titles, cells, strict=True)
+    return "".join(f'<td data-title="{text(title)}">{text(cell)}</td>' for title, cell in made)
 
 
 def row(name: str, cells: Iterable[str]) -> str:
