@@ -1,32 +1,37 @@
-"""How often each rule of `gonio measure` fires on randomly initialised models: its rate of false alarms.
+"""How often each rule of `gonio measure` fires on models that are in order: its rate of false alarms.
 
-    python -m benchmarks.false_alarms [models]
+    python -m benchmarks.false_alarms random [models]
+    python -m benchmarks.false_alarms trained [models]
 
-Every model is random in architecture (perceptrons, convolutional nets with groups, depthwise and transposed
-layers, transformer blocks, recurrent nets, embeddings), in initialisation and in dtype, and depends on its
-number alone. The result goes into the package, where `gonio explain` reads it.
+Trained models are those of `trained_networks.py` that have learnt. Every random one is random in architecture
+(perceptrons, convolutional nets with groups, depthwise and transposed layers, transformer blocks, recurrent nets,
+embeddings), in initialisation and in dtype, and depends on its number alone. The result goes into the package, where
+`gonio explain` reads it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.trained_networks import LEARNT, RECIPES, trained
 from gonio import init
 from gonio.geometry import layout_of
-from gonio.measuring import measure
+from gonio.measuring import Measurements, measure
 from gonio.measuring.rules import WEIGHT_RULES
 
 RESULT = Path(__file__).resolve().parents[1] / "src" / "gonio" / "measuring" / "false_alarms.json"
-MODELS = 3000
 WEIGHTED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
@@ -112,32 +117,82 @@ def upper(hits: int, n: int) -> float:
     return (centre + z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))) / (1 + z * z / n)
 
 
-def main(models: int = MODELS) -> dict[str, object]:
-    tensors = 0
-    by_tensor: Counter[str] = Counter()
-    by_model: Counter[str] = Counter()
+class Counts:
+    """Findings of many models, by rule."""
+
+    def __init__(self) -> None:
+        self.models = self.tensors = 0
+        self.by_tensor: Counter[str] = Counter()
+        self.by_model: Counter[str] = Counter()
+
+    def add(self, measured: Measurements) -> None:
+        self.models += 1
+        self.tensors += len(measured.layers)
+        self.by_tensor.update(finding.code for finding in measured.findings)
+        self.by_model.update({finding.code for finding in measured.findings})
+
+    def result(self) -> dict[str, Any]:
+        rules = {
+            code: {
+                "tensors": self.by_tensor[code],
+                "models": self.by_model[code],
+                "models_upper": upper(self.by_model[code], self.models),
+            }
+            for code in WEIGHT_RULES
+        }
+        return {"models": self.models, "tensors": self.tensors, "rules": rules}
+
+
+def on_random(models: int) -> dict[str, Any]:
+    counts = Counts()
     for number in range(models):
-        measured = measure(random_model(number))
-        tensors += len(measured.layers)
-        by_tensor.update(finding.code for finding in measured.findings)
-        by_model.update({finding.code for finding in measured.findings})
-    rules = {
-        code: {"tensors": by_tensor[code], "models": by_model[code], "models_upper": upper(by_model[code], models)}
-        for code in WEIGHT_RULES
-    }
+        counts.add(measure(random_model(number)))
     return {
-        "models": models,
-        "tensors": tensors,
+        **counts.result(),
         "kinds": [kind.__name__ for kind in KINDS],
         "initialisations": list(INITS),
         "dtypes": ["float32", "bfloat16", "float16"],
         "torch": torch.__version__,
-        "rules": rules,
     }
+
+
+def on_trained(models: int) -> dict[str, Any]:
+    counts, left_out = Counts(), 0
+    scores: list[float] = []
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for _, score, measured in pool.imap(trained, range(models)):
+            if measured is None:
+                left_out += 1
+                continue
+            scores.append(score)
+            counts.add(measured)
+    return {
+        **counts.result(),
+        "left out": left_out,
+        "least score": LEARNT,
+        "median score": statistics.median(scores),
+        "task": "digits",
+        "recipes": {kind: [name or "baseline" for name in names] for kind, names in RECIPES.items()},
+        "torch": torch.__version__,
+    }
+
+
+SAMPLES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
+    "random": (on_random, 3000),
+    "trained": (on_trained, 300),
+}
+
+
+def main(words: list[str]) -> None:
+    which, *rest = words or list(SAMPLES)[:1]
+    function, models = SAMPLES[which]
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    known[which] = function(int(rest[0]) if rest else models)
+    ordered = {name: known[name] for name in SAMPLES if name in known}
+    RESULT.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in known[which].items() if k != "recipes"}, indent=1))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result = main(int(sys.argv[1]) if len(sys.argv) > 1 else MODELS)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["rules"], indent=1))
+    main(sys.argv[1:])

@@ -116,12 +116,15 @@ class NotApplicableError(GonioError, ValueError):
 
 
 class MissingExtraError(GonioError, ImportError):
-    """A part of gonio needs an optional package that is not installed."""
+    """A part of gonio needs an optional package that is not installed.
 
-    def __init__(self, what: str, package: str, extra: str) -> None:
+    `extra` brings it; None for a package that no extra of gonio brings.
+    """
+
+    def __init__(self, what: str, package: str, extra: str | None) -> None:
+        brought = package if extra is None else f"'gonio[{extra}]'"
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'gonio[{extra}]'",
+            f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {brought}",
             name=package,
         )
 

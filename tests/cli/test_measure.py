@@ -76,6 +76,16 @@ def test_csv_and_markdown(folder: Path) -> None:
     assert "| conv2 | " in Path("table.md").read_text()
 
 
+def test_the_operator_norm_is_measured_if_it_is_asked_for() -> None:
+    def norms(*words: str) -> list[float | None]:
+        read = json.loads(invoke("measure", "digits-cnn", "--json", "-", *words).stdout)
+        return [t["operator_norm"] for t in read["tensors"] if t["status"] == "measured"]
+
+    assert norms().count(None) == 3  # the 3×3 convolutions
+    assert all(norms("--also", "operator_norm"))
+    assert invoke("measure", "digits-cnn", "--also", "anything").exit_code == 2
+
+
 def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
     state = torch.load("fine.pt")
     state["conv2.weight"] *= 2
@@ -103,6 +113,7 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
         (["--fail-on", "warn"], "--fail-on: it has no meaning with two sources"),
         (["--headers"], "--headers: it has no meaning with two sources"),
         (["--engine", "ray"], "--engine: it has no meaning with two sources"),
+        (["--also", "operator_norm"], "--also: it has no meaning with two sources"),
     ],
 )
 def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:

@@ -67,7 +67,8 @@ def test_the_memory_format_changes_nothing(memory_format: torch.memory_format) -
 def test_many_filters_take_blocks_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(1, 150, 20)
     whole = measure_pairs(matrix, name="x")
-    monkeypatch.setattr("gonio.measuring.pairs.BLOCK", 1000)
+    for name, entries in (("BLOCK", 1000), ("PRODUCT", 1000), ("PART", 50)):
+        monkeypatch.setattr(f"gonio.measuring.pairs.{name}", entries)
     parts = measure_pairs(matrix, name="x")
     assert BLOCK > 150 * 150
     assert whole is not None

@@ -7,13 +7,16 @@ import io
 import json
 import math
 import pickle
+import sys
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from gonio.measuring import measure
+from gonio.errors import MissingExtraError
+from gonio.measuring import Tracker, difference, measure
+from gonio.measuring.columns import number
 from report.html_reader import Page
 from report.test_page import PAYLOADS, TAGS
 
@@ -124,3 +127,51 @@ def test_measurements_compare_and_travel() -> None:
     assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
     assert list(found) == list(found.tensors)
     assert len(found) == len(found.tensors)
+
+
+def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
+    found = measure(model())
+    frame = found.to_frame()
+    assert list(frame.columns) == next(csv.reader(io.StringIO(found.to_csv())))
+    assert frame["path"].tolist() == [t.path for t in found]
+    assert frame["alignment"].iloc[0] == found["0"].alignment
+    moved = difference(model(), model()[:1]).to_frame()
+    assert moved["name"].tolist() == [t.name for t in found]
+    assert moved["status"].tolist() == ["equal"] * 2 + ["not compared"] * (len(found) - 2)
+
+
+def test_a_frame_without_pandas_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(nn.Linear(3, 2), every=1)
+    tracker.step()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    said = r"^to_frame\(\) needs the package 'pandas', which is not installed\. Install it with: pip install pandas$"
+    for source in (measure(model()), difference(model(), model()), tracker):
+        with pytest.raises(MissingExtraError, match=said):
+            source.to_frame()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (0.0123, "0.012"),
+        (0.00123, "0.0012"),
+        (-0.0457, "−0.046"),
+        (0.314, "0.31"),
+        (1.0, "1.00"),
+        (31.27, "31.3"),
+        (9120.0, "9120"),
+        (2e-5, "2.0e−05"),
+        (3e7, "3.0e+07"),
+    ],
+)
+def test_figures_keep_two_digits_at_least(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_narrow_page_can_name_each_cell_of_a_finding() -> None:
+    """Where the head of the table has no room, the style sheet shows the cell's own title."""
+    read = Page(measure({"a.weight": torch.zeros(2, 2)}).to_html())
+    titles = [a["data-title"] for tag, a in read.tags if tag == "td" and "data-title" in a]
+    assert titles == ["Code", "Tensor", "Found", "By chance", "What to do"]

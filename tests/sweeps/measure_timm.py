@@ -43,7 +43,7 @@ def build(name: str, device: str) -> nn.Module:
     return model
 
 
-def on_meta(name: str) -> dict[str, Any]:
+def on_meta(name: str, **_: int) -> dict[str, Any]:
     """Shapes and layouts of a model without memory; one whose constructor reads values is built in memory."""
     try:
         model = build(name, "meta")
@@ -59,11 +59,11 @@ def on_meta(name: str) -> dict[str, Any]:
     return {"built": built, "weights": len(weights), "laid out": len(laid_out), **_size(measured)}
 
 
-def with_weights(name: str) -> dict[str, Any]:
-    """Every figure of a model with random weights."""
+def with_weights(name: str, *, most: int = MOST_PARAMETERS) -> dict[str, Any]:
+    """Every figure of a model with random weights, unless it has more than `most`."""
     shapes = build(name, "meta")
     parameters = sum(p.numel() for p in shapes.parameters())
-    if parameters > MOST_PARAMETERS:
+    if parameters > most:
         return {"outcome": f"left out: {parameters} parameters"}
     model = build(name, "cpu")
     start = time.perf_counter()
@@ -90,21 +90,21 @@ def _size(measured: Measurements) -> dict[str, int]:
     return {"tensors": len(measured), "layers": len(measured.layers), "entries": sum(t.entries for t in measured)}
 
 
-SWEEPS: dict[str, Callable[[str], dict[str, Any]]] = {"meta": on_meta, "weights": with_weights}
+SWEEPS: dict[str, Callable[..., dict[str, Any]]] = {"meta": on_meta, "weights": with_weights}
 
 
-def _child(sweep: str, name: str, send: Connection) -> None:
+def _child(sweep: str, name: str, most: int, send: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        send.send({"outcome": "passed", **SWEEPS[sweep](name)})
+        send.send({"outcome": "passed", **SWEEPS[sweep](name, most=most)})
     except Exception as error:  # the outcome for this model; the sweep goes on
         send.send({"outcome": f"failed: {type(error).__name__}: {error}"[:400]})
 
 
-def run(sweep: str, name: str, *, seconds: float) -> dict[str, Any]:
+def run(sweep: str, name: str, *, seconds: float, most: int) -> dict[str, Any]:
     """One model in a process of its own."""
     receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(sweep, name, send))
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(sweep, name, most, send))
     child.start()
     send.close()
     try:
@@ -133,6 +133,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("sweep", choices=SWEEPS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=600, help="limit per model")
+    parser.add_argument("--most", type=int, default=MOST_PARAMETERS, help="parameters of a model, with weights")
     parser.add_argument("--stride", type=int, default=1, help="take every n-th architecture")
     options = parser.parse_args(words)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
@@ -140,7 +141,7 @@ def main(words: list[str] | None = None) -> int:
     with options.out.open("a", encoding="utf-8") as out:
         for name in timm().list_models()[:: options.stride]:
             if name not in done:
-                rows.append(run(options.sweep, name, seconds=options.seconds))
+                rows.append(run(options.sweep, name, seconds=options.seconds, most=options.most))
                 out.write(json.dumps(rows[-1]) + "\n")
                 out.flush()
     sys.stdout.write(summary(rows) + "\n")

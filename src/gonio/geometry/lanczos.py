@@ -67,7 +67,8 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 @torch.no_grad()
 def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix; W has n ≤ d."""
-    scale = matrix.abs().amax((-2, -1), keepdim=True)
+    least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
+    scale = torch.maximum(-least, most)
     scale = scale.masked_fill(scale == 0, 1)  # products near 1, whatever unit the weights are in
     start = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
     left = [normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)]

@@ -82,8 +82,11 @@ def count_nonfinite(tensor: Tensor) -> tuple[int, tuple[int, ...] | None]:
     count, first = 0, None
     for start in range(0, len(flat), BLOCK):
         part = flat[start : start + BLOCK]
-        finite = torch.isfinite(part.float() if part.element_size() == 1 else part)
-        if bool(finite.all()):
+        part = part.float() if part.element_size() == 1 else part
+        if bool(torch.isfinite(part.sum())):  # one that is not finite makes the sum so: a twentieth of the time
+            continue
+        finite = torch.isfinite(part)
+        if bool(finite.all()):  # the sum alone was beyond the range
             continue
         bad = (~finite).nonzero()
         if first is None:

@@ -16,7 +16,7 @@ from gonio.measuring.tensor import TensorMeasurement
 if TYPE_CHECKING:
     from gonio.measuring.measurements import Measurements
 
-__all__ = ["csv_of", "frame_of", "markdown_of", "table_of"]
+__all__ = ["csv_of", "frame_from", "frame_of", "markdown_of", "table_of"]
 
 FIELDS = tuple(f.name for f in fields(TensorMeasurement) if f.name != "angle_histogram")
 
@@ -36,11 +36,20 @@ def frame_of(tensors: Sequence[Any], names: Sequence[str] = FIELDS) -> Any:
     Raises:
         MissingExtraError: without pandas.
     """
+    return frame_from([[getattr(tensor, name) for name in names] for tensor in tensors], list(names))
+
+
+def frame_from(rows: Sequence[Any], columns: list[str]) -> Any:
+    """A data frame of these rows.
+
+    Raises:
+        MissingExtraError: without pandas.
+    """
     try:
         import pandas
     except ImportError as error:
-        raise MissingExtraError("to_frame()", "pandas", "dev") from error
-    return pandas.DataFrame([[getattr(tensor, name) for name in names] for tensor in tensors], columns=list(names))
+        raise MissingExtraError("to_frame()", "pandas", None) from error
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def _flat(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The rules that turn figures into findings, each with its reason, its source and its false-alarm rate.
 
 A rule does not say that a network is ill. It says that a figure would hardly come from random weights and
-why that can matter. Its rate of false alarms was measured on randomly initialised models by
+why that can matter. Its rate of false alarms was measured on randomly initialised and on trained models by
 `benchmarks/false_alarms.py`; a rule without a measured rate, or a reason why it cannot err, does not exist (the
 tests see to it).
 """
@@ -68,11 +68,17 @@ def measured_rates() -> dict[str, Any]:
 
 
 def _rate(code: str) -> str:
+    """On random and on trained models, each with the upper end of its interval."""
     rates = measured_rates()
+    kinds = ("random", "randomly initialised models"), ("trained", "trained networks that work")
+    return " ".join(f"{_counted(rates[name], code, what)}." for name, what in kinds)
+
+
+def _counted(rates: Mapping[str, Any], code: str, what: str) -> str:
     seen = rates["rules"][code]
     return (
-        f"{seen['tensors']} of {rates['tensors']} tensors in {seen['models']} of {rates['models']} randomly "
-        f"initialised models; the true rate per model is below {100 * seen['models_upper']:.2g} % (95 %)."
+        f"{seen['tensors']} of {rates['tensors']} tensors in {seen['models']} of {rates['models']} {what}; "
+        f"the true rate per model is below {100 * seen['models_upper']:.2g} % (95 %)"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import normalize, singular_values
+from gonio.geometry.spectra import GRAM_LIMIT
 from gonio.measuring.blocks import computed_in, row_blocks, tiles
 from gonio.seeding import generator
 
@@ -16,6 +17,7 @@ __all__ = ["CERTAINTY", "Spectra", "lanczos_error", "largest_singular_value", "r
 
 EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
 DECOMPOSED = 1 << 22  # entries up to which a matrix is held in float64, for small singular values too
+BLOCKED = 128  # size of the smaller side from which half of the Gram matrix is left out
 SMALL = 256  # size of the smaller side up to which its Gram matrix is always taken
 LARGEST_RANK = 256  # that is looked for in a weight too large for all singular values
 STEPS = 32  # of the Lanczos iteration above
@@ -46,13 +48,37 @@ def spectra_of(matrices: Tensor, *, name: str) -> Spectra:
     groups, n, d = matrices.shape
     small = min(n, d)
     if groups * n * d <= DECOMPOSED and groups * n * d * small <= EXACT_WORK:
-        values = singular_values(matrices.to(computed_in(matrices.dtype))).double().flatten()
+        values = _decomposed(matrices)
         return Spectra(float(values.max()), 0.0, values)
     if small <= SMALL or groups * n * d * small <= EXACT_WORK:
         values = torch.cat([_by_gram(matrix) for matrix in matrices])
         return Spectra(float(values.max()), 0.0, values)
     found = [largest_singular_value(matrix, name=f"{name}/{i}") for i, matrix in enumerate(matrices)]
     return Spectra(max(found), lanczos_error(min(STEPS, small), d), None)
+
+
+def _decomposed(matrices: Tensor) -> Tensor:
+    """From the float64 Gram matrix, or by an SVD where that would lose the small values."""
+    groups, n, d = matrices.shape
+    if groups > 1 or min(n, d) < BLOCKED or matrices.device.type != "cpu":
+        return singular_values(matrices.to(computed_in(matrices.dtype))).double().flatten()
+    scale = _scale(matrices[0])
+    wide = matrices[0].double() / scale
+    eigenvalues = torch.linalg.eigvalsh(_lower_gram(wide if n <= d else wide.mT))
+    if bool(eigenvalues[0] < GRAM_LIMIT * eigenvalues[-1]):
+        return torch.linalg.svdvals(wide) * scale
+    return eigenvalues.sqrt() * scale
+
+
+def _lower_gram(matrix: Tensor) -> Tensor:
+    """The blocks on and below the diagonal of the Gram matrix, which is all that `eigvalsh` reads."""
+    n = len(matrix)
+    gram, size = matrix.new_zeros(n, n), -(-n // 4)
+    for start in range(0, n, size):
+        torch.mm(
+            matrix[start : start + size], matrix[: start + size].mT, out=gram[start : start + size, : start + size]
+        )
+    return gram
 
 
 def _by_gram(matrix: Tensor) -> Tensor:

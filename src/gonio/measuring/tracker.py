@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, NoMatchError
+from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.measuring.entry import Entry
+from gonio.measuring.export import frame_from
 from gonio.measuring.from_model import entries_of_model
 from gonio.measuring.loggers import sender_of
 from gonio.measuring.tensor import TensorMeasurement, measure_tensor
@@ -105,11 +106,7 @@ class Tracker:
         Raises:
             MissingExtraError: without pandas.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("to_frame()", "pandas", "dev") from error
-        return pandas.DataFrame(self.rows, columns=["step", "layer", *FIGURES])
+        return frame_from(self.rows, ["step", "layer", *FIGURES])
 
     def _entries(self) -> list[Entry]:
         modules = {site.path: site.module for site in sites(self._model)}
