@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import gonio
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.large_networks import ResNet50, VisionTransformer
-from benchmarks.shapes import TINY, Shape, resnet50, weights
+from benchmarks.shapes import TINY, resnet50, weights
 from gonio.geometry import singular_values, spectral_norm
 from gonio.measuring.pairs import measure_pairs
 from gonio.measuring.spectra import largest_singular_value, spectra_of
@@ -33,6 +33,7 @@ FLOOR = (
     "matrix in float32"
 )
 SIDE = 4096
+Shape = tuple[int, ...]
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -76,7 +77,7 @@ def exact(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def spectra(*, quick: bool) -> Iterator[Row]:
     """All singular values."""
-    cases = {"tiny": TINY} if quick else {"ResNet-50": tuple(resnet50()), "2048×2048": ((2048, 2048),)}
+    cases = {"tiny": TINY} if quick else {"ResNet-50": tuple(resnet50()), "768×3072": ((768, 3072),)}
     for case, shapes in cases.items():
         peers = (_candidate("SVD in float64", shapes, decomposed), _candidate("gonio, measure", shapes, measured))
         yield Row(case, "F", _candidate("Gram", shapes, grams), peers, "spectra")
