@@ -15,6 +15,7 @@ from gonio.compare.lock import locked
 from gonio.compare.results import RunRecord
 from gonio.compare.study import Study
 from gonio.errors import PlanChangedError, StudyError, StudyLockedError
+from gonio.report.words import seen
 
 
 def finished(name: str, seed: int, score: float = 90.0) -> RunRecord:
@@ -161,3 +162,19 @@ def test_mixed_versions_are_noted(tmp_path: Path) -> None:
     study.add(study.plan.recipes[0], finished("baseline", 0), {"torch": "1"})
     study.add(study.plan.recipes[1], finished("r0", 0), {"torch": "2"})
     assert study.results().notes == ("The runs were made with different versions of torch.",)
+
+
+def test_a_look_counts_once_for_each_number_of_runs(tmp_path: Path) -> None:
+    study = Study.create(tmp_path, plan_of(seeds=2))
+    assert (study.results().looks, study.looks()) == ((), ())  # there was nothing to see
+    first, second = study.plan.recipes
+    study.add(first, finished("baseline", 0), {})
+    study.add(second, RunRecord("r0", 0, "failed", error="no memory"), {})
+    assert [study.results().looks for _ in range(3)] == [(1,)] * 3  # what failed shows nothing
+    study.add(second, finished("r0", 0), {})
+    study.runs()
+    assert study.looks() == (1,)  # who sees no results has not looked
+    shown = Study.open(tmp_path).results()
+    assert shown.looks == Study.open(tmp_path).looks() == (1, 2)
+    assert "The results were looked at 2 times, when there were 1 and 2 runs" in shown.notes[-1]
+    assert seen(shown) == "looked at 2 times"
