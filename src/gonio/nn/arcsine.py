@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.nn.elementary import arcsin, transformed
+from gonio.nn.elementary import arcsin, transformed, with_derivative
 
 __all__ = ["bounded_asin"]
 
@@ -35,7 +35,9 @@ def bounded_asin(cosine: Tensor) -> Tensor:
     compiling = torch.compiler.is_dynamo_compiling()
     if torch.jit.is_tracing() or torch.compiler.is_exporting() or (compiling and transformed()):
         return _extended(cosine)
-    result: Tensor = (_CompiledAsin if compiling else _BoundedAsin).apply(cosine)
+    if compiling:
+        return with_derivative(arcsin(cosine.clamp(-1, 1)), cosine.clamp(-2, 2), _derivative(cosine))
+    result: Tensor = _BoundedAsin.apply(cosine)
     return result
 
 
@@ -72,20 +74,6 @@ class _BoundedAsin(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         (cosine,) = ctx.saved_tensors
         return tangent * _derivative(cosine)
-
-
-class _CompiledAsin(torch.autograd.Function):
-    """The same for the compiler, which takes no function with a forward-mode derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, cosine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine)
-        return arcsin(cosine.clamp(-1, 1))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (cosine,) = ctx.saved_tensors
-        return grad * _derivative(cosine)
 
 
 def _derivative(cosine: Tensor) -> Tensor:

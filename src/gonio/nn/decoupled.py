@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 from gonio.nn.angular import Angular, Cosine
-from gonio.nn.fused import multiply_with_energy, ordinary_eager
+from gonio.nn.compiled import computed_once, fusing
+from gonio.nn.fused import multiply_with_energy, ordinary_eager, unit_filters
 from gonio.nn.gradient import Gradient, scaled_gradient
 from gonio.nn.magnitude import Linear, Magnitude
 from gonio.nn.magnitude.base import Coefficients, Number, times
@@ -18,7 +19,8 @@ from gonio.nn.operator import Weighted, check_operator
 from gonio.nn.product import Product, wide
 from gonio.nn.ranks import several_ranks, total
 from gonio.nn.running import RunningStatistics
-from gonio.nn.scaling import root, scale_, scale_by_parts_, slope_at, total_norm
+from gonio.nn.scaling import scale_, scale_by_parts_, total_norm
+from gonio.nn.slope import root, slope_at, slope_of
 
 __all__ = ["Decoupled"]
 
@@ -33,6 +35,11 @@ NARROW = (torch.float16, torch.bfloat16)
 # The logarithm of a learned radius counts within ±10, a factor of 22,026 either way: far beyond use, and its
 # exponential far from the ends of float16.
 LOG_RADIUS = 10.0
+
+
+def _belongs_to_patches(c: Coefficients, energy: Tensor, y: Tensor) -> bool:
+    """Whether the slope is much smaller than the output, one value for many filters."""
+    return 2 * c.size_with(energy) <= y.numel()
 
 
 class Decoupled(RunningStatistics):
@@ -147,7 +154,7 @@ class Decoupled(RunningStatistics):
 
     def _decouple(self, x: Tensor, product: Product) -> Tensor:
         weight = scaled_gradient(self.weight, product) if self.gradient == "weighted" else self.weight
-        filters = weight if self._keeps_length else product.filters(weight)
+        filters = weight if self._keeps_length else unit_filters(weight, product)
         # under autocast the input is narrower than the weight; else this does nothing or lets torch complain
         filters = filters.to(x.dtype) if x.dtype in NARROW else filters
         if self._keeps_norm:
@@ -169,17 +176,23 @@ class Decoupled(RunningStatistics):
         """The operator in the grouped layout, from the product and the energy of the patches."""
         shortest = SHORTEST[x.dtype]
         c = self._coefficients(energy, x, product)
-        in_place = not self._needs_product and ordinary_eager()
-        if in_place and 2 * c.size_with(energy) > y.numel():
-            return product.group(scale_by_parts_(y, energy, c, self.magnitude, product, shortest))
+        if not self._needs_product and ordinary_eager():
+            return self._scaled_in_place(y, energy, c, product, shortest)
         norm = root(energy, shortest)
         slope = slope_at(norm, c, self.magnitude, shortest)
-        if in_place and isinstance(slope, Tensor):
-            return product.group(scale_(y, slope, product))
+        if fusing(y) and isinstance(slope, Tensor) and _belongs_to_patches(c, energy, y):
+            slope = computed_once(slope)
+            norm = norm if isinstance(self.angular, Cosine) else computed_once(norm)
         out = self.angular.combine(wide(product.group(y)), norm, slope)
         if self.weighted == "linear" and not self._keeps_length:
             out = out * product.lengths(self.weight, x)
         return out
+
+    def _scaled_in_place(self, y: Tensor, energy: Tensor, c: Coefficients, product: Product, shortest: float) -> Tensor:
+        """With the cosine: the product times the slope."""
+        if c.size_with(energy) == energy.numel() or _belongs_to_patches(c, energy, y):
+            return product.group(scale_(y, slope_of(energy, c, self.magnitude, shortest), product))
+        return product.group(scale_by_parts_(y, energy, c, self.magnitude, product, shortest))
 
     @property
     def _needs_product(self) -> bool:

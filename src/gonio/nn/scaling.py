@@ -17,25 +17,9 @@ from gonio.nn.magnitude import Magnitude
 from gonio.nn.magnitude.base import Coefficients, Number
 from gonio.nn.parts import in_parts
 from gonio.nn.product import Product, wide
+from gonio.nn.slope import by_energy, root, slope_at
 
-__all__ = ["root", "scale_", "scale_by_parts_", "slope_at", "total_norm"]
-
-
-def root(energy: Tensor, shortest: float) -> Tensor:
-    """The norms of patches; one that is shorter than `shortest` counts as that long, with gradient 0."""
-    return energy.clamp_min(shortest**2).sqrt()
-
-
-def _by_energy(by_norm: Tensor, norm: Tensor, energy: Tensor, shortest: float) -> Tensor:
-    """The gradient of the energy from that of its root."""
-    found = by_norm / (2 * norm)
-    return torch.ops.aten.threshold_backward(found, energy, shortest**2)
-
-
-def slope_at(norm: Tensor, c: Coefficients, magnitude: Magnitude, shortest: float) -> Number:
-    """The slope h/‖x‖; 0 at a zero patch for a magnitude that has no limit there."""
-    slope = magnitude.slope(norm, c)
-    return slope if magnitude.continuous_at_zero else slope * (norm > shortest)
+__all__ = ["scale_", "scale_by_parts_", "total_norm"]
 
 
 def total_norm(energy: Tensor, shortest: float, product: Product) -> Tensor:
@@ -48,44 +32,32 @@ def total_norm(energy: Tensor, shortest: float, product: Product) -> Tensor:
 
 class _TotalNorm(torch.autograd.Function):
     @staticmethod
-    def forward(energy: Tensor, shortest: float, product: Product) -> Tensor:
-        sums = [product.over_groups(root(part, shortest)) for (part,) in in_parts(energy)]
-        return torch.stack(sums).sum(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Product], output: Tensor) -> None:
-        energy, ctx.shortest, ctx.product = inputs
+    def forward(ctx: Any, energy: Tensor, shortest: float, product: Product) -> Tensor:
+        ctx.shortest, ctx.product = shortest, product
         ctx.save_for_backward(energy)
+        return product.over_groups(root(energy, shortest))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (energy,) = ctx.saved_tensors
         by_norm = ctx.product.per_group(grad)
-        if torch.is_grad_enabled():
-            return _by_energy(by_norm, root(energy, ctx.shortest), energy, ctx.shortest), None, None
-        found = torch.empty_like(energy)
-        for part, space in in_parts(energy, found):
-            space.copy_(_by_energy(by_norm, root(part, ctx.shortest), part, ctx.shortest))
-        return found, None, None
+        return by_energy(by_norm, root(energy, ctx.shortest), energy, ctx.shortest), None, None
 
 
 def scale_(y: Tensor, slope: Tensor, product: Product) -> Tensor:
-    """The product times a slope that is known, and small because it belongs to patches."""
+    """The product times a slope that is known: no larger than the energy of the patches."""
     result: Tensor = _Scale.apply(y, slope, product)
     return result
 
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(y: Tensor, slope: Tensor, product: Product) -> Tensor:
+    def forward(ctx: Any, y: Tensor, slope: Tensor, product: Product) -> Tensor:
         product.group(y).mul_(slope)
+        ctx.product = product
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(y, slope)
         return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Product], output: Tensor) -> None:
-        _, slope, ctx.product = inputs
-        ctx.mark_dirty(output)
-        ctx.save_for_backward(output, slope)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,14 +66,12 @@ class _Scale(torch.autograd.Function):
         if torch.is_grad_enabled():
             total = (wide(grad) * out).sum_to_size(slope.shape)
             return ctx.product.ungroup((grad * slope).to(out.dtype)), _over(total, slope), None
-        by_y, total = torch.empty_like(out), torch.empty_like(slope)
-        for part, outs, slopes, space, sums in in_parts(grad, out, slope, by_y, total):
-            if ctx.needs_input_grad[1]:
-                both = torch.mul(part, outs, out=space) if space.dtype == sums.dtype else wide(part) * outs
-                sums.copy_(both.sum_to_size(sums.shape))
-            torch.mul(part, slopes, out=space)
-        by_slope = _over(total, slope) if ctx.needs_input_grad[1] else None
-        return ctx.product.ungroup(by_y) if ctx.needs_input_grad[0] else None, by_slope, None
+        space, by_slope = torch.empty_like(out), None
+        if ctx.needs_input_grad[1]:
+            both = torch.mul(grad, out, out=space) if space.dtype == slope.dtype else wide(grad) * out
+            by_slope = _over(both.sum_to_size(slope.shape), slope)
+        by_y = ctx.product.ungroup(torch.mul(grad, slope, out=space)) if ctx.needs_input_grad[0] else None
+        return by_y, by_slope, None
 
 
 def _over(total: Tensor, slope: Tensor) -> Tensor:
@@ -112,7 +82,7 @@ def _over(total: Tensor, slope: Tensor) -> Tensor:
 def scale_by_parts_(
     y: Tensor, energy: Tensor, c: Coefficients, magnitude: Magnitude, product: Product, shortest: float
 ) -> Tensor:
-    """The product times a slope that is as large as the product, and never held as a whole.
+    """The product times a slope that is as large as the product where the energy is not, and never held as a whole.
 
     Forward and backward compute it part by part from the patches' energy, and backward its derivative,
     by autograd on a part.
@@ -124,6 +94,7 @@ def scale_by_parts_(
 class _ScaleByParts(torch.autograd.Function):
     @staticmethod
     def forward(
+        ctx: Any,
         y: Tensor,
         energy: Tensor,
         alpha: Number,
@@ -136,14 +107,12 @@ class _ScaleByParts(torch.autograd.Function):
         c = Coefficients(alpha, beta, radius)
         for part, energies in in_parts(product.group(y), energy, beside=c.tensors):
             part.mul_(slope_at(root(energies, shortest), c, magnitude, shortest))
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, energy, *numbers, ctx.magnitude, ctx.product, ctx.shortest = inputs
+        numbers = (alpha, beta, radius)
         ctx.numbers = [None if isinstance(n, Tensor) else n for n in numbers]
-        ctx.mark_dirty(output)
-        ctx.save_for_backward(output, energy, *(n if isinstance(n, Tensor) else None for n in numbers))
+        ctx.magnitude, ctx.product, ctx.shortest = magnitude, product, shortest
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(y, energy, *(n if isinstance(n, Tensor) else None for n in numbers))
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,8 +132,8 @@ def _by_parts(
 ) -> list[Tensor | None]:
     """Gradients of the energy and of the coefficients; that of the product is written to `by_y`."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
-    by_energy = torch.empty_like(energy) if ctx.needs_input_grad[1] else None
-    into = energy if by_energy is None else by_energy
+    first_found = torch.empty_like(energy) if ctx.needs_input_grad[1] else None
+    into = energy if first_found is None else first_found
     sums: list[Tensor | None] = [None, None, None]
     beside = tuple(t for t in leaves if t is not None)
     for part, outs, space, energies, target in in_parts(grad, out, by_y, energy, into, beside=beside):
@@ -173,7 +142,7 @@ def _by_parts(
         if first is not None:
             target.copy_(first)
         sums = [new if old is None or new is None else old.add_(new) for old, new in zip(sums, others, strict=True)]
-    return [by_energy, *sums]
+    return [first_found, *sums]
 
 
 def _differentiate(
@@ -194,4 +163,4 @@ def _differentiate(
         by_slope = _over((wide(grad) * out).sum_to_size(slope.shape), slope)
         found = iter(torch.autograd.grad(slope, wanted, by_slope, create_graph=again, materialize_grads=True))
         by_norm, *others = [None if t is None else next(found) for t in inputs]
-        return slope, [None if by_norm is None else _by_energy(by_norm, norm, energy, ctx.shortest), *others]
+        return slope, [None if by_norm is None else by_energy(by_norm, norm, energy, ctx.shortest), *others]

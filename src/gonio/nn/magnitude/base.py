@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gonio.nn.angular import Angular
 
-__all__ = ["Coefficients", "Magnitude", "Number", "larger", "times"]
+__all__ = ["Coefficients", "Magnitude", "Number", "larger", "over", "times"]
 
 Number = float | Tensor
 
@@ -38,7 +38,8 @@ class Coefficients:
 
     def size_with(self, norm: Tensor) -> int:
         """How many values a function of `norm` has with these coefficients."""
-        return torch.broadcast_shapes(norm.shape, *(t.shape for t in self.tensors)).numel()
+        found = self.tensors
+        return torch.broadcast_shapes(norm.shape, *(t.shape for t in found)).numel() if found else norm.numel()
 
 
 class Magnitude(ABC):
@@ -74,6 +75,16 @@ class Magnitude(ABC):
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
         """The value divided by `norm`; `norm` must be positive."""
 
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Number:
+        """`norm` times the derivative of the slope, which is given; by autograd unless a class knows better."""
+        with torch.enable_grad():
+            at = norm.detach().requires_grad_()
+            found = self.slope(at, c)
+            if not (isinstance(found, Tensor) and found.requires_grad):
+                return 0.0
+            (derivative,) = torch.autograd.grad(found, at, torch.ones_like(found))
+        return norm * derivative
+
     def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Axes:
         """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""
         return draw_magnitude(self, ax, angular=angular)
@@ -97,6 +108,11 @@ def _check(owner: str, name: str, value: Any) -> None:
 def larger(norm: Tensor, radius: Number) -> Tensor:
     """The larger of a norm and a radius, which may be a number."""
     return torch.maximum(norm, radius) if isinstance(radius, Tensor) else norm.clamp_min(radius)
+
+
+def over(x: Tensor, divisor: Number) -> Tensor:
+    """The quotient, without a pass over `x` for the number 1."""
+    return x if isinstance(divisor, float) and divisor == 1.0 else x / divisor
 
 
 def times(x: Tensor, factor: Number) -> Tensor:

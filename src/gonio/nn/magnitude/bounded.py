@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.nn.elementary import tanh
-from gonio.nn.magnitude.base import Coefficients, Magnitude, larger, times
+from gonio.nn.magnitude.base import Coefficients, Magnitude, larger, over, times
 
 __all__ = ["Ball", "Sphere", "Tanh"]
 
@@ -44,6 +44,9 @@ class Sphere(Magnitude):
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return c.alpha / norm
+
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        return -slope
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class Ball(Magnitude):
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return c.alpha / larger(norm, c.radius)
 
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        return -slope * (norm > c.radius)
+
 
 @dataclass(frozen=True)
 class Tanh(Magnitude):
@@ -110,7 +116,11 @@ class Tanh(Magnitude):
     bounded = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return times(tanh(norm / c.radius), c.alpha)
+        return times(tanh(over(norm, c.radius)), c.alpha)
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return times(tanh(norm / c.radius) / norm, c.alpha)
+        return times(tanh(over(norm, c.radius)) / norm, c.alpha)
+
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        height = over(slope * norm, c.alpha)
+        return times(over(1 - height * height, c.radius), c.alpha) - slope

@@ -41,6 +41,9 @@ class Linear(Magnitude):
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
         return c.alpha
 
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Segmented(Magnitude):
@@ -86,6 +89,9 @@ class Segmented(Magnitude):
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return (c.radius / larger(norm, c.radius)) * (c.alpha - c.beta) + c.beta
 
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        return (c.beta - slope) * (norm > c.radius)
+
 
 @dataclass(frozen=True)
 class Logarithm(Magnitude):
@@ -114,6 +120,9 @@ class Logarithm(Magnitude):
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return times(torch.log1p(norm) / norm, c.alpha)
+
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        return c.alpha / (1 + norm) - slope
 
 
 @dataclass(frozen=True)
@@ -147,3 +156,6 @@ class Mixed(Magnitude):
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return torch.log1p(norm) / norm * c.beta + c.alpha
+
+    def rate(self, norm: Tensor, slope: Tensor, c: Coefficients) -> Tensor:
+        return c.beta / (1 + norm) - (slope - c.alpha)
