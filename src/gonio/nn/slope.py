@@ -58,8 +58,8 @@ class _Slope(torch.autograd.Function):
         norm = floored.sqrt()
         if torch.is_grad_enabled():
             again = slope_at(norm, ctx.c, ctx.magnitude, ctx.shortest)
-            depends = isinstance(again, Tensor) and again.requires_grad
-            found = torch.autograd.grad(again, energy, grad, create_graph=True)[0] if depends else None
-            return found, None, None, None
+            if not (isinstance(again, Tensor) and again.requires_grad):
+                return None, None, None, None
+            return torch.autograd.grad(again, energy, grad, create_graph=True)[0], None, None, None
         found = (grad * ctx.magnitude.rate(norm, slope, ctx.c)).div_(floored).mul_(0.5)
         return torch.ops.aten.threshold_backward(found, energy, ctx.shortest**2), None, None, None
