@@ -92,6 +92,14 @@ def test_an_orthogonal_weight_has_no_defect_and_is_far_from_random() -> None:
     assert found.spectrum_outliers == 0
 
 
+def test_weights_at_the_end_of_the_range_of_float32() -> None:
+    """Their largest singular value is beyond it."""
+    found = measure({"w.weight": torch.full((5, 6), 3e38)})["w"]
+    assert found.status == "measured"
+    assert found.sigma_max == pytest.approx(3e38 * sqrt(30), rel=1e-6)
+    assert found.orthogonality_defect == pytest.approx(2)  # of squares 5, 0, 0, 0, 0 about their mean 1
+
+
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1)])
 def test_a_single_row_or_column_has_no_spectrum_to_compare(shape: tuple[int, int]) -> None:
     found = measure({"w.weight": normal(*shape)})["w"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log, pi, sqrt
+from math import inf, log, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def bulk_of(values: Tensor, rows: int, columns: int) -> Bulk | None:
     """
     small, large = sorted((rows, columns))
     largest = float(values.max())
-    if small < 2 or not largest > 0:
+    if small < 2 or not 0 < largest < inf:
         return None
     squares = (values.double().flatten().sort().values / largest).square()
     squares = squares / squares.mean()  # of mean 1, as the law's

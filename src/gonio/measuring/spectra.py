@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import normalize, singular_values
+from gonio.geometry.precision import widest
 from gonio.geometry.spectra import GRAM_LIMIT
-from gonio.measuring.blocks import computed_in, row_blocks, tiles
+from gonio.measuring.blocks import row_blocks, tiles
 from gonio.seeding import generator
 
 __all__ = ["CERTAINTY", "Spectra", "lanczos_error", "largest_singular_value", "rank_holding", "spectra_of"]
@@ -61,7 +62,7 @@ def _decomposed(matrices: Tensor) -> Tensor:
     """From the float64 Gram matrix, or by an SVD where that would lose the small values."""
     groups, n, d = matrices.shape
     if groups > 1 or min(n, d) < BLOCKED or matrices.device.type != "cpu":
-        return singular_values(matrices.to(computed_in(matrices.dtype))).double().flatten()
+        return singular_values(matrices.to(widest(matrices))).double().flatten()  # in float32 the largest may overflow
     scale = _scale(matrices[0])
     wide = matrices[0].double() / scale
     eigenvalues = torch.linalg.eigvalsh(_lower_gram(wide if n <= d else wide.mT))
