@@ -143,9 +143,10 @@ def test_a_run_that_no_node_has_room_for(cluster: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "ray://127.0.0.1:1"])
+def test_no_cluster(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(NotApplicableError, match=r"no Ray cluster answers there.*Start one with `ray start --head`"):
         Ray()
 

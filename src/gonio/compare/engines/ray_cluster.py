@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, cast
@@ -14,6 +15,7 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableE
 
 __all__ = ["Ray"]
 
+_ANSWER = 20.0  # seconds that a cluster has to accept a connection
 _POLL = 1.0  # seconds after which an interruption is noticed while runs go on
 
 
@@ -66,12 +68,14 @@ class Ray:
         self._task = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0, max_calls=1)(_call)
 
     def _connect(self, address: str | None) -> None:
+        where = address or os.environ.get("RAY_ADDRESS", "auto")
         try:
-            self._ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            _knock(where)  # Ray itself goes on trying for a quarter of an hour
+            self._ray.init(address=where, log_to_driver=False)
+        except (OSError, ValueError, RuntimeError) as error:
             raise NotApplicableError(
                 "--engine ray",
-                address or os.environ.get("RAY_ADDRESS", "this machine"),
+                "this machine" if where == "auto" else where,
                 f"no Ray cluster answers there: {error}",
                 "Start one with `ray start --head`, or name its head in RAY_ADDRESS.",
             ) from error
@@ -130,6 +134,14 @@ class _Task:
     def stop(self) -> None:
         """End the task, where it is running or waiting."""
         self._ray.cancel(self.reference, force=True)
+
+
+def _knock(address: str) -> None:
+    """Raise OSError if nothing listens at `host:port`; other forms of an address are Ray's to read."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER):
+            pass
 
 
 def _call(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
