@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+import scipy.linalg
 import torch
 from torch import Tensor, nn
 
@@ -61,7 +62,12 @@ def grams(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def decomposed(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """LAPACK in float64, as WeightWatcher calls it."""
+    """LAPACK in float64, as WeightWatcher calls it where there is no CUDA."""
+    return [torch.from_numpy(scipy.linalg.svd(w.double().numpy(), compute_uv=False)) for w in inputs]
+
+
+def decomposed_by_torch(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The LAPACK of torch's own build."""
     return [torch.linalg.svdvals(w.double()) for w in inputs]
 
 
@@ -79,12 +85,16 @@ def spectra(*, quick: bool) -> Iterator[Row]:
     """All singular values."""
     cases = {"tiny": TINY} if quick else {"ResNet-50": tuple(resnet50()), "768×3072": ((768, 3072),)}
     for case, shapes in cases.items():
-        peers = (_candidate("SVD in float64", shapes, decomposed), _candidate("gonio, measure", shapes, measured))
+        peers = (*_decompositions(shapes), _candidate("gonio, measure", shapes, measured))
         yield Row(case, "F", _candidate("Gram", shapes, grams), peers, "spectra")
     side = 12 if quick else SIDE  # measure itself takes the largest value alone here
     one = ((side, side),)
-    peers = (_candidate("SVD in float64", one, decomposed), _candidate("gonio, all values", one, exact))
+    peers = (*_decompositions(one), _candidate("gonio, all values", one, exact))
     yield Row(f"{side}×{side}", "F", _candidate("Gram", one, grams), peers, "spectra")
+
+
+def _decompositions(shapes: tuple[tuple[int, ...], ...]) -> tuple[Candidate, Candidate]:
+    return _candidate("SciPy's SVD", shapes, decomposed), _candidate("torch's SVD", shapes, decomposed_by_torch)
 
 
 def largest(*, quick: bool) -> Iterator[Row]:
