@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
 import pytest
 
 import gonio
-from cli.shell import COMMAND, invoke, shell
+from cli.shell import invoke, shell
 from gonio.cli import app
 
 COMMANDS = sorted(command.name for command in app.registered_commands)
@@ -43,19 +42,6 @@ def test_the_spy_sees_torch() -> None:
     spy = SPY.replace("main()\n", "main()\nexcept SystemExit:\n    import torch\n", 1)
     result = subprocess.run([sys.executable, "-c", spy, "--version"], capture_output=True, text=True, check=False)
     assert "torch" in result.stderr
-
-
-@pytest.mark.parametrize("words", [["--help"], ["compare", "--help"]])
-def test_help_answers_at_once(words: list[str]) -> None:
-    """In processor time, of which other work on the machine takes none."""
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*COMMAND, *words], capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-    assert min(seconds() for _ in range(3)) < 0.3
 
 
 def test_the_version_is_the_packages() -> None:
