@@ -97,8 +97,12 @@ def test_edits_of_models_that_share_a_layer_count_as_one() -> None:
 
 def test_edits_of_unrelated_models_do_not_know_of_each_other() -> None:
     one, other = network(), network()
+    before = one(X)
     first, _ = gonio.init_(one, init.xavier_), gonio.init_(other, init.xavier_)
+    changed = other(X)
     first.undo_()
+    assert torch.equal(one(X), before)
+    assert torch.equal(other(X), changed)
 
 
 def test_a_copy_is_not_touched_by_the_undo_of_the_original() -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from gonio.compare.results import Results
 from gonio.compare.several import PROFILE, Across, across
-from gonio.foreign_text import csv_cell, markdown_cell, plain, tex_cell
+from gonio.foreign_text import csv_cell, markdown_cell, tex_cell
 from gonio.report.latex import tabular
 from gonio.report.shown import Shown
+from gonio.report.terminal import table_of
 
 __all__ = ["SEVERAL_FORMATS", "several_text"]
 
@@ -73,18 +73,9 @@ def several_text(studies: Sequence[Results]) -> RenderableType:
     """
     parts: list[RenderableType] = []
     for shown in _tables(across(studies)):
-        parts += [Text(shown.title, style="bold"), _table(shown), *(Text(note, style="dim") for note in shown.notes)]
+        parts += [Text(shown.title, style="bold"), table_of(shown), *(Text(note, style="dim") for note in shown.notes)]
         parts.append(Text(""))
     return Group(*parts[:-1])
-
-
-def _table(shown: Shown) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, name in enumerate(shown.head):
-        table.add_column(name, justify="right" if i in shown.numbers else "left", overflow="fold")
-    for row in shown.rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    return table
 
 
 def _json(found: Sequence[Across]) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from gonio.compare.results import Effect, Results
 from gonio.foreign_text import plain
 from gonio.report.sections import attacks_of, robust_rows
-from gonio.report.shown import evidence
+from gonio.report.shown import Shown, evidence
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, said, seen
 
 __all__ = ["text"]
@@ -53,7 +53,7 @@ class _Verdicts:
         if options.max_width >= TABLE_WIDTH:
             yield _table(results.effects, scale)
             yield Text("")
-            yield _evidence(results)
+            yield table_of(evidence(results))
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
@@ -93,9 +93,8 @@ def _verdict(e: Effect) -> Text:
     return Text(f"{shown.symbol} {plain(said(e))}", style=TONES[shown.tone])
 
 
-def _evidence(results: Results) -> RenderableType:
-    """What the verdicts rest on."""
-    shown = evidence(results)
+def table_of(shown: Shown) -> Table:
+    """What is shown, as a table of the terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, title in enumerate(shown.head):
         table.add_column(title, justify="right" if i in shown.numbers else "left", overflow="fold")

@@ -1,14 +1,10 @@
 """How penalties, hooks and monitors fail elsewhere, and the tests that hold this library's to it.
 
 Rows E are regularizers, rows F hooks, monitors and progress; the properties are those of the formulas. Every row
-names its tests; that they exist is tested here.
+names its tests; that they exist is tested in `test_known_failures.py`.
 """
 
 from __future__ import annotations
-
-import pytest
-
-from style.known_failures import missing
 
 BASE = "regularizers/test_base.py"
 ORTHOGONAL = "regularizers/test_orthogonality.py"
@@ -213,20 +209,3 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
     "tied weights count once": (f"{BINDING}::test_tied_tensors_count_once",),
     "L2 is lowered by moving scale": (f"{SHIFT}::test_l2_is_lowered_by_moving_scale",),
 }
-
-
-def test_every_row_is_there() -> None:
-    assert list(FAILURES) == [*(f"E{n}" for n in range(1, 11)), *(f"F{n}" for n in range(1, 8))]
-
-
-@pytest.mark.parametrize("row", FAILURES)
-def test_every_row_has_its_tests(row: str) -> None:
-    _, tests = FAILURES[row]
-    assert tests
-    assert not missing(tests)
-
-
-@pytest.mark.parametrize("what", PROPERTIES)
-def test_every_property_has_its_tests(what: str) -> None:
-    assert PROPERTIES[what]
-    assert not missing(PROPERTIES[what])
