@@ -290,6 +290,28 @@ def test_nothing_of_the_size_of_the_outputs_is_kept() -> None:
     assert sum(t.numel() for t in others) < 2 * 32 * 32
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4, 1e-6])
+def test_small_outputs_are_as_exact_as_large_ones(size: float) -> None:
+    """float32 against float64, one channel smaller than the others: Note [tanh by the logistic function]."""
+    y = 0.1 * seeded(600, 6)
+    y[:, 2] *= size
+    y[:, 4] += y[:, 2] / size  # two that agree, so that there is something to lose
+    for regularizer in (R.SelfOrthogonality(1.0), R.SelfOrthogonality.paper()):
+        found, wide = (value_and_gradient(regularizer, x) for x in (y, y.double()))
+        torch.testing.assert_close(found[0].double(), wide[0], rtol=2e-5, atol=0)
+        for mine, true in zip(found[1].double().unbind(1), wide[1].unbind(1), strict=True):
+            assert float((mine - true).norm() / true.norm()) < 2e-5
+
+
+def test_the_logistic_function_alone_would_lose_small_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: what the test above sees where no channel counts as small."""
+    y = torch.stack([1e-6 * seeded(600), 0.1 * seeded(600, 1)[:, 0]], 1)
+    true = value_and_gradient(R.SelfOrthogonality.paper(), y.double())[1]
+    monkeypatch.setattr(soft_signs, "PLAIN", 0.0)
+    found = value_and_gradient(R.SelfOrthogonality.paper(), y)[1]
+    assert float((found.double() - true).norm() / true.norm()) > 1e-3
+
+
 def test_pieces_are_small() -> None:
     signs = soft_signs.SoftSigns(10.0, True, False, 1, None, 1e-38)
     for shape in ((100_000, 3, 1), (7, 3, 10_000), (200, 3, 49)):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gonio.geometry.matrix_vector import matrix_vector
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.parametrizations.eager import is_eager
 from gonio.parametrizations.spectral_views import SpectralView
@@ -97,7 +98,7 @@ class _DividedAlone(torch.autograd.Function):
         ctx: Any, raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float
     ) -> Tensor:
         left, right = u[0], v[0]
-        image = right @ view.matrices(raw)[0].mT
+        image = _image(view.matrices(raw)[0], right)
         scale = (1.0 if length is None else length.item()) / (_norm(right) or 1.0)
         reached, size = _norm(image) * scale, _norm(left)
         gain = torch.dot(left.reshape(-1), image.reshape(-1)).item() * scale / size if size else 0.0
@@ -125,6 +126,11 @@ class _DividedAlone(torch.autograd.Function):
         else:
             of_raw = torch.addmm(matrix, left.mT, right, beta=ctx.factor, alpha=share)
         return ctx.view.weight_of(of_raw.unsqueeze(0)), *[None] * 5
+
+
+def _image(matrix: Tensor, right: Tensor) -> Tensor:
+    """The vectors W v of each part, as rows."""
+    return matrix_vector(matrix, right[0]).unsqueeze(0) if len(right) == 1 else right @ matrix.mT
 
 
 def _norm(x: Tensor) -> float:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from gonio.geometry.lanczos import spectral_norm
+from gonio.geometry.matrix_vector import matrix_vector
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import from_matrices, matrices_of
@@ -26,7 +28,7 @@ from gonio.seeding import generator
 __all__ = ["EXACT", "ITERATIONS", "FilterView", "SpectralView", "random_vectors", "unit_or"]
 
 EXACT = 2**28  # multiplications up to which the first vectors come from a singular value decomposition
-_PLAIN = (1e-12, 1e12)  # norms whose squares float32 holds
+_PLAIN = (1e-24, 1e24)  # squares of norms that float32 holds
 ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
 
 
@@ -63,6 +65,10 @@ class SpectralView(ABC):
     def step(self, matrices: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state after one more power iteration."""
 
+    def step_alone_(self, matrices: Tensor, state: dict[str, Tensor], iterations: int) -> bool:
+        """:meth:`step` in place for the matrices of a single weight, where there is a quicker way; else False."""
+        return False
+
 
 class FilterView(SpectralView):
     """The matrices with one filter per row; the norm is the largest singular value of any of them."""
@@ -94,6 +100,25 @@ class FilterView(SpectralView):
         v = unit_or(state["u"] @ matrices, state["v"], (1, 2))
         return {"u": unit_or(v @ matrices.mT, state["u"], (1, 2)), "v": v}
 
+    def step_alone_(self, matrices: Tensor, state: dict[str, Tensor], iterations: int) -> bool:
+        u, v = state["u"], state["v"]
+        if not matrices.is_cpu or len(matrices) > 1 or not u.dtype is v.dtype is matrices.dtype:
+            return False
+        matrix, left, right = matrices[0], u.view(-1), v.view(-1)
+        for _ in range(iterations):
+            _turn_(right, matrix_vector(matrix.T, left))
+            _turn_(left, matrix_vector(matrix, right))
+        return True
+
+
+def _turn_(unit: Tensor, image: Tensor) -> None:
+    """The direction of `image` written to `unit`, which stays where the image is zero."""
+    square = torch.dot(image, image).item()  # to read a number is free on CPU
+    if _PLAIN[0] < square < _PLAIN[1]:
+        torch.div(image, sqrt(square), out=unit)
+    else:
+        unit.copy_(unit_or(image, unit, (0,)))
+
 
 def _top_pair(matrices: Tensor) -> dict[str, Tensor]:
     """Top singular vectors of large matrices: the gradient of a norm is the product of the two."""
@@ -109,7 +134,7 @@ def unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Unit vectors; where a vector is zero, the one that was there: iteration from 0 would stay at 0."""
     if vectors.is_cpu and len(vectors) == 1 and dims == (1, 2):  # one number, and to read it is free here
         size = torch.linalg.vector_norm(vectors).item()
-        if _PLAIN[0] < size < _PLAIN[1]:
+        if _PLAIN[0] < size * size < _PLAIN[1]:
             return vectors / size
     norm = safe_norm(vectors, dims, keepdim=True)
     return torch.where(norm > 0, vectors / norm.masked_fill(norm == 0, 1), fallback)

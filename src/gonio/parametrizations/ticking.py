@@ -16,6 +16,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.geometry.precision import full_precision, widen
 from gonio.parametrizations.covering import Covered, child_name
 from gonio.parametrizations.spectral_norm import SpectralNorm
+from gonio.parametrizations.spectral_views import SpectralView
 
 __all__ = ["tick_", "tick_on_step"]
 
@@ -127,16 +128,23 @@ def _advance_(batch: list[_Job], iterations: int) -> None:
     if how is None:
         return
     matrices = [how.matrices(widen(raw)) for _, raw in batch]
-    together = _joined(matrices)
     buffers = [{name: b for name, b in p._buffers.items() if b is not None} for p, _ in batch]
+    if len(batch) > 1 or not how.step_alone_(matrices[0], buffers[0], iterations):
+        _step_(how, matrices, buffers, iterations)
+    for parametrization, _ in batch:
+        parametrization.ticked()
+
+
+def _step_(how: SpectralView, matrices: list[Tensor], buffers: list[dict[str, Tensor]], iterations: int) -> None:
+    """Weights of one shape as one stack."""
+    together = _joined(matrices)
     state = {name: _joined([each[name].to(together.dtype) for each in buffers]) for name in buffers[0]}
     for _ in range(iterations):
         state = how.step(together, state)
-    for index, (parametrization, _) in enumerate(batch):
-        for name, buffer in buffers[index].items():
-            if state[name] is not buffer:
-                buffer.copy_(state[name].chunk(len(batch))[index] if len(batch) > 1 else state[name])
-        parametrization.ticked()
+    for name, following in state.items():
+        for each, part in zip(buffers, following.chunk(len(buffers)), strict=True):
+            if part is not each[name]:
+                each[name].copy_(part)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

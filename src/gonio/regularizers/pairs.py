@@ -91,7 +91,7 @@ class TallPairs(Formula):
 
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         channels = self.pairs.signs.channels(x)
-        gram = self.pairs.signs.gram(x, channels)
+        gram, channels = self.pairs.signs.gram(x, channels)
         scale = self.pairs.scale(gram.diagonal(dim1=-2, dim2=-1), channels)
         gram.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
         gram.diagonal(dim1=-2, dim2=-1).zero_()
@@ -131,7 +131,7 @@ class WidePairs(Formula):
     def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         channels = self.pairs.signs.channels(x)
         (piece,) = self.pairs.signs.pieces(x)
-        unit = self.pairs.signs.shifted(piece, channels, self.pairs.signs.room(x)).tanh_()
+        unit = channels.bend_(self.pairs.signs.shifted(piece, channels, self.pairs.signs.room(x)))
         scale = self.pairs.scale(unit.square().sum(-1), channels)
         unit.mul_(scale.unsqueeze(-1))
         alive = (scale > 0).sum(-1).to(x.dtype)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gonio.geometry.matrix_vector import matrix_vector
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.precision import full_precision
 from gonio.geometry.views import Layout, matrix_view
@@ -157,15 +158,16 @@ class _Stretch(Formula):
         length, unit, inner = self._of_one(x[0])
         if not length:
             return length, self.vector
-        other = torch.mv(x[0].T, unit)
-        target[0].addmm_(torch.stack([unit, vector], 1), torch.stack([inner, other]), alpha=factor)
+        other = matrix_vector(x[0].T, unit)
+        # two passes by outer products are faster than one by a matrix product with two inner terms
+        target[0].addr_(unit, inner, alpha=factor).addr_(vector, other, alpha=factor)
         return length, unit.view(1, -1, 1)
 
     def _of_one(self, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The length of the vector's image, the image at length 1 (or 0) and Aᵀ v, for a single matrix."""
         vector = self.vector[0, :, 0]
-        inner = torch.mv(matrix.T, vector)
-        image = torch.mv(matrix, inner).sub_(vector)
+        inner = matrix_vector(matrix.T, vector)
+        image = matrix_vector(matrix, inner).sub_(vector)
         length = torch.linalg.vector_norm(image)
         return length, image.div_(length) if length else image, inner
 
