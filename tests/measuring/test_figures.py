@@ -11,6 +11,7 @@ from torch import nn
 from gonio.measuring import measure
 from gonio.measuring.blocks import BLOCK
 from gonio.measuring.chance import angle_std_at_random, coherence_at_random, expected_above
+from gonio.measuring.gram import Gram
 from gonio.measuring.pairs import measure_pairs
 from references.measuring import angle_std_by_chance, closest, coherence_by_chance, figures, groups_of
 from tolerances import close
@@ -62,6 +63,34 @@ def test_the_memory_format_changes_nothing(memory_format: torch.memory_format) -
     layer = nn.Conv2d(4, 8, 3)
     expected = measure(layer)["weight"]
     assert measure(layer.to(memory_format=memory_format))["weight"] == expected
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (130, 130), (131, 300), (2100, 2200)], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-11, 1e18])
+def test_angles_from_the_gram_matrix_are_those_of_the_filters(shape: tuple[int, int], scale: float) -> None:
+    """Sizes that are no multiple of the blocks, and entries whose squares have no place in float32."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    matrix[1] = 0.9 * matrix[0] + 0.1 * matrix[1]
+    gram = Gram.of(matrix * scale)
+    assert gram.has_cosines
+    found, expected = (measure_pairs(matrix[None] * scale, name="x", gram=g) for g in (gram, None))
+    assert found is not None
+    assert expected is not None
+    assert (found.count, found.closest, found.near) == (expected.count, expected.closest, expected.near)
+    for name in ("angle_mean", "angle_std", "mean_square_cosine", "coherence"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4)
+    moved = (torch.tensor(found.histogram).cumsum(0) - torch.tensor(expected.histogram).cumsum(0)).abs()
+    assert int(moved.max()) <= 1 + found.count // 100_000, "rounding at the edge of a degree"
+
+
+def test_no_cosines_from_the_gram_matrix_of_columns_or_with_a_zero_filter() -> None:
+    matrix = torch.randn(20, 30)
+    assert not Gram.of(matrix.T).has_cosines
+    matrix[3] = 0
+    assert not Gram.of(matrix).has_cosines
+    found = measure_pairs(matrix[None], name="x", gram=Gram.of(matrix))
+    assert found is not None
+    assert found.count == 19 * 18 // 2
 
 
 def test_many_filters_take_blocks_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

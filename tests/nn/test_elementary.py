@@ -1,4 +1,4 @@
-"""The short forms of tanh and arcsin that compiled kernels use, against many digits."""
+"""The short forms of tanh and arcsin that compiled kernels use, and tanh of large tensors, against many digits."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def test_the_rational_tanh() -> None:
     assert relative_error(value, mpmath.tanh, NUMBERS) < ERROR
     assert float(value.abs().max()) == 1.0  # a bound that rounding does not exceed
     assert compiled(elementary.tanh)(torch.tensor([np.nan])).isnan().all()
+
+
+def test_tanh_of_large_tensors_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By expm1, where no graph would have to keep its steps; small tensors and those that record keep torch's."""
+    monkeypatch.setattr(elementary, "_LARGE", 100)
+    with torch.no_grad():
+        value = elementary.tanh(torch.cat([NUMBERS, -NUMBERS]))
+        assert relative_error(value, mpmath.tanh, torch.cat([NUMBERS, -NUMBERS])) < ERROR
+        assert float(value.abs().max()) == 1.0
+        assert not torch.equal(value, torch.tanh(torch.cat([NUMBERS, -NUMBERS]))), "a control: another kernel"
+        assert elementary.tanh(torch.full((200,), np.nan)).isnan().all()
+        assert torch.equal(elementary.tanh(NUMBERS[:99]), torch.tanh(NUMBERS[:99]))
+    assert torch.equal(elementary.tanh(NUMBERS), torch.tanh(NUMBERS))
 
 
 def test_the_polynomial_arcsine() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import pi, sqrt
 
 import torch
 from torch import Tensor
 
 from gonio.measuring.blocks import BLOCK, computed_in, directions_of, rows_at
+from gonio.measuring.gram import Block, Gram
 from gonio.measuring.neighbours import NEAR, near_pairs
 from gonio.seeding import generator
 
@@ -53,7 +54,7 @@ class Pairs:
     searched: bool = False
 
 
-def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
+def measure_pairs(matrices: Tensor, *, name: str, gram: Gram | None = None) -> Pairs | None:
     """The pairs within each matrix of (groups, n, d); None where no matrix has two directions.
 
     A zero filter has no direction and is left out, as is one with a non-finite entry. Memory is bounded by
@@ -61,13 +62,15 @@ def measure_pairs(matrices: Tensor, *, name: str) -> Pairs | None:
 
     Args:
         name: seeds the sample that is drawn of many or long filters, so that it is the same every time.
+        gram: of the matrix, where there is one and its Gram matrix is known.
     """
     total = _Totals()
     n, d = matrices.shape[1:]
     drawn = _drawn(n, d)
     for index, matrix in enumerate(matrices):
         order = _sample(n, drawn, f"{name}/{index}").to(matrix.device)
-        total.add(matrix, order, index * n)
+        known = gram is not None and drawn == n and gram.has_cosines
+        total.add(gram.cosines() if gram is not None and known else _cosines(matrix, order), len(order), index * n)
     found = total.pairs()
     if found is None or drawn == n:
         return found
@@ -102,7 +105,7 @@ def _search_all(matrices: Tensor, found: Pairs, name: str) -> Pairs:
     return replace(found, near=near, opposite=opposite, coherence=coherence, closest=closest, searched=True)
 
 
-def _cosines(matrix: Tensor, order: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _cosines(matrix: Tensor, order: Tensor) -> Iterator[Block]:
     """Where a block starts, its cosines (all filters from there on × the first of them), and the filters' numbers.
 
     In this order of the factors BLAS multiplies faster, and what lies below the block's square is contiguous.
@@ -133,7 +136,7 @@ def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     return unit[alive], order[alive]
 
 
-def _from_gram(matrix: Tensor, order: Tensor) -> tuple[int, Tensor, Tensor]:
+def _from_gram(matrix: Tensor, order: Tensor) -> Block:
     """The same for a few very long filters, whose cosines are one block, from products of their parts."""
     rows = order.sort().values
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=matrix.device)
@@ -144,6 +147,12 @@ def _from_gram(matrix: Tensor, order: Tensor) -> tuple[int, Tensor, Tensor]:
     alive = (norms > 0) & torch.isfinite(norms)
     scaled = gram[alive][:, alive] / norms[alive, None] / norms[None, alive]
     return 0, scaled.to(computed_in(matrix.dtype)), rows[alive]
+
+
+@lru_cache(maxsize=8)  # blocks of one size are all but the last of a weight, and a mask takes ten times as long
+def _below_diagonal(size: int, device: torch.device) -> Tensor:
+    """Where the entries below the diagonal of a square block lie."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril_(-1).flatten().nonzero().flatten()
 
 
 def _filters_at(rows: Tensor, width: int, top: int, place: int) -> tuple[int, int]:
@@ -169,24 +178,25 @@ class _Totals:
         self.histogram = torch.zeros(BINS, dtype=torch.float64)
         self.spread = 0.0  # variance over filters of the mean square cosine with the others, over all matrices
 
-    def add(self, matrix: Tensor, order: Tensor, offset: int) -> None:
-        """One matrix: the rows of these numbers, which are counted from `offset` over all matrices."""
-        sums = torch.zeros(len(order), dtype=torch.float64)
-        for start, cosines, rows in _cosines(matrix, order):
+    def add(self, blocks: Iterable[Block], count: int, offset: int) -> None:
+        """One matrix by the cosines of `count` filters, whose numbers are counted from `offset` over all matrices."""
+        sums = torch.zeros(count, dtype=torch.float64)
+        for start, cosines, rows in blocks:
             self._block(cosines, rows + offset, start, sums)
-        if len(order) > 2:
-            self.spread += float((sums / (len(order) - 1)).var())
+        if count > 2:
+            self.spread += float((sums / (count - 1)).var())
         self.matrices += 1
 
     def _block(self, cosines: Tensor, rows: Tensor, start: int, sums: Tensor) -> None:
         """A block whose first rows are its own columns: what lies below their diagonal counts."""
         width = cosines.shape[1]
         own = cosines[:width]
-        lower = torch.ones_like(own, dtype=torch.bool).tril_(-1)
         squares = own.square()
         sums[start : start + width] += (squares.sum(0) - squares.diagonal()).double().cpu()
         if width > 1:
-            self._part(own[lower], squares[lower], lambda at: tuple(int(rows[v]) for v in lower.nonzero()[at]))
+            places = _below_diagonal(width, own.device)
+            below = own.reshape(-1).index_select(0, places)
+            self._part(below, below.square(), lambda at: _filters_at(rows, width, 0, int(places[at])))
         step = max(1, PART // width)
         for top in range(width, len(cosines), step):
             part = cosines[top : top + step]

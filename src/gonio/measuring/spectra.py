@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import normalize, singular_values
+from gonio.geometry.matrix_vector import matrix_vector
 from gonio.geometry.precision import widest
 from gonio.geometry.spectra import GRAM_LIMIT
-from gonio.measuring.blocks import row_blocks, tiles
+from gonio.measuring.blocks import row_blocks
+from gonio.measuring.gram import Gram, scale_of
 from gonio.seeding import generator
 
-__all__ = ["CERTAINTY", "Spectra", "lanczos_error", "largest_singular_value", "rank_holding", "spectra_of"]
+__all__ = ["CERTAINTY", "Spectra", "gram_for", "lanczos_error", "largest_singular_value", "rank_holding", "spectra_of"]
 
 EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
 DECOMPOSED = 1 << 22  # entries up to which a matrix is held in float64, for small singular values too
@@ -40,64 +42,57 @@ class Spectra:
     values: Tensor | None
 
 
-def spectra_of(matrices: Tensor, *, name: str) -> Spectra:
+def gram_for(matrices: Tensor) -> Gram | None:
+    """The Gram matrix from which :func:`spectra_of` reads these matrices' values, if it reads them from one."""
+    groups, n, d = matrices.shape
+    if groups > 1 or min(n, d) < BLOCKED or not _affordable(matrices) or matrices.device.type != "cpu":
+        return None
+    return Gram.of(matrices[0])
+
+
+def _affordable(matrices: Tensor) -> bool:
+    """Whether the small singular values are computed too."""
+    return matrices.numel() <= DECOMPOSED and matrices.numel() * min(matrices.shape[1:]) <= EXACT_WORK
+
+
+def spectra_of(matrices: Tensor, *, name: str, gram: Gram | None = None) -> Spectra:
     """The spectra of (groups, n, d), entries finite, in bounded memory.
 
     Args:
         name: seeds the iteration's start.
+        gram: :func:`gram_for` these matrices, where it is known already.
     """
-    groups, n, d = matrices.shape
-    small = min(n, d)
-    if groups * n * d <= DECOMPOSED and groups * n * d * small <= EXACT_WORK:
-        values = _decomposed(matrices)
+    small = min(matrices.shape[1:])
+    if _affordable(matrices):
+        values = _decomposed(matrices, gram or gram_for(matrices))
         return Spectra(float(values.max()), 0.0, values)
-    if small <= SMALL or groups * n * d * small <= EXACT_WORK:
+    if small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_by_gram(matrix) for matrix in matrices])
         return Spectra(float(values.max()), 0.0, values)
     found = [largest_singular_value(matrix, name=f"{name}/{i}") for i, matrix in enumerate(matrices)]
-    return Spectra(max(found), lanczos_error(min(STEPS, small), d), None)
+    return Spectra(max(found), lanczos_error(min(STEPS, small), matrices.shape[2]), None)
 
 
-def _decomposed(matrices: Tensor) -> Tensor:
-    """From the float64 Gram matrix, or by an SVD where that would lose the small values."""
-    groups, n, d = matrices.shape
-    if groups > 1 or min(n, d) < BLOCKED or matrices.device.type != "cpu":
+def _decomposed(matrices: Tensor, gram: Gram | None) -> Tensor:
+    """From the float64 Gram matrix, or by an SVD where there is none or it would lose the small values."""
+    if gram is None:
         return singular_values(matrices.to(widest(matrices))).double().flatten()  # in float32 the largest may overflow
-    scale = _scale(matrices[0])
-    wide = matrices[0].double() / scale
-    eigenvalues = torch.linalg.eigvalsh(_lower_gram(wide if n <= d else wide.mT))
+    eigenvalues = torch.linalg.eigvalsh(gram.lower)
     if bool(eigenvalues[0] < GRAM_LIMIT * eigenvalues[-1]):
-        return torch.linalg.svdvals(wide) * scale
-    return eigenvalues.sqrt() * scale
-
-
-def _lower_gram(matrix: Tensor) -> Tensor:
-    """The blocks on and below the diagonal of the Gram matrix, which is all that `eigvalsh` reads."""
-    n = len(matrix)
-    gram, size = matrix.new_zeros(n, n), -(-n // 4)
-    for start in range(0, n, size):
-        torch.mm(
-            matrix[start : start + size], matrix[: start + size].mT, out=gram[start : start + size, : start + size]
-        )
-    return gram
+        return torch.linalg.svdvals(matrices[0].double() / gram.scale) * gram.scale
+    return eigenvalues.sqrt() * gram.scale
 
 
 def _by_gram(matrix: Tensor) -> Tensor:
     """From the float64 Gram matrix of the smaller side, block by block; below 1e-8 of the largest they are noise."""
     n, d = matrix.shape
-    rows, scale = n > d, _scale(matrix)
+    rows, scale = n > d, scale_of(matrix)
     gram = torch.zeros(min(n, d), min(n, d), dtype=torch.float64, device=matrix.device)
     source = row_blocks(matrix) if rows else row_blocks(matrix.mT)
     for _, block in source:
         part = block.double() / scale
         gram += part.mT @ part
     return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt() * scale
-
-
-def _scale(matrix: Tensor) -> float:
-    """What to divide by so that no product over- or underflows: the largest entry, or 1 if it is of ordinary size."""
-    largest = max((float(tile.abs().max()) for _, _, tile in tiles(matrix)), default=0.0)
-    return 1.0 if largest == 0 or 1e-10 < largest < 1e10 else largest
 
 
 def largest_singular_value(matrix: Tensor, *, name: str, steps: int = STEPS) -> float:
@@ -109,7 +104,7 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = STEPS) -> 
     References:
         [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
     """
-    scale, basis, diagonal, beside = _scale(matrix), [], [], []
+    scale, basis, diagonal, beside = scale_of(matrix), [], [], []
     start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
     v = normalize(start).to(matrix.device, torch.promote_types(matrix.dtype, torch.float32))
     for _ in range(min(steps, *matrix.shape)):
@@ -134,7 +129,7 @@ def _gram_times(matrix: Tensor, v: Tensor, scale: float) -> Tensor:
     for _, block in row_blocks(matrix):
         if scale != 1:
             block.div_(scale)
-        total.addmv_(block.mT, torch.mv(block, v))
+        total += matrix_vector(block.mT, matrix_vector(block, v))
     return total
 
 

@@ -14,10 +14,11 @@ from gonio.measuring.blocks import count_nonfinite, norms_of
 from gonio.measuring.bulk import bulk_of, defect_at_random, distance_at_random
 from gonio.measuring.chance import angle_std_at_random, coherence_at_random
 from gonio.measuring.entry import PART, Entry
+from gonio.measuring.gram import Gram
 from gonio.measuring.numbers import numbers_of
 from gonio.measuring.operator_norm import Also, operator_norm
 from gonio.measuring.pairs import Pairs, measure_pairs
-from gonio.measuring.spectra import spectra_of
+from gonio.measuring.spectra import gram_for, spectra_of
 
 __all__ = ["TensorMeasurement", "measure_tensor"]
 
@@ -183,11 +184,13 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, **_norms(norms[fine], d)}
     if not bool(fine.all()):
         notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
-    pairs = measure_pairs(matrices, name=name)
+    whole = bool(fine.all()) and bool((norms > 0).any())
+    gram = gram_for(matrices) if whole else None
+    pairs = measure_pairs(matrices, name=name, gram=gram)
     values |= _chance(pairs, n, d) if pairs else {"pairs": 0}
     notes = (*notes, *_sampling(pairs, n, d))
-    if bool(fine.all()) and bool((norms > 0).any()):
-        values |= _spectrum(matrices, values["frobenius"], name)
+    if whole:
+        values |= _spectrum(matrices, values["frobenius"], name, gram)
     return {**values, "notes": notes}
 
 
@@ -245,9 +248,9 @@ def _chance(pairs: Pairs, n: int, d: int) -> dict[str, Any]:
     }
 
 
-def _spectrum(matrices: Tensor, frobenius: float, name: str) -> dict[str, Any]:
+def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: Gram | None) -> dict[str, Any]:
     _, n, d = matrices.shape
-    found = spectra_of(matrices, name=name)
+    found = spectra_of(matrices, name=name, gram=gram)
     edge = frobenius / sqrt(prod(matrices.shape)) * (sqrt(n) + sqrt(d))
     values: dict[str, Any] = {
         "sigma_max": found.largest,
