@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -123,9 +123,17 @@ def run(recipe: Path | None, *, norm: bool, seed: int, foreign: Tensor | None = 
     return evaluate(model, losses, held_out, moved if foreign is None else foreign, seed), moved
 
 
-def mean(results: list[Result]) -> str:
-    cells = [statistics.mean(values) for values in zip(*(astuple(r) for r in results), strict=True)]
-    return " | ".join(f"{cell:.0f}" if i == 1 else f"{cell:.1f}" for i, cell in enumerate(cells)).replace("inf", "–")
+def summary(results: list[Result]) -> str:
+    """Means over seeds with their standard errors; the steps as a median, a dash where most runs never reached it."""
+    cells = []
+    for field, values in zip(fields(Result), zip(*(astuple(r) for r in results), strict=True), strict=True):
+        if field.name == "steps":
+            median = statistics.median_high(values)
+            cells.append("–" if median == float("inf") else f"{median:.0f}")
+        else:
+            error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.1f}{error}")
+    return " | ".join(cells)
 
 
 def main(seeds: int, norms: tuple[bool, ...]) -> None:
@@ -137,7 +145,7 @@ def main(seeds: int, norms: tuple[bool, ...]) -> None:
         for recipe in (None, *sorted(RECIPES.glob("decoupled-*.yaml"))):
             results = [run(recipe, norm=norm, seed=seed, foreign=foreign[seed])[0] for seed in range(seeds)]
             name = "plain" if recipe is None else recipe.stem.removeprefix("decoupled-")
-            print(f"| {name} | {'batch norm' if norm else 'none'} | {mean(results)} |", flush=True)
+            print(f"| {name} | {'batch norm' if norm else 'none'} | {summary(results)} |", flush=True)
 
 
 if __name__ == "__main__":

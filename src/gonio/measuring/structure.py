@@ -100,7 +100,7 @@ def _traced(model: nn.Module, mixtures: dict[str, dict[str, dict[str, float]]]) 
     with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
         traced = trace(model)
         free = [variable for variable in scale_variables(traced) if variable.free()]
-        followed = followed_by_norm(model)
+        followed = followed_by_norm(traced)
     if traced.graph is None:
         return _without_graph(f"the model cannot be traced ({traced.reason})", mixtures)
     return Structure(_movable(free), followed, scale_invariant(traced), calls_of(traced), mixtures)

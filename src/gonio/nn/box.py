@@ -61,6 +61,8 @@ def box_spread(
 def _slices(x: Tensor, dim: int, taps: int, step: int, gap: int, length: int) -> Iterator[Tensor]:
     """For each tap, the entries that it meets."""
     before = (slice(None),) * dim
-    for tap in range(taps):
-        start = tap * gap
-        yield x[(*before, slice(start, start + (length - 1) * step + 1, step))]
+    for start in range(0, taps * gap, gap):
+        if step == 1:  # a third of the time of indexing, which counts on small maps
+            yield x.narrow(dim, start, length)
+        else:
+            yield x[(*before, slice(start, start + (length - 1) * step + 1, step))]

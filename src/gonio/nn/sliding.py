@@ -112,7 +112,7 @@ class Sliding(Product):
         return self.group(x)
 
     def group(self, y: Tensor) -> Tensor:
-        return y.unflatten(1, (self.groups, -1))
+        return y.unsqueeze(1) if self.groups == 1 else y.unflatten(1, (self.groups, -1))
 
     def ungroup(self, y: Tensor) -> Tensor:
         return y.flatten(1, 2)

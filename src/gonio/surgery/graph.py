@@ -51,7 +51,7 @@ _TRANSPARENT_FUNCTIONS = frozenset(
 )
 
 
-def followed_by_norm(model: nn.Module) -> dict[str, str]:
+def followed_by_norm(model: nn.Module | Traced) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
     The loss does not depend on the scale of their weights, so a penalty on that scale has nothing to
@@ -61,7 +61,7 @@ def followed_by_norm(model: nn.Module) -> dict[str, str]:
         >>> followed_by_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)))
         {'0': '1'}
     """
-    traced = trace(model)
+    traced = trace(model) if isinstance(model, nn.Module) else model
     met: dict[str, list[str | None]] = {}
     for path, node in _weighted(traced):
         met.setdefault(path, []).extend(_first_norm(user, traced) for user in node.users)

@@ -38,8 +38,12 @@ class Coefficients:
 
     def size_with(self, norm: Tensor) -> int:
         """How many values a function of `norm` has with these coefficients."""
-        found = self.tensors
-        return torch.broadcast_shapes(norm.shape, *(t.shape for t in found)).numel() if found else norm.numel()
+        # torch.broadcast_shapes takes as long as a small convolution
+        total, shapes = 1, [t.shape for t in (norm, *self.tensors)]
+        for dim in range(1, max(map(len, shapes)) + 1):
+            sizes = [shape[-dim] for shape in shapes if dim <= len(shape) and shape[-dim] != 1]
+            total *= sizes[0] if sizes else 1
+        return total
 
 
 class Magnitude(ABC):
