@@ -139,6 +139,22 @@ def test_a_tick_is_one_power_iteration() -> None:
     torch.testing.assert_close(layer.weight, raw / largest)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e-11, 1.0, 1e13, 1e18])
+@pytest.mark.parametrize("name", ["linear", "transposed conv2d", "grouped conv2d"])
+def test_a_tick_of_one_layer_is_that_of_its_stack(name: str, size: float) -> None:
+    """In place and in a stack, for weights of any size; those of a zero weight stay."""
+    layer = attached(make(name))
+    norm, raw = layer.weight_parametrization, layer._parameters["weight"]
+    with torch.no_grad():
+        raw.copy_(size * seeded(*raw.shape, seed=4))
+    state = {"u": norm.u.clone(), "v": norm.v.clone()}
+    expected = norm.how.step(norm.how.matrices(raw.detach()), state)
+    P.tick_(layer)
+    for key, value in expected.items():
+        torch.testing.assert_close(norm._buffers[key], value, **close(raw.dtype))
+        assert torch.equal(value, state[key]) == (size < geometry.norms.least_norm(raw.dtype))
+
+
 @pytest.mark.parametrize("view", ["filters", "conv"])
 def test_ticks_follow_a_changing_weight(view: str) -> None:
     layer = attached(make("grouped conv2d"), view=view)
