@@ -136,16 +136,33 @@ def summary(results: list[Result]) -> str:
     return " | ".join(cells)
 
 
+def differences(results: list[Result], plain: list[Result]) -> str:
+    """Means over seeds of the differences from the plain network of the same seed, with their standard errors."""
+    pairs = list(zip(results, plain, strict=True))
+    named = [f.name for f in fields(Result) if f.name not in ("steps", "unbounded")]
+    cells = [[getattr(ours, name) - getattr(theirs, name) for ours, theirs in pairs] for name in named]
+    return " | ".join(f"{statistics.mean(c):+.1f} ± {statistics.stdev(c) / len(c) ** 0.5:.1f}" for c in cells)
+
+
 def main(seeds: int, norms: tuple[bool, ...]) -> None:
     torch.set_num_threads(1)
     print(f"| convolutions | norm | accuracy | steps to {LOSS} | FGSM | PGD | transfer | PGD × 10 |")
     print("|---|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    below = []
     for norm in norms:
         foreign = [run(None, norm=norm, seed=seed)[1] for seed in range(seeds)]
+        plain: list[Result] = []
         for recipe in (None, *sorted(RECIPES.glob("decoupled-*.yaml"))):
             results = [run(recipe, norm=norm, seed=seed, foreign=foreign[seed])[0] for seed in range(seeds)]
+            plain = plain or results
             name = "plain" if recipe is None else recipe.stem.removeprefix("decoupled-")
-            print(f"| {name} | {'batch norm' if norm else 'none'} | {summary(results)} |", flush=True)
+            row = f"| {name} | {'batch norm' if norm else 'none'} |"
+            print(row, summary(results), "|", flush=True)
+            if recipe is not None and seeds > 1:
+                below.append(f"{row} {differences(results, plain)} |")
+    if below:
+        print("\n| convolutions | norm | accuracy | FGSM | PGD | transfer |\n|---|---|--:|--:|--:|--:|")
+        print("\n".join(below))
 
 
 if __name__ == "__main__":

@@ -109,12 +109,14 @@ class SpectralNorm(Parametrization):
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        if self.how is None or self.u is None or self.v is None:  # a template has no vectors to keep
+        kept = self._buffers  # the registry itself: `self.u` is a slow search
+        u, v, how = kept["u"], kept["v"], self.how
+        if how is None or u is None or v is None:  # a template has no vectors to keep
             how = _view_of(self.view, self.bound_layout, raw)
             state = how.start(how.matrices(raw.detach()))
             return divided(raw, state["u"], state["v"], state.get("length"), how, self.norm / how.margin)
         self._watch(raw)
-        return divided(raw, self.u, self.v, self.length, self.how, self.norm / self.how.margin)
+        return divided(raw, u, v, kept["length"], how, self.norm / how.margin)
 
     @torch.no_grad()
     def sigma(self, raw: Tensor) -> Tensor:
