@@ -24,7 +24,7 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
         >>> matrix_vector(matrix, torch.ones(3)), matrix_vector(matrix.T, torch.ones(2))
         (tensor([ 3., 12.]), tensor([3., 5., 7.]))
     """
-    if not matrix.is_cpu or matrix.numel() < SHARED_FROM:
+    if not matrix.is_cpu or matrix.numel() < SHARED_FROM or torch.compiler.is_compiling():
         return torch.mv(matrix, vector)
     stored = matrix if matrix.stride(1) == 1 else matrix.T
     parts = _parts(len(stored), torch.get_num_threads())

@@ -69,8 +69,8 @@ def measure_pairs(matrices: Tensor, *, name: str, gram: Gram | None = None) -> P
     drawn = _drawn(n, d)
     for index, matrix in enumerate(matrices):
         order = _sample(n, drawn, f"{name}/{index}").to(matrix.device)
-        known = gram is not None and drawn == n and gram.has_cosines
-        total.add(gram.cosines() if gram is not None and known else _cosines(matrix, order), len(order), index * n)
+        known = gram if gram is not None and drawn == n and gram.has_cosines else None
+        total.add(_cosines(matrix, order) if known is None else known.cosines(), len(order), index * n)
     found = total.pairs()
     if found is None or drawn == n:
         return found
