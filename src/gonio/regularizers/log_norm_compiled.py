@@ -9,13 +9,12 @@ Note [Blocks]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gonio.regularizers.base import shares_memory
 from gonio.regularizers.log_norm import Row, add_rows_
 
 __all__ = ["add_rows_compiled_", "runs"]
@@ -40,22 +39,23 @@ def runs(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that follow one another in memory together, unless that would make many runs."""
     found: list[list[Row]] = []
     ends: tuple[int, ...] = ()
+    limits = (0, 0)  # of the memory that the last run began in: neighbours by chance lie beyond
     for row in rows:
-        starts = row.x.data_ptr(), row.target.data_ptr()
-        if starts == ends and _share_memory(found[-1][-1], row):
+        starts, length = (row.x.data_ptr(), row.target.data_ptr()), row.x.numel() * row.x.element_size()
+        follows = starts == ends and row.x.dtype is found[-1][0].x.dtype
+        ends = starts[0] + length, starts[1] + length
+        if follows and ends[0] <= limits[0] and ends[1] <= limits[1]:
             found[-1].append(row)
         else:
             found.append([row])
-        length = row.x.numel() * row.x.element_size()
-        ends = starts[0] + length, starts[1] + length
+            limits = _end_of_memory(row.x), _end_of_memory(row.target)
     several = sum(len(run) > 1 for run in found)
     return found if several <= MOST_RUNS else [[row] for row in rows]
 
 
-def _share_memory(a: Row, b: Row) -> bool:
-    """Whether neighbours lie in the same buffers, and not side by side by chance."""
-    same = shares_memory(a.x, b.x) and shares_memory(a.target, b.target)
-    return same and a.x.dtype is b.x.dtype
+def _end_of_memory(x: Tensor) -> int:
+    storage = x.untyped_storage()
+    return storage.data_ptr() + storage.nbytes()
 
 
 def _add_run(run: Sequence[Row], backend: str) -> Iterator[tuple[float, float]]:
@@ -94,13 +94,17 @@ def _add_one(x: Tensor, target: Tensor, options: Tensor) -> Tensor:
 
 def _add_many(x: Tensor, target: Tensor, options: Tensor, blocks: Sequence[int], backend: str) -> Tensor:
     """The compiler would look up a block's row for each of its entries, so only what is large is compiled."""
-    count = torch.tensor(blocks)
-    owner = torch.repeat_interleave(torch.arange(len(count)), count)
-    none = x.new_zeros(len(count))
+    owner, none = _owners(tuple(blocks)), x.new_zeros(len(blocks))
     square, absolute = (none.index_add(0, owner, part) for part in _compiled(_sums, backend)(x))
     terms, *coefficients = _coefficients(square, absolute, options)
     _compiled(_add, backend)(target, x, *(c[owner].unsqueeze(1) for c in coefficients))
     return terms
+
+
+@lru_cache(maxsize=MOST_RUNS)
+def _owners(blocks: tuple[int, ...]) -> Tensor:
+    """For each block the number of its row, where rows have so many."""
+    return torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(blocks))
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:

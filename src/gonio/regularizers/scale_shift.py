@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -196,11 +197,14 @@ def _rows(addition: Addition) -> list[Row]:
     if not plain or not isinstance(regularizer, ScaleShift):
         return []
     blocks = layout.blocks
-    formula = LogNorm(regularizer.effective_floor, regularizer._share(x.numel() // blocks))
+    formula = _log_norm(regularizer.effective_floor, regularizer._share(x.numel() // blocks))
     if blocks == 1:
         return [Row(x, target, formula, factor)]
     pairs = zip(x.view(blocks, -1).unbind(), target.view(blocks, -1).unbind(), strict=True)
     return [Row(a, b, formula, factor) for a, b in pairs]
+
+
+_log_norm = lru_cache(maxsize=1024)(LogNorm)  # made at every step for every layer, whose numbers stay
 
 
 def _summed(values: list[tuple[float, float]]) -> tuple[float, float, float]:
