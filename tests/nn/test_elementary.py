@@ -14,6 +14,7 @@ from gonio.nn import elementary
 from gonio.nn.angular import Sigmoid
 from gonio.nn.arcsine import bounded_asin
 from gonio.nn.magnitude import Tanh
+from tolerances import close
 
 ERROR = 4e-7  # documented: 3e-7 of the fit, and the rounding of the result to float32
 
@@ -41,16 +42,32 @@ def test_the_rational_tanh() -> None:
 
 
 def test_tanh_of_large_tensors_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By expm1, where no graph would have to keep its steps; small tensors and those that record keep torch's."""
+    """By expm1; small tensors keep torch's kernel."""
     monkeypatch.setattr(elementary, "_LARGE", 100)
-    with torch.no_grad():
-        value = elementary.tanh(torch.cat([NUMBERS, -NUMBERS]))
-        assert relative_error(value, mpmath.tanh, torch.cat([NUMBERS, -NUMBERS])) < ERROR
-        assert float(value.abs().max()) == 1.0
-        assert not torch.equal(value, torch.tanh(torch.cat([NUMBERS, -NUMBERS]))), "a control: another kernel"
-        assert elementary.tanh(torch.full((200,), np.nan)).isnan().all()
-        assert torch.equal(elementary.tanh(NUMBERS[:99]), torch.tanh(NUMBERS[:99]))
-    assert torch.equal(elementary.tanh(NUMBERS), torch.tanh(NUMBERS))
+    both = torch.cat([NUMBERS, -NUMBERS])
+    value = elementary.tanh(both)
+    assert relative_error(value, mpmath.tanh, both) < ERROR
+    assert float(value.abs().max()) == 1.0
+    assert not torch.equal(value, torch.tanh(both)), "a control: another kernel"
+    assert elementary.tanh(torch.full((200,), np.nan)).isnan().all()
+    assert torch.equal(elementary.tanh(NUMBERS[:99]), torch.tanh(NUMBERS[:99]))
+
+
+def test_derivatives_of_tanh_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two, as torch's, with nothing kept but the result; forward mode and torch.func too."""
+    monkeypatch.setattr(elementary, "_LARGE", 100)
+    x = torch.linspace(-5, 5, 301, requires_grad=True)
+    found, expected = ([], [])
+    for derivatives, function in ((found, elementary.tanh), (expected, torch.tanh)):
+        for _ in range(2):
+            derivatives.append(torch.autograd.grad((derivatives or [function(x)])[-1].sum(), x, create_graph=True)[0])
+    torch.testing.assert_close(found, expected, **close(torch.float32))
+    flat = x.detach()
+    torch.testing.assert_close(torch.func.grad(lambda t: elementary.tanh(t).sum())(flat), expected[0].detach())
+    tangent = torch.autograd.forward_ad
+    with tangent.dual_level():
+        dual = tangent.unpack_dual(elementary.tanh(tangent.make_dual(flat, torch.ones_like(flat))))
+        torch.testing.assert_close(dual.tangent, expected[0].detach())
 
 
 def test_the_polynomial_arcsine() -> None:

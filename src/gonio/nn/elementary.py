@@ -3,16 +3,18 @@
 Torch's kernels cost about 26 (tanh) and 70 (arcsin) multiplications per entry on CPU, compiled or not. In a
 fused kernel, which reads and writes each entry once whatever it computes, short rational and polynomial forms
 cost next to nothing. In eager mode each of their terms would be a pass over memory; only tanh by torch's expm1
-is worth its three passes, where there is no graph to keep them for.
+is worth its passes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["arcsin", "generating_code", "tanh", "transformed", "with_derivative"]
 
@@ -21,7 +23,7 @@ __all__ = ["arcsin", "generating_code", "tanh", "transformed", "with_derivative"
 _P = (0.9999999790351813, 0.13379709621170446, 0.0034940244802017617, 2.0583308363885356e-05, 1.3318822049175913e-08)
 _Q = (1.0, 0.46713024867460273, 0.025871035363529502, 0.0003283076035361214, 7.761919180015601e-07)
 _SATURATED = 9.02
-_LARGE = 2**17  # entries from which tanh by expm1 is quicker in eager mode
+_LARGE = 2**14  # entries from which tanh by expm1 is quicker in eager mode
 # arcsin(c)/c = 1 + c² R(c²) for |c| ≤ 1/2; error ≤ 3e-7
 _R = (0.16666753928463113, 0.07495241747689473, 0.045477101922059726, 0.024147584750161922, 0.04221859622205992)
 
@@ -49,14 +51,33 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def _quicker_by_expm1(x: Tensor) -> bool:
-    plain = type(x) is Tensor and x.is_cpu and x.dtype is torch.float32 and x.numel() >= _LARGE
-    return plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed())
+    large = type(x) is Tensor and x.is_cpu and x.dtype is torch.float32 and x.numel() >= _LARGE
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+    return large and not traced and forward_ad._current_level < 0
 
 
 def _by_expm1(x: Tensor) -> Tensor:
-    """tanh x = e/(e + 2) with e = exp(2x) − 1, which is exact for small x too."""
-    e = x.clamp(-_SATURATED, _SATURATED).mul_(2).expm1_()
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Tensor = _TanhByExpm1.apply(x)
+        return result
+    e = x.clamp(-_SATURATED, _SATURATED).mul_(2).expm1_()  # exact for small x too
     return e.div_(e + 2)
+
+
+class _TanhByExpm1(torch.autograd.Function):
+    """tanh x = e/(e + 2) with e = exp(2x) − 1; the graph keeps the result alone, as for torch's tanh."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = _by_expm1(x)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        found: Tensor = torch.ops.aten.tanh_backward(grad, result)
+        return found
 
 
 def with_derivative(value: Tensor, x: Tensor, derivative: Tensor) -> Tensor:
