@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -137,11 +138,23 @@ def summary(results: list[Result]) -> str:
 
 
 def differences(results: list[Result], plain: list[Result]) -> str:
-    """Means over seeds of the differences from the plain network of the same seed, with their standard errors."""
-    pairs = list(zip(results, plain, strict=True))
+    """Means over seeds of the differences from the plain network of the same seed, with their standard errors.
+
+    Bold is what a t test shows at 5 % over all differences of the study, by Bonferroni.
+    """
     named = [f.name for f in fields(Result) if f.name not in ("steps", "unbounded")]
-    cells = [[getattr(ours, name) - getattr(theirs, name) for ours, theirs in pairs] for name in named]
-    return " | ".join(f"{statistics.mean(c):+.1f} ± {statistics.stdev(c) / len(c) ** 0.5:.1f}" for c in cells)
+    beyond = stats.t.ppf(1 - 0.05 / 2 / (2 * len(named) * len(recipes())), len(results) - 1)
+    cells = []
+    for name in named:
+        found = [getattr(ours, name) - getattr(theirs, name) for ours, theirs in zip(results, plain, strict=True)]
+        mean, error = statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
+        cell = f"{mean:+.1f} ± {error:.1f}".replace("-", "−")
+        cells.append(f"**{cell}**" if abs(mean) > beyond * error else cell)
+    return " | ".join(cells)
+
+
+def recipes() -> list[Path]:
+    return sorted(RECIPES.glob("decoupled-*.yaml"))
 
 
 def main(seeds: int, norms: tuple[bool, ...]) -> None:
@@ -152,7 +165,7 @@ def main(seeds: int, norms: tuple[bool, ...]) -> None:
     for norm in norms:
         foreign = [run(None, norm=norm, seed=seed)[1] for seed in range(seeds)]
         plain: list[Result] = []
-        for recipe in (None, *sorted(RECIPES.glob("decoupled-*.yaml"))):
+        for recipe in (None, *recipes()):
             results = [run(recipe, norm=norm, seed=seed, foreign=foreign[seed])[0] for seed in range(seeds)]
             plain = plain or results
             name = "plain" if recipe is None else recipe.stem.removeprefix("decoupled-")

@@ -307,7 +307,7 @@ def test_the_logistic_function_alone_would_lose_small_outputs(monkeypatch: pytes
     """Control: what the test above sees where no channel counts as small."""
     y = torch.stack([1e-6 * seeded(600), 0.1 * seeded(600, 1)[:, 0]], 1)
     true = value_and_gradient(R.SelfOrthogonality.paper(), y.double())[1]
-    monkeypatch.setattr(soft_signs, "PLAIN", 0.0)
+    monkeypatch.setattr(soft_signs, "SMALL", 0.0)
     found = value_and_gradient(R.SelfOrthogonality.paper(), y)[1]
     assert float((found.double() - true).norm() / true.norm()) > 1e-3
 

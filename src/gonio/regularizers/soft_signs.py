@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "Channels", "SoftSigns"]
 
 CHUNK = 4096  # samples; with 512 channels 8 MiB in float32
-PLAIN = 2**-6  # root mean square of a channel's soft signs up to which they are made by tanh itself
+SMALL = 2**-6  # root mean square of a channel's soft signs up to which they are made by tanh itself
 FEW = 256  # samples of feature maps in the backward: one image is written where it belongs, several through a copy
 
 
@@ -169,7 +169,7 @@ class SoftSigns:
             quick = replace(channels, small=torch.zeros_like(channels.small))
             gram = self._gram(x, quick)
             square = gram.diagonal(dim1=-2, dim2=-1)
-            if not bool(((square > 0) & (square < PLAIN**2 * channels.samples)).any()):
+            if not bool(((square > 0) & (square < SMALL**2 * channels.samples)).any()):
                 return gram, quick
         return self._gram(x, channels), channels
 
