@@ -61,7 +61,7 @@ def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_foreign_text_is_never_markup_on_the_page(payload: str) -> None:
+def test_escaping_is_never_markup_on_the_page(payload: str) -> None:
     found = measure(
         {f"{payload}.weight": torch.zeros(2, 2), payload: "x", f"{payload}.other": torch.eye(3).to_sparse()}
     )

@@ -152,7 +152,7 @@ def test_broken_runs_are_stated_prominently() -> None:
 
 
 @pytest.mark.parametrize("start", range(0, len(PAYLOADS), 8))
-def test_foreign_text_is_text_and_never_markup(start: int) -> None:
+def test_escaping_is_text_and_never_markup(start: int) -> None:
     payloads = tuple(PAYLOADS[start : start + 8])
     broken = tuple(run(p, 0, epochs=3, plan=p, status="failed", error=p) for p in payloads)
     whole = " ".join(payloads)

@@ -22,7 +22,7 @@ from gonio.compare import Across, Results, Study, across
 from gonio.compare.several import interquartile_mean
 from gonio.compare.summary import summarise
 from gonio.errors import InvalidArgumentError
-from gonio.foreign_text import tex_cell
+from gonio.escaping import tex_cell
 from gonio.report.several import SEVERAL_FORMATS, several_text
 
 SCORES = {

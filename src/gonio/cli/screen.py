@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -26,7 +26,7 @@ def command(study: Annotated[Path, typer.Argument(help="The study's folder.", me
 
 
 def _grid(plan: Plan, runs: tuple[RunRecord, ...]) -> str:
-    from gonio.foreign_text import plain
+    from gonio.escaping import plain
 
     status = {(run.recipe, run.seed): run.status for run in runs}
     names = {recipe.name: plain(recipe.name) for recipe in plan.recipes}

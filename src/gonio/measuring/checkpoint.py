@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 
 __all__ = ["Found", "state_in"]
 

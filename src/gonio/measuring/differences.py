@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.errors import UnknownNameError, listing
-from gonio.foreign_text import markdown_cell, plain, shorten
+from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.as_text import as_text
 from gonio.measuring.columns import Column, columns_for, number
 from gonio.measuring.export import csv_of, frame_of, table_of

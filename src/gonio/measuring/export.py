@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from gonio.errors import MissingExtraError
-from gonio.foreign_text import csv_cell, markdown_cell
+from gonio.escaping import csv_cell, markdown_cell
 from gonio.measuring.columns import COLUMNS, Column
 from gonio.measuring.tensor import TensorMeasurement
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gonio.errors import InvalidArgumentError
-from gonio.foreign_text import csv_cell, plain
+from gonio.escaping import csv_cell, plain
 
 __all__ = ["Send", "sender_of"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from gonio.errors import UnknownNameError, listing
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 from gonio.measuring.as_text import as_text
 from gonio.measuring.export import csv_of, frame_of, markdown_of
 from gonio.measuring.findings import Finding

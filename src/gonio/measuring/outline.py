@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.errors import GonioError, UnknownNameError
-from gonio.foreign_text import plain, shorten
+from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
 from gonio.measuring.as_text import as_text
 from gonio.measuring.entry import Entry

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from importlib import resources
 
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 
 __all__ = ["labelled", "page", "row", "table", "text"]
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gonio.foreign_text import plain, shorten
+from gonio.escaping import plain, shorten
 from gonio.measuring.columns import COLUMNS, columns_for, number
 from gonio.measuring.signals import Signal
 from gonio.measuring.structure import MovableScale

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gonio.errors import GonioError, UnreadableFileError, listing
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 from gonio.measuring.safetensors_file import stored_in_safetensors
 from gonio.measuring.stored import Stored
 from gonio.measuring.torch_file import stored_in_torch

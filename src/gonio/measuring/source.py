@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.foreign_text import redact
+from gonio.escaping import redact
 from gonio.measuring.adapters import entries_of_adapters
 from gonio.measuring.checkpoint import state_in
 from gonio.measuring.from_file import entries_of_file

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gonio.compare.results import BASELINE, Effect, Results
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 from gonio.report.curves import curve_charts
 from gonio.report.intervals import Axis, Row, intervals
 from gonio.report.layers import Layer, angle_chart, layers, norm_chart

@@ -12,7 +12,7 @@ import yaml
 
 from gonio.compare.plan import Plan, RecipeEntry
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 from gonio.report.charts import cost_chart, curve_groups, forest, layer_cards
 from gonio.report.sections import attacks_of, badge, cost_rows, robust_rows, threat_words, tuning_rows, tuning_words
 from gonio.report.shown import evidence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gonio.compare.results import BASELINE, RunRecord
-from gonio.foreign_text import shorten
+from gonio.escaping import shorten
 from gonio.report import svg
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gonio.foreign_text import shorten
+from gonio.escaping import shorten
 from gonio.report import svg
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gonio.compare.results import Results
-from gonio.foreign_text import tex_cell
+from gonio.escaping import tex_cell
 from gonio.report.shown import Shown, tables
 from gonio.report.words import headline
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gonio.compare.results import BASELINE, RunRecord
-from gonio.foreign_text import shorten
+from gonio.escaping import shorten
 from gonio.geometry import random_angle_density
 from gonio.report import svg
 from gonio.report.intervals import Axis, Row, intervals

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gonio.compare.results import Results
 from gonio.errors import MissingExtraError
-from gonio.foreign_text import plain, redact
+from gonio.escaping import plain, redact
 from gonio.report.contents import page_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gonio.compare.results import Results
 from gonio.compare.several import PROFILE, Across, across
-from gonio.foreign_text import csv_cell, markdown_cell, tex_cell
+from gonio.escaping import csv_cell, markdown_cell, tex_cell
 from gonio.report.latex import tabular
 from gonio.report.shown import Shown
 from gonio.report.terminal import table_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gonio.compare.results import BASELINE, Effect, Ratio, Results, Robust
-from gonio.foreign_text import csv_cell, markdown_cell, redact
+from gonio.escaping import csv_cell, markdown_cell, redact
 from gonio.report.sections import ATTACK_NAMES
 from gonio.report.shown import tables
 from gonio.report.words import Scale, headline, partial

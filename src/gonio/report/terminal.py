@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gonio.compare.results import Effect, Results
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 from gonio.report.sections import attacks_of, robust_rows
 from gonio.report.shown import Shown, evidence
 from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, said, seen

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gonio.compare.results import Effect, Ratio, Results
-from gonio.foreign_text import plain
+from gonio.escaping import plain
 
 __all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio", "said", "seen"]
 

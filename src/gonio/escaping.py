@@ -26,7 +26,7 @@ def plain(text: object, *, longest: int = _LONGEST) -> str:
     Newlines and tabs stay. What is longer than `longest` is cut, and says so.
 
     Example:
-        >>> from gonio.foreign_text import plain
+        >>> from gonio.escaping import plain
         >>> plain("a\u202eb\x1b[31mc")
         'ab[31mc'
     """
@@ -45,7 +45,7 @@ def redact(text: object) -> str:
     """Plain text without the user's home directory and without credentials in URLs.
 
     Example:
-        >>> from gonio.foreign_text import redact
+        >>> from gonio.escaping import redact
         >>> redact("https://me:secret@host/x and /home/me/data")
         'https://host/x and ~/data'
     """
@@ -56,7 +56,7 @@ def shorten(text: object, *, longest: int = 28) -> str:
     """Plain text on one line, with its middle left out where it is too long for a label.
 
     Example:
-        >>> from gonio.foreign_text import shorten
+        >>> from gonio.escaping import shorten
         >>> shorten("layer4.1.downsample.projection.0.conv", longest=17)
         'layer4.1…n.0.conv'
     """
@@ -71,7 +71,7 @@ def csv_cell(value: object) -> str:
     """A cell that no spreadsheet runs as a formula: text that starts like one gets a leading quote.
 
     Example:
-        >>> from gonio.foreign_text import csv_cell
+        >>> from gonio.escaping import csv_cell
         >>> csv_cell("=HYPERLINK(1)"), csv_cell("-1.5"), csv_cell(None)
         ("'=HYPERLINK(1)", '-1.5', '')
     """
@@ -87,7 +87,7 @@ def markdown_cell(value: object) -> str:
     r"""A table cell in which no character is markup.
 
     Example:
-        >>> from gonio.foreign_text import markdown_cell
+        >>> from gonio.escaping import markdown_cell
         >>> markdown_cell("a|b <i>*c*</i>")
         'a\\|b &lt;i&gt;\\*c\\*&lt;/i&gt;'
     """
@@ -115,7 +115,7 @@ def tex_cell(value: object) -> str:
     r"""A cell of a LaTeX table in which no character is a command.
 
     Example:
-        >>> from gonio.foreign_text import tex_cell
+        >>> from gonio.escaping import tex_cell
         >>> tex_cell(r"\input{x} & 5_%"), tex_cell("−0.5")
         ('\\textbackslash{}input\\{x\\} \\& 5\\_\\%', '$-$0.5')
     """

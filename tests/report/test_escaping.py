@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 from rich.console import Console
 
-from gonio.foreign_text import csv_cell, markdown_cell, plain, redact, shorten
+from gonio.escaping import csv_cell, markdown_cell, plain, redact, shorten
 from gonio.report import text, to_csv, to_json, to_markdown
 from report.samples import effect, results, run
 
