@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import pickle
 import pty
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
-from gonio.cli import progress
+from gonio.cli import output
 from gonio.cli.measure import Level
 from gonio.measuring.findings import LEVELS
 
@@ -109,11 +111,11 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch", "4x1x8x8"], "--batch: it has no meaning with two sources"),
-        (["--fail-on", "warn"], "--fail-on: it has no meaning with two sources"),
-        (["--headers"], "--headers: it has no meaning with two sources"),
-        (["--engine", "ray"], "--engine: it has no meaning with two sources"),
-        (["--also", "operator_norm"], "--also: it has no meaning with two sources"),
+        (["--batch", "4x1x8x8"], "--batch: it cannot be combined with two sources"),
+        (["--fail-on", "warn"], "--fail-on: it cannot be combined with two sources"),
+        (["--headers"], "--headers: it cannot be combined with two sources"),
+        (["--engine", "ray"], "--engine: it cannot be combined with two sources"),
+        (["--also", "operator_norm"], "--also: it cannot be combined with two sources"),
     ],
 )
 def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:
@@ -203,7 +205,7 @@ def test_bad_input_is_one_message_and_a_code(folder: Path, source: str, code: in
 
 def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 100, 4))
-    show = progress._lines("measuring", clock=lambda: next(seconds))
+    show = output._lines("measuring", clock=lambda: next(seconds))
     for done in range(1, 9):
         show(done, 8)
     assert capsys.readouterr().err.splitlines() == [
@@ -227,19 +229,40 @@ def test_an_unknown_rule_gives_the_closest() -> None:
     assert "no rule named 'G002'. Did you mean" in result.stderr
 
 
-def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> None:
+def on_a_terminal(*words: str, stdout: bool, **environment: str) -> tuple[str, str]:
+    """Standard output, and the text on a pseudo-terminal that is stderr and, if `stdout`, standard output too."""
     ours, theirs = pty.openpty()
-    words = [*COMMAND, "measure", "fine.pt", "--json", "-"]
+    out = theirs if stdout else subprocess.PIPE
+    clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS")}
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=theirs, text=True, env={**os.environ, "TERM": "xterm"}
+        [*COMMAND, *words], stdout=out, stderr=theirs, text=True, env={**clean, "TERM": "xterm-256color", **environment}
     )
     os.close(theirs)
-    stdout, _ = process.communicate(timeout=60)
-    said = os.read(ours, 100_000).decode()
+    seen = b""
+    with contextlib.suppress(OSError):  # raised when the other end is closed
+        while chunk := os.read(ours, 100_000):
+            seen += chunk
     os.close(ours)
-    assert process.returncode == 0
-    assert "measuring" in said
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, seen
+    return said or "", seen.decode()
+
+
+def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> None:
+    stdout, seen = on_a_terminal("measure", "fine.pt", "--json", "-", stdout=False)
+    assert "measuring" in seen
     assert stdout == invoke("measure", "fine.pt", "--json", "-").stdout
+
+
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(folder: Path) -> None:
+    """Red for an error; none with NO_COLOR and none off a terminal, and no escape sequence out of a name."""
+    torch.save({"a\x1b]0;owned\x07.weight": torch.full((2, 3), torch.nan)}, "names.pt")
+    _, seen = on_a_terminal("measure", "names.pt", stdout=True)
+    assert re.search(r"\x1b\[1;(31|91)m *error", seen)
+    assert "\x1b]0;" not in seen
+    _, plain = on_a_terminal("measure", "names.pt", stdout=True, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain)
+    assert "\x1b" not in invoke("measure", "names.pt").stdout
 
 
 def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cli.shell import invoke
 from gonio.cli import app
-from gonio.cli.exits import ExitCode
+from gonio.cli.group import ExitCode
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 COMMANDS = sorted(command.name for command in app.registered_commands)

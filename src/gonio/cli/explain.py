@@ -1,4 +1,4 @@
-"""`gonio explain`: what a finding means."""
+"""`gonio explain`: the meaning of a finding."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import Annotated
 
 import typer
 
-from gonio.cli.screen import put
+from gonio.cli.output import print_out
 
-__all__ = ["command"]
+__all__ = ["explain"]
 
 
-def command(
+def explain(
     rule: Annotated[
-        str | None, typer.Argument(help="The code of a finding, e.g. G001; none: list them.", metavar="RULE")
+        str | None, typer.Argument(help="The code of a finding, e.g. G001; without one, list all.", metavar="RULE")
     ] = None,
 ) -> None:
-    """Explain a finding of `gonio measure`: what it means, what chance shows, what to do, how often it errs."""
-    from gonio.measuring.rules import RULES, explain
+    """Explain a finding of `gonio measure`: its meaning, what to do, and how often it is a false alarm."""
+    from gonio.measuring.rules import RULES
+    from gonio.measuring.rules import explain as explained
 
     if rule is not None:
-        put(explain(rule))
+        print_out(explained(rule))
         return
     for known in RULES.values():
-        put(f"{known.code}  {known.level:<5}  {known.title}")
+        print_out(f"{known.code}  {known.level:<5}  {known.title}")

@@ -1,21 +1,33 @@
-"""What the command line's words stand for."""
+"""The models, sources and batches that words of the command line stand for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import numpy
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from gonio import models
-from gonio.errors import GonioError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError
 from gonio.models.user_code import is_user_code
+from gonio.seeding import generator
+from gonio.surgery.equivalent import outputs
 
-__all__ = ["build_model", "users_code"]
+__all__ = ["build_model", "check_runs", "read_batch", "read_source", "users_code"]
+
+_BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
+_MOST_NUMBERS = 2**31  # in a batch; more is a typing error
 
 
 def build_model(spec: str, **sizes: int) -> nn.Module:
-    """A model with random weights, by the name that :func:`gonio.models.resolve` takes.
+    """A model with random weights, by a name that :func:`gonio.models.resolve` takes.
 
     Raises:
         NotApplicableError: if the user's own code raises anything.
@@ -26,10 +38,10 @@ def build_model(spec: str, **sizes: int) -> nn.Module:
 
 @contextmanager
 def users_code(*specs: str | None) -> Iterator[None]:
-    """Inside, an exception counts as input that is refused, if one of the specs names the user's own code.
+    """Inside, an exception is refused input if one of the specs names the user's own code.
 
     Raises:
-        NotApplicableError: instead of what that code raised.
+        NotApplicableError: instead of the exception of that code.
     """
     named = [spec for spec in specs if spec is not None and is_user_code(spec)]
     try:
@@ -41,3 +53,65 @@ def users_code(*specs: str | None) -> Iterator[None]:
             raise
         why = f"it raised {type(error).__name__}: {error}"
         raise NotApplicableError("your code", " and ".join(named), why, "Correct it.") from error
+
+
+def read_source(word: str) -> str | nn.Module:
+    """The path of a checkpoint if the word is one or looks like one, otherwise a model."""
+    path = Path(word)
+    file_like = path.exists() or path.suffix in _SOURCE_SUFFIXES
+    return word if file_like and not is_user_code(word) else build_model(word)
+
+
+def read_batch(word: str, *, option: str) -> Any:
+    """A batch: `2x3x224x224` for standard normal numbers, the same in every call, or a file.
+
+    A file holds one tensor (`.pt`, `.npy`, `.safetensors`), or named tensors, which become keyword arguments.
+
+    Raises:
+        InvalidArgumentError: if the word is neither a shape nor a file.
+        UnreadableFileError: if the file is damaged or holds anything else.
+    """
+    path = Path(word)
+    if path.suffix in _BATCH_SUFFIXES:
+        return _batch_from_file(path)
+    sizes = word.split("x")
+    digits = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
+    if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
+        takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
+        raise InvalidArgumentError(takes, repr(word), "Write e.g. 2x3x224x224.")
+    return torch.randn([int(size) for size in sizes], generator=generator(0, "batch"))
+
+
+def _batch_from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UnreadableFileError(str(path), "there is no such file", "Check the path.")
+    try:
+        if path.suffix == ".npy":
+            content: Any = torch.from_numpy(numpy.load(path, allow_pickle=False))
+        elif path.suffix == ".safetensors":
+            content = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a hostile or damaged file provokes almost anything
+        why = f"it is damaged or holds more than tensors ({(str(error).splitlines() or [''])[0][:200]})"
+        raise UnreadableFileError(str(path), why, "Save one tensor, or a dict of tensors.") from error
+    named = isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values())
+    if not (isinstance(content, Tensor) or named):
+        found = f"it holds a {type(content).__name__}"
+        raise UnreadableFileError(str(path), found, "Save one tensor, or a dict of them.")
+    return next(iter(content.values())) if named and len(content) == 1 else content
+
+
+def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
+    """Run the model on a batch of the user.
+
+    Raises:
+        InvalidArgumentError: with the error of the model.
+    """
+    try:
+        outputs(model, batch)
+    except GonioError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidArgumentError(f"{option} must be an input that the model takes", found, "Correct it.") from error
