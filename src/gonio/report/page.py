@@ -55,8 +55,6 @@ def html(results: Results) -> str:
         "plan": results.plan,
         "scale": Scale.of(results),
         "colors": {BASELINE: "base"} | colors,
-        "facts": _facts(results),
-        "study": _study(results),
         "evidence": evidence(results),
         "costs": costs(results),
         "tuning": tuning(results),
@@ -70,48 +68,6 @@ def html(results: Results) -> str:
         **_layer_figures(results, {BASELINE: "base"} | colors),
     }
     return environment().get_template("page.html.j2").render(page)
-
-
-def _facts(results: Results) -> list[tuple[str, str]]:
-    plan, scale = results.plan, Scale.of(results)
-    spread = f" ± {scale.score(results.baseline_sd)}" if results.baseline_sd is not None else ""
-    trained = plan.training
-    training = f"{wording.count(trained.epochs, 'epoch')}, {trained.optimizer}" if trained else "by the user's script"
-    finished = sum(run.status == "finished" for run in results.runs)
-    seen = wording.seen(results)
-    return [
-        (f"Baseline, {plan.metric}", f"{scale.score(results.baseline_mean)}{spread} {plan.unit}"),
-        ("Smallest effect of interest", _sesoi(results)),
-        ("Training", training),
-        ("Runs", f"{finished} of {len(results.runs) + results.missing} finished"),
-        *([("Study", seen)] if seen else []),
-    ]
-
-
-def _study(results: Results) -> list[tuple[str, str]]:
-    plan = results.plan
-    rows = [
-        ("Task", plan.task),
-        ("Model", plan.model),
-        ("Examples", ", ".join(f"{name} {n}" for name, n in plan.splits.items())),
-        ("Metric", f"{plan.metric} ({'more' if plan.direction == 'max' else 'less'} is better), in {plan.unit}"),
-        ("Seeds", ", ".join(map(str, plan.seeds))),
-    ]
-    if plan.training is None:
-        rows.append(("Training and score", "by the user's script"))
-    else:
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(plan.training).items())
-        rows += [("Epoch chosen by", "the validation split; the score is of the test split"), ("Training", settings)]
-    rows.append(("Smallest effect of interest", _sesoi(results)))
-    rows += [("Tuning", wording.tuning_text(results))] if plan.tuning else []
-    rows += [("Attacks", wording.threat_text(results))] if plan.threat else []
-    code = [(f"Code of {name}", value) for name, value in plan.code.items()]
-    return [*rows, ("Data", plan.data), ("Plan", plan.hash), *code]
-
-
-def _sesoi(results: Results) -> str:
-    scale = Scale.of(results)
-    return f"±{scale.score(results.plan.sesoi)} {scale.unit}" if results.plan.sesoi else "none"
 
 
 def _layer_figures(results: Results, colors: dict[str, str]) -> dict[str, Any]:
@@ -196,7 +152,15 @@ def environment() -> Environment:
     )
     # The package's own file, so it may stand in the page as it is.
     style = Markup((folder / "style.css").read_text(encoding="utf-8"))
-    names = {"key": key, "style": style, "say": wording, "BASELINE": BASELINE, "yaml_of": _yaml_of, "plain": plain}
+    names = {
+        "key": key,
+        "style": style,
+        "say": wording,
+        "asdict": asdict,
+        "BASELINE": BASELINE,
+        "yaml_of": _yaml_of,
+        "plain": plain,
+    }
     made.globals.update(names)
     return made
 

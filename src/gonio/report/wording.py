@@ -78,53 +78,26 @@ class Scale:
 
 
 def p_value(p: float | None) -> str:
-    """A p value with its significant digits.
-
-    Example:
-        >>> from gonio.report.wording import p_value
-        >>> p_value(0.03125), p_value(0.00001), p_value(None)
-        ('0.031', '< 0.001', '–')
-    """
+    """A p value with its significant digits."""
     if p is None:
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def ratio(value: Ratio | None) -> str:
-    """A cost as a factor.
-
-    Example:
-        >>> from gonio.compare.results import Ratio
-        >>> from gonio.report.wording import ratio
-        >>> ratio(Ratio(1.084, 1.07, 1.1, 8)), ratio(None)
-        ('×1.08', '–')
-    """
+    """A cost as a factor."""
     return "–" if value is None else f"×{value.median:.2f}"
 
 
 def verdict_text(effect: Effect) -> str:
-    """The verdict with its limits: lost runs, and more than one change.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> from gonio.report.wording import verdict_text
-        >>> effect = gonio.report.example().effects[1]
-        >>> verdict_text(effect), verdict_text(replace(effect, failed=2, changes=("init a", "swap b")))
-        ('helps', 'helps (2 failed, confounded)')
-    """
+    """The verdict with its limits: lost runs, and more than one change."""
     lost = [f"{n} {word}" for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged")) if n]
     limits = [*lost, *(["confounded"] if effect.confounded else [])]
     return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
 
 
 def count(n: int, one: str, many: str = "") -> str:
-    """A number with its noun.
-
-    Example:
-        >>> from gonio.report.wording import count
-        >>> count(1, "recipe"), count(3, "recipe")
-        ('1 recipe', '3 recipes')
-    """
+    """A number with its noun."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
@@ -134,14 +107,7 @@ def duration(seconds: float) -> str:
 
 
 def added(amount: Amount | None) -> str:
-    """The parameters or operations that a recipe adds, as a number and as a share of the baseline's.
-
-    Example:
-        >>> from gonio.compare.results import Amount
-        >>> from gonio.report.wording import added
-        >>> added(Amount(1000, 1012)), added(Amount(2e9, 2e9)), added(None)
-        ('+12 (+1.2 %)', 'none', '–')
-    """
+    """The parameters or operations that a recipe adds, as a number and as a share of the baseline's."""
     if amount is None:
         return "–"
     more = amount.recipe - amount.baseline
@@ -154,14 +120,7 @@ def added(amount: Amount | None) -> str:
 
 
 def reached(reach: Reach | None) -> str:
-    """Time to the baseline's last validation score.
-
-    Example:
-        >>> from gonio.compare.results import Reach
-        >>> from gonio.report.wording import reached
-        >>> reached(Reach(8, 7, 0.914)), reached(Reach(8, 2, None))
-        ('×0.91 (in 7 of 8 seeds)', 'not reached (in 2 of 8 seeds)')
-    """
+    """Time to the baseline's last validation score."""
     if reach is None:
         return "–"
     outcome = "reached" if 2 * reach.reached > reach.n else "not reached"
