@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -54,6 +56,10 @@ def _root(
 
 def main() -> None:
     """Run the program and exit with its code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the descriptor is closed, and no file that is opened later may get it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")  # for an encoding that lacks a character
     try:
         app(prog_name="gonio")
     finally:

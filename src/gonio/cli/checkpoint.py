@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
+from gonio.cli.inputs import load_torch
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.checkpoint import state_in
 from gonio.recipes import Recipe
@@ -130,12 +131,13 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_torch(path)
     except Exception as error:  # a hostile pickle provokes almost any of them
-        raise UnreadableFileError(
-            str(path),
-            f"it is damaged or holds more than tensors and plain containers ({str(error).splitlines()[0][:200]})",
-            "Code in a file is never run here: save model.state_dict(), best as .safetensors.",
-        ) from error
-    found = state_in(content, what=repr(path.name))
-    return found.state, content if found.key else {}
+        why = (str(error).splitlines() or [""])[0][:200]
+        found = f"it is damaged or holds more than tensors and plain containers ({why})"
+        do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
+        raise UnreadableFileError(str(path), found, do) from error
+    held = state_in(content, what=repr(path.name))
+    if not all(isinstance(name, str) for name in held.state):
+        raise UnreadableFileError(str(path), "its tensors have names that are not text", "Save model.state_dict().")
+    return held.state, content if held.key else {}

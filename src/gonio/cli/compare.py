@@ -39,10 +39,12 @@ _Task = Annotated[
 _Model = Annotated[
     str | None, typer.Option("--model", help=f"{options.MODEL_HELP}; default: the task's own.", metavar="MODEL")
 ]
-_Seeds = Annotated[int, typer.Option("--seeds", help="Runs per recipe.", min=1, metavar="N")]
+_Seeds = Annotated[int, typer.Option("--seeds", help="Runs per recipe.", min=1, max=10**6, metavar="N")]
 _FirstSeed = Annotated[
     int,
-    typer.Option("--first-seed", help="First seed. Choose new seeds to repeat the study independently.", min=0),
+    typer.Option(
+        "--first-seed", help="First seed. Choose new seeds to repeat the study independently.", min=0, max=2**62
+    ),
 ]
 _Jobs = Annotated[
     int | None, typer.Option("--jobs", help="Runs at the same time; default: one per core.", min=1, metavar="J")
@@ -58,6 +60,7 @@ _Tune = Annotated[
         "--tune",
         help="Trials to tune the learning rate and the strengths of every recipe and the baseline before the runs.",
         min=0,
+        max=10**6,
         metavar="N",
     ),
 ]

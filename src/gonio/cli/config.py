@@ -112,7 +112,7 @@ def _refused(make: type[Suppression], *values: Any) -> str:
     """The message of the error that is raised; empty if none is."""
     try:
         make(*values)
-    except GonioError as error:
+    except (GonioError, OverflowError) as error:  # OverflowError: of re.compile
         return str(error)
     return ""
 

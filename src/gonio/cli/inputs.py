@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ from gonio import models
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
+from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
-__all__ = ["build_model", "check_runs", "read_batch", "read_source", "users_code"]
+__all__ = ["build_model", "check_runs", "load_torch", "read_batch", "read_source", "read_where", "users_code"]
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
@@ -55,6 +57,18 @@ def users_code(*specs: str | None) -> Iterator[None]:
         raise NotApplicableError("your code", " and ".join(named), why, "Correct it.") from error
 
 
+def read_where(word: str | None) -> Selector:
+    """The modules that an option `--where` selects.
+
+    Raises:
+        InvalidArgumentError: if it is not a selector.
+    """
+    try:
+        return as_selector(word)
+    except OverflowError as error:  # of re.compile
+        raise InvalidArgumentError("--where takes a selector", f"{word!r:.80} ({error})", "Correct it.") from error
+
+
 def read_source(word: str) -> str | nn.Module:
     """The path of a checkpoint if the word is one or looks like one, otherwise a model."""
     path = Path(word)
@@ -75,11 +89,26 @@ def read_batch(word: str, *, option: str) -> Any:
     if path.suffix in _BATCH_SUFFIXES:
         return _batch_from_file(path)
     sizes = word.split("x")
-    digits = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
+    digits = all(size.isascii() and size.isdigit() and len(size) <= 10 and int(size) > 0 for size in sizes)
     if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
         takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
-        raise InvalidArgumentError(takes, repr(word), "Write e.g. 2x3x224x224.")
+        raise InvalidArgumentError(takes, f"{word!r:.80}", "Write e.g. 2x3x224x224.")
     return torch.randn([int(size) for size in sizes], generator=generator(0, "batch"))
+
+
+def load_torch(path: Path) -> Any:
+    """The content of a torch file; no code in it runs.
+
+    Raises:
+        ValueError: for an archive that unpacks to more than its size; torch.save does not compress.
+        Exception: any, for a damaged or hostile file.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > path.stat().st_size:
+            raise ValueError(f"its archive unpacks to {unpacked} bytes")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _batch_from_file(path: Path) -> Any:
@@ -91,7 +120,7 @@ def _batch_from_file(path: Path) -> Any:
         elif path.suffix == ".safetensors":
             content = load_file(path)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = load_torch(path)
     except Exception as error:  # a hostile or damaged file provokes almost anything
         why = f"it is damaged or holds more than tensors ({(str(error).splitlines() or [''])[0][:200]})"
         raise UnreadableFileError(str(path), why, "Save one tensor, or a dict of tensors.") from error

@@ -14,7 +14,7 @@ Recipe = Annotated[str, typer.Argument(help="A built-in recipe or a recipe file.
 Checkpoint = Annotated[str, typer.Argument(help="State dict of the model (.safetensors, .pt, .pth).", metavar="CKPT")]
 Model = Annotated[str, typer.Option("--model", help=f"{MODEL_HELP}.", metavar="MODEL")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Output file (.safetensors, .pt, .pth).", metavar="OUT")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the random numbers.", min=0, metavar="N")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the random numbers.", min=0, max=2**62, metavar="N")]
 Batch = Annotated[
     str | None,
     typer.Option(

@@ -78,11 +78,12 @@ def fold(
     the largest deviation.
     """
     from gonio.cli.checkpoint import Checkpoint, check_target, load_into_, read, write
-    from gonio.cli.inputs import build_model, check_runs, read_batch
+    from gonio.cli.inputs import build_model, check_runs, read_batch, read_where
     from gonio.recipes import Recipe
     from gonio.surgery import fold_
 
     check_target(output)
+    selector = read_where(where)
     example = None if batch is None else read_batch(batch, option="--batch")
     found = read(checkpoint)
     used = Recipe.load(recipe) if recipe is not None else found.recipe
@@ -94,7 +95,7 @@ def fold(
     load_into_(built, found)
     if example is not None:
         check_runs(built, example, option="--batch")
-    edited = fold_(built, example=example, where=where)
+    edited = fold_(built, example=example, where=selector)
     write(Checkpoint(output, built.state_dict(), folded=used.hash if used is not None else found.folded))
     print_out(str(edited))
     if example is None:
