@@ -49,9 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_a_table() -> None:
     result = invoke("measure", "digits-cnn")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "digits-cnn built with seed 0\n")
     assert "conv2" in result.stdout
-    assert "5 of 22 tensors" in result.stdout
+    assert result.stdout == invoke("measure", "digits-cnn", "--seed", "0").stdout
+    assert result.stdout != invoke("measure", "digits-cnn", "--seed", "1").stdout
 
 
 def test_a_checkpoint_and_the_users_own_model(folder: Path) -> None:
@@ -65,7 +66,8 @@ def test_json_and_html(folder: Path) -> None:
     assert len(content["tensors"]) == 22
     result = invoke("measure", "digits-cnn", "--html", "page.html", "--json", "out.json")
     assert result.stdout == ""
-    assert result.stderr == "page written to page.html\nJSON written to out.json\n"
+    written = "page written to page.html\nJSON written to out.json\n"
+    assert result.stderr == f"digits-cnn built with seed 0\n{written}findings: none\n"
     assert Path("page.html").read_text().startswith("<!")
 
 
@@ -74,7 +76,7 @@ def test_csv_and_markdown(folder: Path) -> None:
     assert len(rows) == 22
     assert {"path", "alignment", "sigma_max"} <= set(rows[0])
     result = invoke("measure", "digits-cnn", "--md", "table.md")
-    assert (result.stdout, result.stderr) == ("", "markdown written to table.md\n")
+    assert (result.stdout, "markdown written to table.md\n" in result.stderr) == ("", True)
     assert "| conv2 | " in Path("table.md").read_text()
 
 
@@ -111,11 +113,11 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch", "4x1x8x8"], "--batch: it cannot be combined with two sources"),
-        (["--fail-on", "warn"], "--fail-on: it cannot be combined with two sources"),
-        (["--headers"], "--headers: it cannot be combined with two sources"),
-        (["--engine", "ray"], "--engine: it cannot be combined with two sources"),
-        (["--also", "operator_norm"], "--also: it cannot be combined with two sources"),
+        (["--batch", "4x1x8x8"], "--batch cannot be combined with two sources; found both"),
+        (["--fail-on", "warn"], "--fail-on cannot be combined with two sources; found both"),
+        (["--headers"], "--headers cannot be combined with two sources; found both"),
+        (["--engine", "ray"], "--engine cannot be combined with two sources; found both"),
+        (["--also", "operator_norm"], "--also cannot be combined with two sources; found both"),
     ],
 )
 def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:
@@ -279,3 +281,34 @@ def test_names_in_a_checkpoint_cannot_drive_the_terminal(folder: Path) -> None:
     torch.save({"a\x1b]0;owned\x07.weight": torch.ones(2, 3)}, "names.pt")
     result = invoke("measure", "names.pt")
     assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_findings_are_seen_beside_a_file_too(folder: Path) -> None:
+    result = invoke("measure", "broken.pt", "--json", "-")
+    assert json.loads(result.stdout)["findings"]
+    assert result.stderr.startswith("findings: 1 error\nerror G001  weight: 1 of 12 values are NaN")
+    torch.save({f"{i}.weight": torch.full((2, 2), torch.nan) for i in range(30)}, "many.pt")
+    said = invoke("measure", "many.pt", "--html", "page.html").stderr
+    assert (said.count("error G001"), said.endswith("… and 20 more\n")) == (10, True)
+
+
+def test_a_checkpoint_with_its_model_has_structure_and_signals(folder: Path) -> None:
+    words = ["measure", "fine.pt", "--model", "digits-cnn", "--json", "-"]
+    result = invoke(*words, "--batch", "4x1x8x8")
+    assert result.exit_code == 0, result.stderr
+    content, bare = json.loads(result.stdout), json.loads(invoke("measure", "fine.pt", "--json", "-").stdout)
+    assert content["signals"]
+    assert content["scale"] is not None
+    weights = [[t["sigma_max"] for t in read["tensors"] if t["path"] == "conv2"] for read in (content, bare)]
+    assert weights[0] == weights[1]
+    assert "Unexpected key" in invoke("measure", "broken.pt", "--model", "digits-cnn").stderr
+    refused = invoke(*words, "--headers")
+    assert (refused.exit_code, "--model cannot be combined with --headers" in refused.stderr) == (2, True)
+
+
+def test_a_checkpoint_of_a_recipe_is_measured_with_its_parametrizations(folder: Path) -> None:
+    Path("normed.yaml").write_text("name: n\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n")
+    invoke("apply", "normed.yaml", "fine.pt", "--model", "digits-cnn", "-o", "normed.pt")
+    result = invoke("measure", "normed.pt", "--model", "digits-cnn", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    assert "fc1" in {tensor["path"] for tensor in json.loads(result.stdout)["tensors"]}

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
-from gonio.cli.inputs import load_torch
+from gonio.cli.inputs import build_model, load_torch
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.checkpoint import state_in
 from gonio.recipes import Recipe
 
-__all__ = ["Checkpoint", "check_target", "load_into_", "read", "write"]
+__all__ = ["Checkpoint", "check_target", "load_into_", "read", "restored_model", "write"]
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
 _RECIPE, _HASH, _SEED = "gonio.recipe", "gonio.recipe_hash", "gonio.seed"
@@ -87,6 +87,25 @@ def write(checkpoint: Checkpoint) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None = None) -> nn.Module:
+    """The model of a checkpoint, with its recipe applied and its weights.
+
+    Args:
+        spec: the model's name.
+        recipe: that was applied to the model, if the checkpoint does not contain it.
+
+    Raises:
+        NotApplicableError: if the weights do not fit.
+    """
+    model, used = build_model(spec), recipe or checkpoint.recipe
+    if used is not None:
+        penalty = used.apply_(model, seed=checkpoint.seed).penalty
+        if penalty is not None:
+            penalty.remove()
+    load_into_(model, checkpoint)
+    return model
 
 
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:

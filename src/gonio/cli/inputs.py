@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gonio import models
+from gonio.cli.output import print_err
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
@@ -28,13 +29,14 @@ _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
 _MOST_NUMBERS = 2**31  # in a batch; more is a typing error
 
 
-def build_model(spec: str, **sizes: int) -> nn.Module:
-    """A model with random weights, by a name that :func:`gonio.models.resolve` takes.
+def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
+    """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed.
 
     Raises:
         NotApplicableError: if the user's own code raises anything.
     """
-    with users_code(spec):
+    with users_code(spec), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         return models.resolve(spec)(**sizes)
 
 
@@ -69,11 +71,14 @@ def read_where(word: str | None) -> Selector:
         raise InvalidArgumentError("--where takes a selector", f"{word!r:.80} ({error})", "Correct it.") from error
 
 
-def read_source(word: str) -> str | nn.Module:
-    """The path of a checkpoint if the word is one or looks like one, otherwise a model."""
+def read_source(word: str, *, seed: int) -> str | nn.Module:
+    """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
     path = Path(word)
-    file_like = path.exists() or path.suffix in _SOURCE_SUFFIXES
-    return word if file_like and not is_user_code(word) else build_model(word)
+    if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
+        return word
+    built = build_model(word, seed=seed)
+    print_err(f"{word} built with seed {seed}")
+    return built
 
 
 def read_batch(word: str, *, option: str) -> Any:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from enum import StrEnum
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from gonio.cli import options
 from gonio.cli.group import ExitCode
 from gonio.cli.output import print_err, progress, save, save_formats, show
+from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Measurements
+    from gonio.measuring import Differences, Measurements
 
 __all__ = ["Level", "measure"]
+
+_SHOWN = 10  # findings on stderr
 
 
 class Engine(StrEnum):
@@ -49,6 +52,10 @@ _Source = Annotated[
 _After = Annotated[
     str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
 ]
+_Model = Annotated[
+    str | None,
+    typer.Option("--model", help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL"),
+]
 _Base = Annotated[
     str | None,
     typer.Option(
@@ -80,19 +87,12 @@ _Config = Annotated[
 ]
 
 
-class _Result(Protocol):
-    """A result that has every format."""
-
-    def to_html(self) -> str: ...
-    def to_json(self) -> str: ...
-    def to_csv(self) -> str: ...
-    def to_markdown(self) -> str: ...
-
-
 def measure(
     source: _Source,
     after: _After = None,
     *,
+    model: _Model = None,
+    seed: options.Seed = 0,
     batch: options.Batch = None,
     html: options.Html = None,
     json: options.Json = None,
@@ -113,23 +113,26 @@ def measure(
     "head.*" = ["G101"]) in a configuration file; the summary counts suppressed findings.
     """
     from gonio import measuring
+    from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.config import suppression
     from gonio.cli.inputs import check_runs, read_batch, read_source
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
-    whole: dict[str, Any] = {"--batch": batch, "--base": base, "--fail-on": fail_on, "--ignore": ignore}
-    whole |= {"--config": config, "--also": also, "--engine": None if engine is Engine.local else engine}
+    figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
+    whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not Engine.local}
     if after is not None:
         _refuse("two sources", {**whole, "--headers": headers})
-    elif headers:
-        _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md})
-    first = read_source(source)
-    if after is not None:
-        second = read_source(after)
+        sources = [read_source(word, seed=seed) for word in (source, after)]
         with progress("comparing") as update:
-            difference = measuring.difference(first, second, progress=update)
+            difference = measuring.difference(*sources, progress=update)
         _write(difference, targets)
         return
+    if headers:
+        _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md})
+    if model is not None:
+        _refuse("--model", {"--base": base, "--engine": engine is not Engine.local})
+    first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
     if headers:
         outline = measuring.outline(first)
         if json is None:
@@ -141,15 +144,15 @@ def measure(
     example = None if batch is None else read_batch(batch, option="--batch")
     if example is not None and not isinstance(first, str):
         check_runs(first, example, option="--batch")
-    figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
-    adapted = None if base is None else read_source(base)
+    adapted = None if base is None else read_source(base, seed=seed)
     with progress("measuring") as update:
         found = measuring.measure(
             first, batch=example, base=adapted, engine=engine.value, also=figures, progress=update
         )
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
-    _write(found, targets)
+    if _write(found, targets):
+        _summarise(found)
     _fail(found, fail_on)
 
 
@@ -157,21 +160,37 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
     """Refuse options that cannot be combined with a mode."""
     for name, value in given.items():
         if value:
-            raise typer.BadParameter(f"it cannot be combined with {mode}", param_hint=name)
+            raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-def _write(found: _Result, targets: dict[str, str | None]) -> None:
-    """Write the requested formats, or show the table."""
+def _write(found: Measurements | Differences, targets: dict[str, str | None]) -> bool:
+    """Write the requested formats, or show the table; whether any format was requested."""
     writers = {"html": found.to_html, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
-    if not save_formats(targets, writers):
-        show(found)  # type: ignore[arg-type]
+    saved = save_formats(targets, writers)
+    if not saved:
+        show(found)
+    return saved
+
+
+def _summarise(found: Measurements) -> None:
+    """The findings in short, to stderr."""
+    counts = ", ".join(f"{n} {level}" for level in reversed(Level) if (n := _count(found, [level])))
+    print_err(f"findings: {counts or 'none'}")
+    for finding in found.findings[:_SHOWN]:
+        print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
+    if len(found.findings) > _SHOWN:
+        print_err(f"… and {len(found.findings) - _SHOWN} more")
+
+
+def _count(found: Measurements, levels: list[Level]) -> int:
+    return sum(finding.level in levels for finding in found.findings)
 
 
 def _fail(found: Measurements, fail_on: Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
     levels = list(Level)
     failing = [] if fail_on is None else levels[levels.index(fail_on) :]
-    counted = sum(finding.level in failing for finding in found.findings)
+    counted = _count(found, failing)
     if counted:
         print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")
         raise typer.Exit(ExitCode.FINDING)

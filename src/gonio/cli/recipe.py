@@ -77,7 +77,7 @@ def fold(
     The result computes the same function in evaluation mode. `--batch` compares the outputs on this input and shows
     the largest deviation.
     """
-    from gonio.cli.checkpoint import Checkpoint, check_target, load_into_, read, write
+    from gonio.cli.checkpoint import Checkpoint, check_target, read, restored_model, write
     from gonio.cli.inputs import build_model, check_runs, read_batch, read_where
     from gonio.recipes import Recipe
     from gonio.surgery import fold_
@@ -87,12 +87,7 @@ def fold(
     example = None if batch is None else read_batch(batch, option="--batch")
     found = read(checkpoint)
     used = Recipe.load(recipe) if recipe is not None else found.recipe
-    built = build_model(model)
-    if used is not None:
-        penalty = used.apply_(built, seed=found.seed).penalty
-        if penalty is not None:
-            penalty.remove()
-    load_into_(built, found)
+    built = restored_model(found, model, recipe=used)
     if example is not None:
         check_runs(built, example, option="--batch")
     edited = fold_(built, example=example, where=selector)
