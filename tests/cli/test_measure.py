@@ -1,4 +1,4 @@
-"""`gonio measure` and `gonio explain`."""
+"""`gonio measure`."""
 
 from __future__ import annotations
 
@@ -214,21 +214,6 @@ def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, caps
         "measuring: 3 of 8, about 20 s left",
         "measuring: 6 of 8, about 8 s left",
     ]
-
-
-def test_explain_lists_and_explains() -> None:
-    listed = invoke("explain").stdout
-    assert listed.startswith("G001  error  ")
-    for line in listed.splitlines():
-        code = line.split()[0]
-        assert invoke("explain", code).stdout.startswith(f"{code} (")
-    assert invoke("explain", "g001").exit_code == 0
-
-
-def test_an_unknown_rule_gives_the_closest() -> None:
-    result = invoke("explain", "G002")
-    assert result.exit_code == 2
-    assert "no rule named 'G002'. Did you mean" in result.stderr
 
 
 def on_a_terminal(*words: str, stdout: bool, **environment: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def test_a_command_has_its_place_and_all_its_options(name: str) -> None:
 
 def test_no_option_is_made_up() -> None:
     helps = " ".join(invoke(name, "--help").stdout for name in COMMANDS) + invoke("--help").stdout
-    assert set(OPTION.findall(PAGE)) <= set(OPTION.findall(helps)) | {"-a"}
+    assert set(OPTION.findall(PAGE)) <= set(OPTION.findall(helps)) | {"-a", "-m"}
 
 
 def test_every_exit_code_is_listed() -> None:

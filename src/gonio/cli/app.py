@@ -21,7 +21,6 @@ app = typer.Typer(
     cls=Commands,
     help="Measure and control the norms and angles of neural-network weights.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's panels would double the time of --help
     context_settings={"max_content_width": 120},
@@ -29,6 +28,7 @@ app = typer.Typer(
 for _name, _command in (
     ("measure", measure.measure),
     ("explain", explain.explain),
+    ("list", explain.list_names),
     ("plan", recipe.plan),
     ("apply", recipe.apply),
     ("fold", recipe.fold),
@@ -56,6 +56,9 @@ def _root(
 
 def main() -> None:
     """Run the program and exit with its code."""
+    shell = os.environ.get("_GONIO_COMPLETE", "")
+    if shell.endswith("_source"):  # as click spells it; typer reverses the words
+        os.environ["_GONIO_COMPLETE"] = f"source_{shell.removesuffix('_source')}"
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the descriptor is closed, and no file that is opened later may get it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
