@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
