@@ -234,8 +234,17 @@ METHODS = (
 )
 
 
-def step_of(network: Network, prepare: Prepare) -> Operation:
-    """One training step as an operation; it returns nothing, since parameters move from step to step."""
+# Penalties applied every n-th step with n-fold strength, and for outputs on a sample of positions.
+CHEAP = (
+    (32, R.Orthogonality(1e-4, every=32)),
+    (8, R.SRIP(1e-4, every=8)),
+    (8, R.ScaleShift(1e-4, direction_strength=1e-4, before_norm="keep", every=8)),
+    (16, R.SelfOrthogonality(1e-4, every=16, samples=512)),
+)
+
+
+def step_of(network: Network, prepare: Prepare, *, steps: int = 1) -> Operation:
+    """Training steps as an operation; it returns nothing, since parameters move from step to step."""
     torch.manual_seed(0)
     torch.set_num_threads(network.threads)
     model = network.build()
@@ -245,7 +254,7 @@ def step_of(network: Network, prepare: Prepare) -> Operation:
     inputs = network.inputs(draw)
     labels = torch.randint(10, tuple(model(inputs).shape[:-1]), generator=draw)
 
-    def operation() -> Sequence[Tensor]:
+    def step() -> None:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         if prepared.penalty is not None:
@@ -256,6 +265,10 @@ def step_of(network: Network, prepare: Prepare) -> Operation:
         optimizer.step()
         if prepared.after_step is not None:
             prepared.after_step()
+
+    def operation() -> Sequence[Tensor]:
+        for _ in range(steps):
+            step()
         return []
 
     return operation
@@ -276,3 +289,16 @@ def rows(*, quick: bool) -> Iterator[Row]:
                 candidates.append(Candidate("usual", lambda n=network, m=method: step_of(n, m.usual)))
             floor = Candidate("plain step", lambda n=network: step_of(n, plain))
             yield Row(method.name, "step", floor, tuple(candidates), network.name.replace(" ", "-"))
+    for every, regularizer in CHEAP:
+        steps = 2 if quick else every
+        network = networks(quick=quick)[0]
+        in_place = not isinstance(regularizer, R.OutputRegularizer)
+        samples = "" if in_place else f", samples={regularizer.samples}"
+        ours = _penalised(regularizer, in_place=in_place)
+        yield Row(
+            f"{type(regularizer).__name__}, every={every}{samples}",
+            f"{every} steps",
+            Candidate("plain step", lambda n=network, k=steps: step_of(n, plain, steps=k)),
+            (Candidate("gonio", lambda n=network, k=steps, prepare=ours: step_of(n, prepare, steps=k)),),
+            "every",
+        )
