@@ -19,6 +19,8 @@ from gonio.geometry import (
     angles,
     coherence,
     cosines,
+    matrix_view,
+    near_duplicates,
     normalize,
     welch_bound,
 )
@@ -190,10 +192,35 @@ def test_autocast_does_not_reach_the_gram_matrix() -> None:
         assert torch.equal(value, f(matrix))
 
 
-@pytest.mark.parametrize("function", [cosines, angles, coherence, alignment, alignment_zscore])
+@pytest.mark.parametrize("function", [cosines, coherence, alignment, alignment_zscore])
 def test_weights_of_higher_rank_are_pointed_to_the_views(function) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{function.__name__}|alignment\(\) takes.*matrix_view"):
         function(torch.zeros(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 3, 2)])
+def test_angles_and_duplicates_of_a_kernel_are_those_of_its_filters(kernel: tuple[int, ...]) -> None:
+    weight = torch.randn(6, 4, *kernel)
+    weight[5] = -2 * weight[1]
+    assert torch.equal(angles(weight), angles(matrix_view(weight)[0]))
+    assert near_duplicates(weight).pairs.tolist() == near_duplicates(matrix_view(weight)[0]).pairs.tolist() == [[1, 5]]
+    for function in (angles, near_duplicates):
+        with pytest.raises(InvalidArgumentError, match=rf"{function.__name__}\(\) takes .*found shape \(3,\)"):
+            function(torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 4), (2, 4, 0), (0, 3, 4)])
+def test_weights_without_entries_have_values_or_a_clear_error(shape: tuple[int, ...]) -> None:
+    empty, n = torch.empty(shape), shape[-2]
+    for function in (cosines, angles):
+        assert function(empty).shape == (*shape[:-1], n)
+    assert torch.equal(alignment(empty), torch.ones(shape[:-2]))
+    assert torch.equal(alignment_zscore(empty), torch.zeros(shape[:-2]))
+    if n < 2:
+        with pytest.raises(InvalidArgumentError, match="at least 2 rows"):
+            coherence(empty)
+    else:
+        assert torch.equal(coherence(empty), torch.zeros(shape[:-2]))
 
 
 def test_one_filter_has_no_coherence() -> None:

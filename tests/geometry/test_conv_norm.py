@@ -378,6 +378,8 @@ def test_refusals() -> None:
         for function in (conv_spectral_norm_bound, conv_spectral_norm_certificate):
             with pytest.raises(InvalidArgumentError, match=r"a weight with entries; found shape \("):
                 function(empty)
+        with pytest.raises(InvalidArgumentError, match=r"operator_matrix\(\) needs .* found shape \("):
+            operator_matrix(empty, (4, 4))
     for function in (conv_spectral_norm, conv_spectral_norm_estimate):
         with pytest.raises(InvalidArgumentError, match="finite entries; found NaN or infinity"):
             function(weight * float("nan"), (4, 4))

@@ -12,6 +12,7 @@ from gonio.geometry.chance import alignment_variance
 from gonio.geometry.norms import (
     check_matrix,
     filter_norms,
+    flat_filters,
     full_precision,
     safe_norm,
     unit_vectors,
@@ -87,7 +88,7 @@ def angles(matrix: Tensor) -> Tensor:
     is bounded everywhere. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
     Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
+        - ``matrix``: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
         - output: (n, n) or (groups, n, n), in float32 at least.
 
     Invariances:
@@ -108,6 +109,7 @@ def angles(matrix: Tensor) -> Tensor:
         [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
         2006, §12.
     """
+    matrix = flat_filters(matrix)
     check_matrix(matrix, "angles")
     with full_precision(matrix):
         unit = unit_vectors(matrix, dtype=widest(matrix))

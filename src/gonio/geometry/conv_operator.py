@@ -169,7 +169,7 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
         layout: how the weight is stored and applied; see :func:`layout_of`.
 
     Raises:
-        InvalidArgumentError: if `size` does not have one number per kernel dimension.
+        InvalidArgumentError: if `size` does not have one number per kernel dimension, or the weight is empty.
 
     Example:
         >>> gonio.geometry.operator_matrix(torch.tensor([[[1.0, 2.0]]]), (3,))
@@ -180,9 +180,9 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
         :func:`unview_operator`, its inverse.
     """
     dims = weight.ndim - 2
-    if dims not in CONV or len(size) != dims:
+    if dims not in CONV or len(size) != dims or weight.numel() == 0:
         raise InvalidArgumentError(
-            "operator_matrix() needs a convolution's weight and one grid size per kernel dimension",
+            "operator_matrix() needs a convolution's weight with entries and one grid size per kernel dimension",
             f"shape {tuple(weight.shape)} and size {tuple(size)}",
             "Give for example size=(8, 8) with a Conv2d weight.",
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
 from gonio.geometry.blocks import BLOCK, row_blocks, row_directions, rows_at
-from gonio.geometry.norms import full_precision, least_norm, whole, widen
+from gonio.geometry.norms import flat_filters, full_precision, least_norm, whole, widen
 from gonio.seeding import generator
 
 __all__ = ["NEAR", "NearDuplicates", "NearPairs", "near_duplicates", "near_pairs"]
@@ -104,7 +104,7 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     of the cosine distinguishes them. Zero vectors have no direction and are in no pair.
 
     Args:
-        vectors: one per row, (n, d).
+        vectors: one per row, (n, d); or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
         cosine: smallest absolute cosine, in (0, 1]. Cosines have float32 rounding: pairs within 1e-6 of the
             threshold may fall on either side.
         recall: least expected share of the pairs at the threshold that hashing finds, in (0, 1).
@@ -125,10 +125,10 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
         [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
         [2] J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets", §3.4 (banding).
     """
-    vectors = whole(vectors)
+    vectors = flat_filters(whole(vectors))
     if vectors.ndim != 2:
         raise InvalidArgumentError(
-            "near_duplicates() takes one matrix (n, d), one vector per row",
+            "near_duplicates() takes one matrix (n, d), one vector per row, or the weight of a convolution",
             f"shape {tuple(vectors.shape)}",
             "Search each group of a layer on its own, with gonio.geometry.matrix_view().",
         )

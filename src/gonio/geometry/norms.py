@@ -17,6 +17,7 @@ __all__ = [
     "check_matrix",
     "computed_in",
     "filter_norms",
+    "flat_filters",
     "full_precision",
     "least_norm",
     "matrix_vector",
@@ -183,6 +184,11 @@ def check_finite(matrix: Tensor, function: str) -> None:
             f"{bad} of {matrix.numel()} NaN or infinite",
             "Find the training step that produced them.",
         )
+
+
+def flat_filters(weight: Tensor) -> Tensor:
+    """The filters (out, in·kernel) of a 2-d or 3-d convolution's weight (out, in, *kernel); other tensors unchanged."""
+    return weight.flatten(1) if weight.ndim in (4, 5) else weight
 
 
 def check_matrix(matrix: Tensor, function: str) -> None:
