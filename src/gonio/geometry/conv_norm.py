@@ -268,11 +268,7 @@ def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) ->
     No grid and no Fourier transform are needed.
 
     Holds for zero and circular padding, any dilation, groups (maximum) and strides (then only
-    :math:`\lceil k/s \rceil` taps per dimension count).
-
-    Args:
-        weight: of a convolution or transposed convolution.
-        layout: how the weight is stored and applied.
+    :math:`\lceil k/s \rceil` taps per dimension count). Arguments as for :func:`conv_spectral_norm`.
 
     Returns:
         A scalar in float32 at least, rounded up; differentiable almost everywhere.
@@ -327,17 +323,10 @@ def conv_spectral_norm_estimate(
     was always the top one. Small kernels and grids, where this takes longer, are passed to
     :func:`conv_spectral_norm`. For a guarantee use that, or :func:`conv_spectral_norm_bound`.
 
-    Args:
-        weight: of a convolution or transposed convolution.
-        size: the grid, as for :func:`conv_spectral_norm`.
-        layout: how the weight is stored and applied.
-        seed: of the start vectors.
+    Arguments and errors are those of :func:`conv_spectral_norm`; `seed` is that of the start vectors.
 
     Returns:
         A scalar in float32 at least, without gradient.
-
-    Raises:
-        InvalidArgumentError: as :func:`conv_spectral_norm`.
 
     Example:
         >>> round(gonio.geometry.conv_spectral_norm_estimate(torch.ones(1, 1, 3, 3), (8, 8)).item(), 4)
@@ -359,10 +348,6 @@ def conv_spectral_norm_estimate(
         while walk.steps < MOST and walk.residual() > RESIDUAL:
             walk = walk.forward(walk.steps + MORE)
         return (walk.value() * scale).to(widen(weight).dtype)
-
-
-def _omega(points: Tensor, grid: Tensor) -> Tensor:
-    return points.double() * (2 * torch.pi / grid.double())
 
 
 def _half_plane(grid: Tensor, gaps: Tensor) -> Tensor:
@@ -477,7 +462,8 @@ def _start(taps: Taps, points: Tensor, grid: Tensor, seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
     start = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
     u = normalize(start.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
-    return _Walk(taps, points, taps.phases(_omega(points, grid).to(taps.matrices)), u, (), (), ())
+    omega = points.double() * (2 * pi / grid.double())
+    return _Walk(taps, points, taps.phases(omega.to(taps.matrices)), u, (), (), ())
 
 
 def _joined(walks: Sequence[_Walk]) -> _Walk:
