@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from foreign import transformers
 from gonio.errors import (
     GonioError,
     InvalidArgumentError,
-    MissingExtraError,
     NotApplicableError,
     UnknownNameError,
     UnreadableFileError,
@@ -138,12 +136,6 @@ def test_wrong_configurations_are_one_error(tmp_path: Path, text: str, error: ty
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(error, match=message):
         resolve(f"transformers:{tmp_path}")()
-
-
-def test_an_absent_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package 'transformers'.*gonio\[models\]"):
-        resolve("transformers:bert")
 
 
 def test_a_class_that_cannot_be_imported_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
