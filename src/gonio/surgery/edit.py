@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError, NotApplicableError
+from gonio.errors import GonioError, NotApplicableError, listing
 from gonio.surgery.where import Site, sites
 from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
@@ -36,23 +37,6 @@ class Change:
 
     path: str
     what: str
-
-
-@dataclass
-class _Touched:
-    """The objects that an edit changed; an undo first checks that they are as the edit left them.
-
-    Attributes:
-        classes: modules whose class or registries may have changed.
-        slots: (parent, attribute) where another module was put.
-        replaced: the modules that were there, and their paths.
-        values: Parameters of the model that were overwritten.
-    """
-
-    classes: list[nn.Module] = field(default_factory=list)
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
 
 
 class Edit:
@@ -81,17 +65,19 @@ class Edit:
     def __init__(self, model: nn.Module, verb: str) -> None:
         self.model = model
         self.verb = verb
-        self._inverses: list[Callable[[], None]] = []
-        self._touched = _Touched()
-        self._replicated: set[int] | None = None
+        self.present = list(model.parameters())  # before the edit
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self._inverses: list[Callable[[], None]] = []
+        # What it changed: an undo first checks that this still is as the edit left it.
+        self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
+        self._slots: list[tuple[nn.Module, str]] = []  # (parent, attribute) where another module was put
+        self._replaced: list[Site] = []
+        self._values: list[Tensor] = []  # overwritten tensors
 
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
         reshard_(self.model)
-        if is_replicated(self.model):
-            self._replicated = {id(p) for p in self.model.parameters()}
         return self
 
     def __exit__(
@@ -99,7 +85,7 @@ class Edit:
     ) -> None:
         if error is not None:
             _run_reversed(self._inverses)
-        elif self._replicated is not None and self._replicated != {id(p) for p in self.model.parameters()}:
+        elif is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
             _run_reversed(self._inverses)
             why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
             raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.")
@@ -107,6 +93,14 @@ class Edit:
     def note(self, text: str) -> None:
         """Add a remark on the whole edit to its table."""
         self.notes.append(text)
+
+    def note_stays(self, stay: Mapping[str, str]) -> None:
+        """Note the layers that were left out, by path, with the reason; layers of one reason in one note."""
+        reasons: dict[str, list[str]] = {}
+        for path, why in stay.items():
+            reasons.setdefault(why, []).append(path or "the model")
+        for why, paths in reasons.items():
+            self.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
 
     def changed(self, path: str, what: str) -> None:
         """Record in words what was done to a module."""
@@ -119,7 +113,7 @@ class Edit:
     def set_data_(self, tensor: Tensor, value: Tensor) -> None:
         """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same."""
         before = tensor.detach().clone(memory_format=torch.preserve_format)
-        self._touched.values.append(tensor)
+        self._values.append(tensor)
         self.on_undo(lambda: self.overwrite_(tensor, before))
         self.overwrite_(tensor, value)
 
@@ -149,7 +143,7 @@ class Edit:
         refuse_shards(self.model, self.verb)
         kind = module.__class__
         registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
-        self._touched.classes.append(module)
+        self._classes.append(module)
 
         def restore() -> None:
             module.__class__ = kind
@@ -169,18 +163,30 @@ class Edit:
         old = site.module
         if old._forward_hooks or old._forward_pre_hooks:
             self.note(f"{site.path}: its forward hooks stayed with the replaced layer")
-        self._touched.replaced.append((old, site.path))
+        self._replaced.append(site)
         for parent, name in site.owners:
-            self._touched.slots.append((parent, name))
-            self.on_undo(_setter(parent, name, old))
+            self._slots.append((parent, name))
+            self.on_undo(partial(parent._modules.__setitem__, name, old))
             parent._modules[name] = module
         self.changed(site.path, what)
 
     def done(self) -> Edited:
         """The record that the verb returns."""
-        self.notes.extend(_other_references(self.model, self._touched))
-        undo = _Undo(self.verb, self.model, self._inverses, self._touched)
-        return Edited(self.verb, tuple(self.changes), tuple(self.notes), undo)
+        self._note_other_references()
+        return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
+
+    def _note_other_references(self) -> None:
+        """Name plain attributes and lists that still hold a replaced module: an edit does not reach them."""
+        gone = {id(site.module): site.path for site in self._replaced}
+        for site in sites(self.model) if gone else ():
+            for name, value in vars(site.module).items():
+                items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+                for item in (value, *items) if name != "_modules" else ():
+                    if id(item) in gone:
+                        holder = f"{site.path}.{name}" if site.path else name
+                        self.note(
+                            f"{holder} still holds the module that was {gone[id(item)]}: no edit reaches it there"
+                        )
 
 
 @dataclass(frozen=True)
@@ -219,31 +225,12 @@ class Edited:
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
 
-def _setter(parent: nn.Module, name: str, module: nn.Module) -> Callable[[], None]:
-    def restore() -> None:
-        parent._modules[name] = module
-
-    return restore
-
-
 def _run_reversed(inverses: list[Callable[[], None]]) -> None:
     """Run the inverses latest first, each of them even if another one fails."""
     with ExitStack() as stack:
         for inverse in inverses:
             stack.callback(inverse)
         inverses.clear()
-
-
-def _other_references(model: nn.Module, touched: _Touched) -> Iterator[str]:
-    """Name plain attributes and lists that still hold a replaced module: an edit does not reach them."""
-    gone = {id(module): path for module, path in touched.replaced}
-    for site in sites(model) if gone else ():
-        for name, value in vars(site.module).items():
-            items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-            for item in (value, *items) if name != "_modules" else ():
-                if id(item) in gone:
-                    holder = f"{site.path}.{name}" if site.path else name
-                    yield f"{holder} still holds the module that was {gone[id(item)]}: it is no registered child"
 
 
 # --- undo ---------------------------------------------------------------------------------------------
@@ -254,14 +241,27 @@ _NUMBERS = itertools.count()
 
 
 class _Undo:
-    """The inverses of one edit, to be run once, while the edit is the latest in force on its model."""
+    """The inverses of one edit, to be run once, while the edit is the latest in force on its model.
 
-    def __init__(self, verb: str, model: nn.Module, inverses: list[Callable[[], None]], touched: _Touched) -> None:
-        self._number, self._verb = next(_NUMBERS), verb
+    Records the state in which the edit left the model, as far as the inverses depend on it.
+    """
+
+    def __init__(self, edit: Edit) -> None:
+        model, self._inverses = edit.model, edit._inverses
+        self._number, self._verb = next(_NUMBERS), edit.verb
         self._model = weakref.ref(model)
-        self._inverses = inverses
-        self._expected = _Expected(model, touched)
-        _IN_FORCE.setdefault(model, []).append((self._number, verb))
+        self._sharded = is_sharded(model)
+        self._classes = [(module, type(module)) for module in edit._classes]
+        self._slots = [(parent, name, parent._modules.get(name)) for parent, name in edit._slots]
+        self._replaced = [site.module for site in edit._replaced]
+        handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
+        here = {id(parameter) for parameter in model.parameters()}
+        self._parameters = [tensor for tensor in (*edit._values, *handed_on) if id(tensor) in here]
+        # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
+        self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        for parameter in model.parameters() if self._replaced else ():
+            self._followed.setdefault((parameter.device, parameter.dtype), parameter)
+        _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
 
     def run_(self) -> None:
         """Undo, or raise :class:`UndoError` and change nothing."""
@@ -273,41 +273,14 @@ class _Undo:
         if number != self._number:
             raise UndoError(self._verb, f"the later edit {later} still is in force")
         reshard_(model)
-        why = self._expected.difference(model)
+        why = self._changed_since(model)
         if why is not None:
             raise UndoError(self._verb, why)
         _run_reversed(self._inverses)
-        self._expected.move_replaced_()
+        self._move_replaced_()
         in_force.remove((self._number, self._verb))
 
-
-def _latest_edit(model: nn.Module) -> tuple[int, str]:
-    """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
-
-    def parts(module: nn.Module) -> set[int]:
-        return {id(part) for part in (*module.modules(), *module.parameters())}
-
-    mine = parts(model)
-    return max(e for other, found in _IN_FORCE.items() if other is model or mine & parts(other) for e in found)
-
-
-class _Expected:
-    """The state in which an edit left the model, as far as its undo depends on it."""
-
-    def __init__(self, model: nn.Module, touched: _Touched) -> None:
-        self._sharded = is_sharded(model)
-        self._classes = [(module, type(module)) for module in touched.classes]
-        self._slots = [(parent, name, parent._modules.get(name)) for parent, name in touched.slots]
-        self._replaced = [module for module, _ in touched.replaced]
-        here = {id(parameter) for parameter in model.parameters()}
-        handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
-        self._parameters = [tensor for tensor in (*touched.values, *handed_on) if id(tensor) in here]
-        # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
-        self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        for parameter in model.parameters() if self._replaced else ():
-            self._followed.setdefault((parameter.device, parameter.dtype), parameter)
-
-    def difference(self, model: nn.Module) -> str | None:
+    def _changed_since(self, model: nn.Module) -> str | None:
         """Why the inverses would not restore the model; None if they will."""
         if is_sharded(model) and not self._sharded:
             return "the model was sharded since"
@@ -323,7 +296,7 @@ class _Expected:
         return None
 
     @torch.no_grad()
-    def move_replaced_(self) -> None:
+    def _move_replaced_(self) -> None:
         """Move the replaced modules to the device and dtype that the model has been moved to since."""
         goes = {old: (new.device, new.dtype) for old, new in self._followed.items()}
         if all(old == new for old, new in goes.items()):
@@ -339,3 +312,13 @@ class _Expected:
                         tensor.data = moved
                     else:
                         registry[name] = moved  # type: ignore[assignment]
+
+
+def _latest_edit(model: nn.Module) -> tuple[int, str]:
+    """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
+
+    def parts(module: nn.Module) -> set[int]:
+        return {id(part) for part in (*module.modules(), *module.parameters())}
+
+    mine = parts(model)
+    return max(e for other, found in _IN_FORCE.items() if other is model or mine & parts(other) for e in found)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
-from gonio.errors import NoMatchError, NotApplicableError, listing
+from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.base import detach, is_parametrized
 from gonio.surgery.edit import Edit, Edited
@@ -71,23 +71,16 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         stay: dict[str, str] = {}
         for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_, _fold_norms_):
             stay |= fold_some_(edit, chosen)
-        _note_what_stays(edit, stay, strict=where is not None)
+        if stay and where is not None:
+            path, why = next(iter(stay.items()))
+            raise NotApplicableError("fold_", path, why, "Leave it out of `where`.")
+        edit.note_stays(stay)
         if not edit.changes:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
             raise NoMatchError("fold_", str(selector), [], refused=refused)
         if before is not None:
             _check(edit, example, before, outputs(model, example))
     return edit.done()
-
-
-def _note_what_stays(edit: Edit, stay: dict[str, str], *, strict: bool) -> None:
-    reasons: dict[str, list[str]] = {}
-    for path, why in stay.items():
-        reasons.setdefault(why, []).append(path or "the model")
-    for why, paths in reasons.items():
-        if strict:
-            raise NotApplicableError("fold_", listing(paths), why, "Leave it out of `where`.")
-        edit.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
 
 
 def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) -> None:

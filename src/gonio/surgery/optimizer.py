@@ -31,8 +31,6 @@ def tell_(
     optimizer: torch.optim.Optimizer | None,
     before: Sequence[nn.Parameter],
     after: Mapping[str, nn.Parameter],
-    *,
-    present: Sequence[nn.Parameter],
 ) -> None:
     """Give a layer's new parameters to the given optimizer; without one, guard against a step that omits them.
 
@@ -46,13 +44,12 @@ def tell_(
         optimizer: None if the verb was given none.
         before: the parameters that the layer had.
         after: those that it has, by name.
-        present: those that the model had.
     """
     if optimizer is None:
-        known = {id(parameter) for parameter in present}
+        known = {id(parameter) for parameter in edit.present}
         added = {name: parameter for name, parameter in after.items() if id(parameter) not in known}
         if added:
-            edit.on_undo(await_optimizer(edit.verb, path, before, added, present))
+            edit.on_undo(await_optimizer(edit.verb, path, before, added, edit.present))
         return
     held = held_by(optimizer)
     used = {id(p) for p in edit.model.parameters()}
@@ -71,9 +68,9 @@ def tell_(
     group["params"].extend(new)
 
 
-def note_added(edit: Edit, present: Sequence[nn.Parameter]) -> None:
+def note_added(edit: Edit) -> None:
     """Note how many parameters the model has that it had not; an optimizer does not find them by itself."""
-    known = {id(parameter) for parameter in present}
+    known = {id(parameter) for parameter in edit.present}
     count = sum(id(p) not in known for p in edit.model.parameters())
     if count:
         edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")

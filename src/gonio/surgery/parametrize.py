@@ -71,7 +71,6 @@ def parametrize_(
     _check_ties(model, found, tensor)
     check_holds(optimizer, model)
     shared: dict[int, Parametrization] = {}
-    present = list(model.parameters())
     with Edit(model, "parametrize_") as edit:
         for site in found:
             module, raw = site.module, site.module.get_parameter(tensor)
@@ -82,9 +81,9 @@ def parametrize_(
             if not torch.equal(value, raw):  # attaching changed it: an undo brings the old value back
                 edit.on_undo(partial(edit.overwrite_, raw, value))
             edit.changed(site.path, f"{tensor} = {parametrization}")
-            tell_(edit, site.path, optimizer, before, dict(module.named_parameters()), present=present)
+            tell_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if optimizer is None:
-            note_added(edit, present)
+            note_added(edit)
     return edit.done()
 
 

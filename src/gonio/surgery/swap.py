@@ -78,7 +78,6 @@ def swap_(
     check_holds(optimizer, model)
     refuse_shards(model, "swap_")
     found, read = _found(model, factory, accepted, where)
-    present = list(model.parameters())
     with Edit(model, "swap_") as edit:
         refused: dict[str, NotApplicableError] = {}
         for site in found:
@@ -87,15 +86,19 @@ def swap_(
             except NotApplicableError as error:
                 refused[site.path] = error
                 continue
-            _replace_(edit, site, parts, optimizer, present)
-        _note_refused(edit, refused, strict=where is not None)
+            _replace_(edit, site, parts, optimizer)
+        if refused and (where is not None or not edit.changes):
+            first = next(iter(refused.values()))
+            first.add_note(f"at {listing(list(refused))}")
+            raise first
+        edit.note_stays({path: str(why) for path, why in refused.items()})
         replaced = [site for site in found if site.path not in refused]
         _check_reachable(edit, replaced)
         _disable_fast_path_(edit, replaced)
         for site in read:
             edit.note(f"{site.path} stays: its parent reads its weight and does not call it")
         if optimizer is None:
-            note_added(edit, present)
+            note_added(edit)
     return edit.done()
 
 
@@ -180,13 +183,7 @@ def _made(
     return parts
 
 
-def _replace_(
-    edit: Edit,
-    site: Site,
-    parts: list[nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-    present: list[nn.Parameter],
-) -> None:
+def _replace_(edit: Edit, site: Site, parts: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
     old, new = site.module, parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     kept = {id(module) for module in old.modules()}  # a factory may put the old layer into the new one
     for module in new.modules():
@@ -194,19 +191,7 @@ def _replace_(
             module.training = old.training
     made = " + ".join(type(part).__name__ for part in parts)
     edit.replace_(site, new, what=f"{type(old).__name__} → {made}")
-    tell_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()), present=present)
-
-
-def _note_refused(edit: Edit, refused: dict[str, NotApplicableError], *, strict: bool) -> None:
-    """Note the layers that the factory refuses; raise where `where` selects them, or if no other was replaced."""
-    reasons: dict[str, list[str]] = {}
-    for path, error in refused.items():
-        reasons.setdefault(str(error), []).append(path)
-        if strict or not edit.changes:
-            error.add_note(f"at {listing(list(refused))}")
-            raise error
-    for why, paths in reasons.items():
-        edit.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
+    tell_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()))
 
 
 def _check_reachable(edit: Edit, replaced: list[Site]) -> None:
