@@ -103,16 +103,23 @@ class AlreadyAppliedError(GonioError, ValueError):
 
     def __init__(self, verb: str, path: str, found: str) -> None:
         super().__init__(
-            f"{verb} was asked for {path!r}; found {found} there already. "
+            f"{verb}: cannot change {path!r} again; found {found} there already. "
             f"Undo that edit first, or exclude the module in `where`."
         )
 
 
 class NotApplicableError(GonioError, ValueError):
-    """A module or tensor cannot carry what was asked for it; says which and why."""
+    """An operation is not possible on a module or tensor; says on which and why.
 
-    def __init__(self, asked: str, path: str, why: str, do: str) -> None:
-        super().__init__(f"{asked} was asked for {path!r}; {why}. {do}")
+    `action` is the verb of the sentence ("replace", "fold"), and `kind` the class of the layer at `path`.
+    """
+
+    def __init__(self, asked: str, path: str, why: str, do: str, *, action: str = "", kind: str = "") -> None:
+        if action:
+            layer = f"layer {path!r}{f' ({kind})' * bool(kind)}" if path else "the model"
+            super().__init__(f"{asked}: cannot {action} {layer}: {why}. {do}")
+        else:
+            super().__init__(f"{asked} was asked for {path!r}; {why}. {do}")
 
 
 class MissingExtraError(GonioError, ImportError):
@@ -224,9 +231,9 @@ class UntrainedParametersError(GonioError, RuntimeError):
 
     def __init__(self, verb: str, names: Sequence[str]) -> None:
         super().__init__(
-            f"optimizer.step() was asked for; {listing(names, limit=4)}, which {verb} added, "
-            f"{'are' if len(names) > 1 else 'is'} in no optimizer and would never be trained. "
-            f"Pass optimizer= to {verb}, or build the optimizer after it; requires_grad_(False) keeps them as they are."
+            f"optimizer.step(): {listing(names, limit=4)}, which {verb} added, {'are' if len(names) > 1 else 'is'} in "
+            f"no optimizer that has taken a step, and would stay untrained. Pass optimizer= to {verb}, or build the "
+            f"optimizer after it. If another optimizer has them, let it step first. requires_grad_(False) freezes them."
         )
 
 

@@ -1,14 +1,21 @@
+"""`calibrate_` against hand-written averages, in one process and in two."""
+
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import spawn
 
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import measure
 from gonio.surgery import calibrate_
+from surgery.processes import CALIBRATED, REFUSED, WORLD, buffers, calibrate_on_rank, joined, prepared
 from tolerances import close, exact
 
 BATCHES = [seeded(8, 3, 4, 4, seed=1), 3 + 2 * seeded(4, 3, 4, 4, seed=2), seeded(2, 3, 4, 4, seed=3)]
@@ -93,17 +100,6 @@ def test_batch_average_of_a_switchable_norm(dims):
         spread = share @ (means - share @ means).square() if variance == "total" else 0
         torch.testing.assert_close(norm.running_mean.double(), share @ means, **exact(torch.float32))
         torch.testing.assert_close(norm.running_var.double(), share @ variances + spread, **exact(torch.float32))
-
-
-def test_equal_batches_average_as_the_published_code_meant_to():
-    """A plain mean over batches of one size, divided by their number, which the code leaves out."""
-    batches = [3 + seeded(4, 3, 5, 5, seed=k) for k in range(50)]
-    model = nn.Sequential(gnn.SwitchableNorm2d(3))
-    calibrate_(model, batches, variance="mean")
-    torch.testing.assert_close(model[0].running_mean, torch.stack([b.mean((0, 2, 3)) for b in batches]).mean(0))
-    each = torch.stack([b.var((0, 2, 3), correction=0) for b in batches])
-    torch.testing.assert_close(model[0].running_var, each.mean(0))
-    assert float(model.eval()(batches[0]).detach().std()) == pytest.approx(1, abs=0.05)
 
 
 def test_the_batches_of_an_instance_norm_are_its_samples():
@@ -196,3 +192,46 @@ def test_nothing_to_average_or_nowhere_to_put_it():
         calibrate_(nn.Sequential(nn.LayerNorm(3)), BATCHES)
     with pytest.raises(InvalidArgumentError, match='takes variance="total" or "mean"'):
         calibrate_(nn.Sequential(nn.BatchNorm2d(3)), BATCHES, variance="median")
+
+
+# --- two processes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("calibrate")
+    spawn(calibrate_on_rank, args=(str(folder),), nprocs=WORLD)
+    found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert not any(isinstance(each, str) for each in found), found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variance", ["total", "mean"])
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_two_processes_equal_one(ranks: list[dict[str, Any]], name: str, variance: str) -> None:
+    model = prepared(name)
+    calibrate_(model, joined(name), variance=variance)
+    for rank in ranks:
+        for key, value in buffers(model).items():
+            torch.testing.assert_close(rank[name][variance][key], value, **exact(torch.float32))
+
+
+@pytest.mark.slow
+def test_without_joining_the_average_variance_is_that_of_smaller_batches(ranks: list[dict[str, Any]]) -> None:
+    """Negative control: batches of one process alone spread less than those of both together."""
+    model = prepared("joined")
+    calibrate_(model, [*joined("joined")[0].split((5, 1)), *joined("joined")[1].split((2, 3))], variance="mean")
+    found = ranks[0]["joined"]["mean"]["0.running_var"]
+    assert bool((found > 1.1 * buffers(model)["0.running_var"]).all())
+
+
+@pytest.mark.slow
+def test_what_would_wait_for_ever_is_refused_in_every_process(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert (
+            "needs as many batches in each; found 1 processes with one more batch than the other 1"
+            in (rank["joined, numbers differ"])
+        )
+        assert "averages over batches; found no batch" in rank["no batch at all"]
+        assert set(REFUSED) <= set(rank)

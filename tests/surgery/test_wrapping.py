@@ -18,7 +18,7 @@ from gonio.surgery import calibrate_
 from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
-from surgery.processes_of_edits import EDITS, WORLD, network, run_rank
+from surgery.processes import EDITS, WORLD, edit_on_rank, network
 
 
 def wrapper(model: nn.Module) -> nn.Module:
@@ -63,13 +63,10 @@ def test_wrappers_in_wrappers_are_looked_through() -> None:
     assert unwrapped(nn.ModuleDict({"module": model}))["module"] is model
 
 
-# --- two processes ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor] | str]]:
     folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
+    spawn(edit_on_rank, args=(str(folder),), nprocs=WORLD)
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

@@ -89,12 +89,13 @@ def balance_(
     for graph in graphs:
         if graph.reason:
             why = f"the model cannot be traced ({graph.reason})"
-            raise NotApplicableError("balance_", "", why, "Balance its parts.")
+            raise NotApplicableError("balance_", "", why, "Balance its parts.", action="balance")
     variables = _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        raise NotApplicableError("balance_", "", f"no scale is free to move: {why}", "Leave this model as it is.")
+        why, do = f"no scale is free to move: {why}", "Leave this model as it is."
+        raise NotApplicableError("balance_", "", why, do, action="balance")
     before = outputs(model, example) if example is not None else None
     least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
@@ -104,7 +105,8 @@ def balance_(
         if before is not None:
             moved = deviation(before, outputs(model, example))
             if moved.relative > max(_ALLOWED.get(x.dtype, 0.1) for x in before):
-                raise NotApplicableError("balance_", "", f"the outputs changed: {moved}", "Please report this model.")
+                why, do = f"the outputs changed: {moved}", "Please report this model."
+                raise NotApplicableError("balance_", "", why, do, action="balance")
             edit.note(str(moved))
     return edit.done()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -148,10 +149,11 @@ def _store_(edit: Edit, moments: _RunningMoments) -> None:
     site = moments.site
     running_mean, running_var = site.module.get_buffer("running_mean"), site.module.get_buffer("running_var")
     n, mean, var = moments.result(running_mean.numel(), running_mean.device)
+    refuse = partial(NotApplicableError, "calibrate_", site.path, action="calibrate", kind=site.kind)
     if n == 0:
-        raise NotApplicableError("calibrate_", site.path, "it saw no values", "Leave it out of `where`.")
+        raise refuse("it saw no values", "Leave it out of `where`.")
     if not (torch.isfinite(mean).all() and torch.isfinite(var).all()):
-        raise NotApplicableError("calibrate_", site.path, "its statistics are not finite", "Check weights and batches.")
+        raise refuse("its statistics are not finite", "Check weights and batches.")
     edit.set_buffer_(site.module, "running_mean", mean.to(running_mean.dtype))
     edit.set_buffer_(site.module, "running_var", var.to(running_var.dtype))
     edit.changed(site.path, f"statistics of {n:.0f} values per channel")

@@ -88,7 +88,7 @@ class Edit:
         elif is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
             _run_reversed(self._inverses)
             why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
-            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.")
+            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
 
     def note(self, text: str) -> None:
         """Add a remark on the whole edit to its table."""

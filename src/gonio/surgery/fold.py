@@ -72,8 +72,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_, _fold_norms_):
             stay |= fold_some_(edit, chosen)
         if stay and where is not None:
-            path, why = next(iter(stay.items()))
-            raise NotApplicableError("fold_", path, why, "Leave it out of `where`.")
+            first = next(site for site in chosen if site.path in stay)
+            why, do = stay[first.path], "Leave it out of `where`."
+            raise NotApplicableError("fold_", first.path, why, do, action="fold", kind=first.kind)
         edit.note_stays(stay)
         if not edit.changes:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
@@ -91,7 +92,8 @@ def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) 
         wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
         own = deviation(after, outputs(copy.deepcopy(unwrapped(edit.model)).double(), wide))
         if moved.relative > _ROUNDINGS * own.relative:
-            raise NotApplicableError("fold_", "", f"the outputs changed: {moved}", "Please report this model.")
+            why, do = f"the outputs changed: {moved}", "Please report this model."
+            raise NotApplicableError("fold_", "", why, do, action="fold")
         edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
     edit.note(str(moved))
 

@@ -131,7 +131,8 @@ def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, 
         drawn[padding] = whole(weight.detach())[padding]
         write_(value, drawn)
     if not torch.isfinite(value).all():
-        raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")
+        why = f"{_name(function)} gave non-finite values"
+        raise NotApplicableError("init_", site.path, why, "Check its options.", action="initialise", kind=site.kind)
     return value
 
 

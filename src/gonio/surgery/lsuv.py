@@ -143,7 +143,7 @@ def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list
         for handle in handles:
             handle.remove()
     if not ran:
-        raise NotApplicableError("lsuv_", found[0].path, "no selected layer ran on the batch", "Check `where`.")
+        raise NotApplicableError("lsuv_", "", "no selected layer ran on the batch", "Check `where`.", action="scale")
     return ran
 
 

@@ -148,6 +148,7 @@ def move_state_(edit: Edit, optimizer: torch.optim.Optimizer, path: str, paramet
             continue
         if name not in powers or value.shape != parameter.shape:
             why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
-            raise NotApplicableError("balance_", path, why, "Balance before the optimizer takes its first step.")
+            do = "Balance before the optimizer takes its first step."
+            raise NotApplicableError("balance_", path, why, do, action="balance")
         if powers[name]:
             edit.set_data_(value, (value.double() / s.pow(powers[name])).to(value.dtype))

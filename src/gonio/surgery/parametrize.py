@@ -105,14 +105,13 @@ def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
 def _check_ties(model: nn.Module, found: list[Site], tensor: str) -> None:
     """A shared tensor is parametrized in all of its layers or in none."""
     chosen = {id(site.module) for site in found}
-    raw = {id(site.module._parameters[tensor]): site.path for site in found}
+    raw = {id(site.module._parameters[tensor]): site for site in found}
     for site in sites(model):
         for name, parameter in site.module._parameters.items():
-            tied_to = raw.get(id(parameter))
-            if tied_to is not None and (id(site.module) not in chosen or name != tensor):
-                raise NotApplicableError(
-                    "parametrize_",
-                    tied_to,
+            tied = raw.get(id(parameter))
+            if tied is not None and (id(site.module) not in chosen or name != tensor):
+                why, do = (
                     f"it shares its {tensor} with {site.path}.{name}, which is not selected",
-                    "Select both, or neither.",
+                    "Select both or none.",
                 )
+                raise NotApplicableError("parametrize_", tied.path, why, do, action="parametrize", kind=tied.kind)

@@ -160,10 +160,10 @@ def _check_replaceable(site: Site) -> None:
     compiled = next((parent for parent, _ in site.owners if calls_what_it_was_made_from(parent)), None)
     if compiled is not None:
         why = f"the {type(compiled).__name__} around it would go on calling it"
-        raise NotApplicableError("swap_", site.path, why, "Swap it before you compile it.")
+        raise _cannot_replace(site, why, "Swap it before you compile it.")
     if not site.path:
         do = "Wrap the model in nn.Sequential, or swap its layers."
-        raise NotApplicableError("swap_", site.path, "the model itself cannot be replaced in place", do)
+        raise _cannot_replace(site, "`where` selects the model itself", do)
 
 
 def _made(
@@ -200,7 +200,7 @@ def _check_reachable(edit: Edit, replaced: list[Site]) -> None:
     for site in replaced:
         if not any(id(parent) in here for parent, _ in site.owners):
             why = "a selected layer around it was replaced by one that does not contain it"
-            raise NotApplicableError("swap_", site.path, why, "Select the one or the other.")
+            raise _cannot_replace(site, why, "Select the one or the other.")
 
 
 def _disable_fast_path_(edit: Edit, replaced: list[Site]) -> None:
@@ -221,6 +221,10 @@ def _disable_fast_path_(edit: Edit, replaced: list[Site]) -> None:
             edit.set_attribute_(encoder, "use_nested_tensor", False)
     if layers:
         edit.note("the fast path of TransformerEncoderLayer is off where a part was replaced: it would not call it")
+
+
+def _cannot_replace(site: Site, why: str, do: str) -> NotApplicableError:
+    return NotApplicableError("swap_", site.path, why, do, action="replace", kind=site.kind)
 
 
 def _name(factory: Callable[..., Any]) -> str:

@@ -285,6 +285,11 @@ class Site:
     owners: tuple[tuple[nn.Module, str], ...]
     aliases: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
     def matches(self, selector: Callable[[str, nn.Module], bool]) -> bool:
         """Whether the selector takes this module under any of its paths."""
         return any(selector(path, self.module) for path in (self.path, *self.aliases))

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _CONTENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_BEFORE = "Edit the model before it is sharded."
 _PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})
 
 
@@ -86,14 +87,14 @@ def refuse_flat_shards(model: nn.Module, verb: str) -> None:
     """Raise for a model in FSDP 1."""
     if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
         why = "its parameters are slices of one flat tensor (FSDP 1)"
-        raise NotApplicableError(verb, "", why, "Edit the model before it is sharded.")
+        raise NotApplicableError(verb, "", why, _BEFORE, action="change")
 
 
 def refuse_shards(model: nn.Module, verb: str) -> None:
     """Raise where whole tensors are needed and the model has shards."""
     refuse_flat_shards(model, verb)
     if is_sharded(model):
-        raise NotApplicableError(verb, "", "its parameters are sharded", "Edit the model before it is sharded.")
+        raise NotApplicableError(verb, "", "its parameters are sharded", _BEFORE, action="change")
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:
