@@ -103,7 +103,7 @@ class AlreadyAppliedError(GonioError, ValueError):
 
     def __init__(self, verb: str, path: str, found: str) -> None:
         super().__init__(
-            f"{verb}: cannot change {path!r} again; found {found} there already. "
+            f"{verb}: cannot change {path!r}; found {found} there already. "
             f"Undo that edit first, or exclude the module in `where`."
         )
 

@@ -19,7 +19,7 @@ from surgery.test_swap import TOKENS, encoder, slow_and_fast
 def test_twice_is_refused():
     model = network()
     gonio.parametrize_(model, P.Sphere(), where="4")
-    with pytest.raises(AlreadyAppliedError, match=r"cannot change '4' again; found Sphere on 'weight' there already"):
+    with pytest.raises(AlreadyAppliedError, match=r"cannot change '4'; found Sphere on 'weight' there already"):
         gonio.parametrize_(model, P.Sphere(), where="4")
 
 

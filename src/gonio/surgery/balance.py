@@ -193,18 +193,13 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
 class LeastSum:
     """The scales with the least sum of squared weights.
 
-    Attributes:
-        layers: those that take part.
-        scales: of each variable, one number per channel.
-        before: the sum of squares of the layers that take part.
-        after: the same at these scales.
-        converged: whether coordinate descent converged; if not, the scales are valid but not the best.
+    If the descent has not converged, the scales are valid but not the best.
     """
 
-    layers: tuple[ChannelMap, ...]
-    scales: dict[ScaleVariable, Tensor]
-    before: float
-    after: float
+    layers: tuple[ChannelMap, ...]  # that take part
+    scales: dict[ScaleVariable, Tensor]  # one number per channel
+    before: float  # the sum of squares of these layers
+    after: float  # the same at these scales
     converged: bool
 
 
@@ -221,11 +216,8 @@ def least_scales(
     are lengthened as in successive over-relaxation for a chain of that many scales, which needs a number of
     sweeps in proportion to its length instead of its square.
 
-    Args:
-        variables: free ones.
-        per_channel: one scale per channel; otherwise one per tensor.
-        sweeps: at most this many over all variables.
-        tolerance: largest change of a log scale at convergence.
+    The variables must be free. With `per_channel` there is one scale per channel, otherwise one per tensor;
+    `tolerance` is the largest change of a log scale at convergence.
     """
     descent = _Descent(variables)
     before = descent.sum_of_squares()

@@ -124,45 +124,33 @@ class Graph:
     @cached_property
     def norm_after(self) -> dict[str, str]:
         """For each weighted layer whose whole output goes into normalisation layers: the first such layer."""
-        found = self._after_each(self._first_norm)
+        found = self._first_after_each(_norm_path, _is_passed)
         return {path: norms[0] for path, norms in found.items() if norms[0] is not None and all(norms)}
 
     @cached_property
     def activation_after(self) -> dict[str, str]:
         """The activation that the output of each weighted layer meets first; see :func:`activation_after`."""
-        found = self._after_each(self._first_activation)
+        found = self._first_after_each(
+            _activation_name, lambda node, module: _is_plain_norm(module) or _is_passed(node, module)
+        )
         return {path: names[0] for path, names in found.items() if names[0] is not None and len(set(names)) == 1}
 
-    def _after_each(self, first: Callable[[fx.Node], str | None]) -> dict[str, list[str | None]]:
-        """For each weighted layer: the first norm or activation at each reader of each of its outputs."""
+    def _first_after_each(
+        self, name: Callable[..., str | None], passed: Callable[..., bool]
+    ) -> dict[str, list[str | None]]:
+        """For each weighted layer: the first named node after each reader of its outputs, behind passed nodes."""
+
+        def first(node: fx.Node) -> str | None:
+            found = name(node, self.called(node))
+            if found is not None or not passed(node, self.called(node)) or len(node.users) != 1:
+                return found
+            return first(next(iter(node.users)))
+
         found: dict[str, list[str | None]] = {}
         for path, module, node in self.calls():
             if isinstance(module, WEIGHTED) and node.users:
                 found.setdefault(path, []).extend(first(user) for user in node.users)
         return found
-
-    def _first_norm(self, node: fx.Node) -> str | None:
-        while True:
-            module = self.called(node)
-            if module is not None and is_norm(module):
-                return str(node.target)
-            if not _is_passed(node, module) or len(node.users) != 1:
-                return None
-            node = next(iter(node.users))
-
-    def _first_activation(self, node: fx.Node) -> str | None:
-        while True:
-            module = self.called(node)
-            name = _activation_name(node, module)
-            if name is not None:
-                return name
-            if node.op == "output" or isinstance(module, WEIGHTED):
-                return "linear"
-            # a norm with children may have an unknown activation inside
-            plain_norm = module is not None and is_norm(module) and _without_children(module)
-            if not (plain_norm or _is_passed(node, module)) or len(node.users) != 1:
-                return None
-            node = next(iter(node.users))
 
     @cached_property
     def scale_invariant(self) -> frozenset[str]:
@@ -324,7 +312,14 @@ def activation_after(model: nn.Module | Graph) -> dict[str, str]:
     return (trace(model) if isinstance(model, nn.Module) else model).activation_after
 
 
+def _norm_path(node: fx.Node, module: nn.Module | None) -> str | None:
+    return str(node.target) if module is not None and is_norm(module) else None
+
+
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
+    """The name of an activation, or "linear" where the search for one ends."""
+    if node.op == "output" or isinstance(module, WEIGHTED):
+        return "linear"
     if module is not None:
         candidates = [module, *norm_tail(module)]
         return next((n for m in candidates for n, types in _ACTIVATIONS.items() if isinstance(m, types)), None)
@@ -333,13 +328,12 @@ def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
 
 
 def _is_passed(node: fx.Node, module: nn.Module | None) -> bool:
-    if module is not None:
-        return isinstance(module, _PASSED_MODULES)
-    return _called_function(node) in _PASSED_FUNCTIONS
+    return isinstance(module, _PASSED_MODULES) if module is not None else _called_function(node) in _PASSED_FUNCTIONS
 
 
-def _without_children(module: nn.Module) -> bool:
-    return all(isinstance(part, nn.Identity) for part in module.children())
+def _is_plain_norm(module: nn.Module | None) -> bool:
+    """Whether it is a norm without children: one with children may have an unknown activation inside."""
+    return module is not None and is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
 
 
 def _called_function(node: fx.Node) -> str:

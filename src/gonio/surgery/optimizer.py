@@ -16,11 +16,7 @@ __all__ = ["check_holds", "move_state_", "note_added", "tell_"]
 
 
 def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Raise unless the optimizer holds parameters of the model.
-
-    Raises:
-        InvalidArgumentError: for an optimizer of another model.
-    """
+    """Raise unless the optimizer holds parameters of the model."""
     if optimizer is not None and not held_by(optimizer) & {id(p) for p in model.parameters()}:
         raise _holds_none()
 
@@ -36,14 +32,7 @@ def tell_(
 
     With an optimizer, new parameters join the group of the layer's old ones, and removed ones leave it with
     their state. A Parameter that the model still uses elsewhere is not removed, and one that the optimizer has
-    already is not new. The edit's undo restores groups and state.
-
-    Args:
-        edit: records the inverse.
-        path: of the layer.
-        optimizer: None if the verb was given none.
-        before: the parameters that the layer had.
-        after: those that it has, by name.
+    already is not new. The edit's undo restores groups and state. `before` and `after` are the layer's parameters.
     """
     if optimizer is None:
         known = {id(parameter) for parameter in edit.present}
@@ -130,17 +119,8 @@ def move_state_(edit: Edit, optimizer: torch.optim.Optimizer, path: str, paramet
     """Rescale an optimizer's state of a parameter that is multiplied by s while the function stays the same.
 
     The parameter's gradient g becomes g/s. A state tensor that is a sum of gradients is divided by s, one of
-    squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays.
-
-    Args:
-        edit: records the old values.
-        optimizer: one of `torch.optim`, or a subclass; of other optimizers, only scalar state is accepted.
-        path: of the layer, for messages.
-        parameter: of any shape.
-        s: broadcasts against the parameter.
-
-    Raises:
-        NotApplicableError: if the state holds a tensor of unknown meaning.
+    squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
+    that are neither of `torch.optim` nor a subclass may have scalar state only; other state raises.
     """
     powers = next((_POWERS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _POWERS), {})
     for name, value in optimizer.state.get(parameter, {}).items():

@@ -81,20 +81,9 @@ def await_optimizer(
     added: Mapping[str, nn.Parameter],
     model: Iterable[nn.Parameter],
 ) -> Callable[[], None]:
-    """Raise at a step of an optimizer that trains the layer without what was added; see the Note above.
+    """Make steps raise :class:`UntrainedParametersError` that train the layer without what was added; see the Note.
 
-    Args:
-        verb: of the edit, for the error.
-        path: of the layer.
-        layer: the parameters that it had.
-        added: those that it has besides, by name.
-        model: the parameters that the model had.
-
-    Returns:
-        A function that ends the waiting; for the edit's undo.
-
-    Raises:
-        UntrainedParametersError: not here, but from `optimizer.step()`, at each one until the cause is gone.
+    `layer` and `model` are the parameters before the edit. The returned function ends the waiting.
     """
     waiting = _Waiting(
         verb,
