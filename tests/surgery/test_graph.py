@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -253,3 +255,44 @@ def test_pooling_functions_let_scale_pass(pool) -> None:
 
     model, x = Pooled().double(), seeded(2, 1, 4, 4, dtype=torch.float64)
     assert "largest deviation" in str(balance_(model, example=x))
+
+
+def test_tracing_in_one_thread_leaves_the_calls_of_others_alone() -> None:
+    """torch.fx replaces `nn.Module.__call__` for the whole process while it traces."""
+    model, other = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x, calls, failures, done = seeded(2, 4), 0, [], threading.Event()
+    expected = other(x).detach()
+
+    def forwards() -> None:
+        nonlocal calls
+        while not done.is_set():
+            try:
+                assert torch.equal(other(x), expected)
+            except Exception as error:
+                failures.append(error)
+            calls += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    try:
+        reasons = [trace(model).reason for _ in range(10)]
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert calls > 10
+    assert failures == []
+    assert reasons == [""] * 10
+
+
+def test_threads_may_trace_at_the_same_time() -> None:
+    models = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]) for _ in range(4)]
+    reasons: list[str] = []
+    threads = [threading.Thread(target=lambda m=model: reasons.append(trace(m).reason)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert reasons == [""] * 4

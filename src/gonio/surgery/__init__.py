@@ -1,4 +1,4 @@
-"""Change a model by rules: choose modules with `where`, edit them, take the edit back exactly."""
+"""Change a model by rules: choose modules with `where`, edit them, undo the edit exactly."""
 
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
@@ -53,3 +53,7 @@ __all__ = [
     "sites",
     "swap_",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

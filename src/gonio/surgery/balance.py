@@ -1,4 +1,4 @@
-"""`balance_`: move scale between layers so that the squared norm is least and the function the same."""
+"""`balance_`: move scale between layers to the least squared norm, with the function unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, outputs
 from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
-from gonio.surgery.optimizer import check_holds, move_state_
+from gonio.surgery.optimizer import check_optimizer, move_state_
 from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["LeastSum", "balance_", "least_scales"]
@@ -56,13 +56,13 @@ def balance_(
         model: changed in place.
         example: an input on which the outputs before and after are compared; None to skip that.
         level: "neuron" or "layer".
-        optimizer: what it remembers is moved along: the gradient of a weight that is multiplied by s is
+        optimizer: its state is rescaled too: the gradient of a weight that is multiplied by s is
             divided by s, its square by s². The next step of Adam and its relatives then is the same step;
             that of SGD is s² times smaller than the same step, with momentum as without.
 
     Raises:
         NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
-            reasons), if the optimizer remembers something of unknown scale, or if the outputs changed by more
+            reasons), if a tensor of the optimizer's state has an unknown unit, or if the outputs changed by more
             than rounding; the model then is as before.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
@@ -83,7 +83,7 @@ def balance_(
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
-    check_holds(optimizer, model)
+    check_optimizer(optimizer, model)
     refuse_shards(model, "balance_")
     graphs = [trace(model, training=mode) for mode in (False, True)]
     for graph in graphs:

@@ -49,8 +49,8 @@ def calibrate_(
     layers store unbiased variances: for them the total is multiplied by N/(N − 1), and each
     :math:`\sigma_b^2` of the mean by n_b/(n_b − 1). The batches of an instance norm are its samples.
 
-    The layers normalise by each batch's own statistics meanwhile, so every layer gets the inputs that it
-    gets in training; everything else (dropout) is in evaluation mode, and compiled models run eagerly.
+    During the call the layers normalise by each batch's own statistics, so every layer gets the inputs that
+    it gets in training; everything else (dropout) is in evaluation mode, and compiled models run eagerly.
 
     In a distributed process group every process must make the call, each with batches of its own; all end
     with the statistics of all batches. Processes may have different numbers of batches, unless layers

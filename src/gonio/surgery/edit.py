@@ -1,4 +1,4 @@
-"""A recorded change of a model: all of it happens or none of it, and it can be undone exactly."""
+"""A recorded change of a model: atomic, and exactly undoable."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Edit:
             self.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
 
     def changed(self, path: str, what: str) -> None:
-        """Record in words what was done to a module."""
+        """Record a change of a module in words."""
         self.changes.append(Change(path, what))
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
@@ -196,7 +196,7 @@ class Edited:
     Attributes:
         verb: the verb's name.
         changes: one :class:`Change` per module, in model order.
-        notes: remarks on the whole edit: assumptions, and what was left alone and why.
+        notes: remarks on the whole edit: assumptions, and layers that were left out, with the reason.
     """
 
     verb: str

@@ -33,7 +33,7 @@ _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or pru
 def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edited:
     r"""Replace parametrizations, batch norms and exact decoupled layers by plain torch layers.
 
-    What is folded: every parametrization, those of ``torch.nn.utils.parametrize`` too (the weight becomes
+    Folded are every parametrization, those of ``torch.nn.utils.parametrize`` too (the weight becomes
     the tensor that it computed); a batch norm, or a switchable norm whose mixture is batch statistics
     alone, into the layer whose output it alone reads,
 
@@ -41,9 +41,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         W' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\, W, \qquad
         b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta;
 
-    and a decoupled layer that is linear in its input. The result computes what the model computes in
-    evaluation mode; it is meant for export and inference, not for further training. What stays is named
-    in the result's notes with the reason.
+    and every decoupled layer that is linear in its input. The result is the function of the model in
+    evaluation mode; it is meant for export and inference, not for further training. Layers that stay are
+    named in the result's notes with the reason.
 
     Args:
         model: changed in place.

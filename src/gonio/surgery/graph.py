@@ -172,7 +172,7 @@ class Graph:
     def folds_into(self, norm: nn.Module) -> nn.Module | str:
         """The layer into which an affine map in the place of the norm folds, or the reason why there is none.
 
-        That layer is linear or convolutional, computes what torch's layer computes, and feeds the norm alone.
+        That layer is linear or convolutional, runs torch's own forward, and feeds the norm alone.
         """
         nodes = [node for _, module, node in self.calls() if module is norm]
         if not nodes:

@@ -38,8 +38,8 @@ def init_(
     r"""Initialise a weight of every chosen layer in place; biases stay as they are.
 
     Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
-    that two models which share a layer's path start with the same weight there, whatever else
-    differs. If the function takes a `gain` and none is given, the gain of the activation that follows
+    that two models which share a layer's path start with the same weight there, even if they differ
+    elsewhere. If the function takes a `gain` and none is given, the gain of the activation that follows
     the layer is used, found by tracing the model; where it is not found, the function's own default
     is used, and the result says so. The padding row of an embedding stays as it is.
 

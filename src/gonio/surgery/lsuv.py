@@ -1,4 +1,4 @@
-"""`lsuv_`: scale each layer by what it does to data, in the order in which layers run."""
+"""`lsuv_`: scale each layer to unit variance of its output, in the order of execution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lsuv_(
         W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
 
     Layers run in execution order, which may differ from the order of registration, on the outputs of
-    the layers scaled before them. The model is in evaluation mode meanwhile and gets its modes back;
+    the layers scaled before them. The model runs in evaluation mode and gets its modes back;
     its buffers do not change.
 
     Args:

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery.edit import Edit
-from gonio.surgery.optimizer_guard import await_optimizer, held_by
+from gonio.surgery.optimizer_guard import await_optimizer, parameter_ids
 
-__all__ = ["check_holds", "move_state_", "note_added", "tell_"]
+__all__ = ["check_optimizer", "move_state_", "note_added", "update_optimizer_"]
 
 
-def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
     """Raise unless the optimizer holds parameters of the model."""
-    if optimizer is not None and not held_by(optimizer) & {id(p) for p in model.parameters()}:
+    if optimizer is not None and not parameter_ids(optimizer) & {id(p) for p in model.parameters()}:
         raise _holds_none()
 
 
-def tell_(
+def update_optimizer_(
     edit: Edit,
     path: str,
     optimizer: torch.optim.Optimizer | None,
@@ -40,7 +40,7 @@ def tell_(
         if added:
             edit.on_undo(await_optimizer(edit.verb, path, before, added, edit.present))
         return
-    held = held_by(optimizer)
+    held = parameter_ids(optimizer)
     used = {id(p) for p in edit.model.parameters()}
     new = [p for p in dict.fromkeys(after.values()) if id(p) not in held and not any(p is b for b in before)]
     gone = {id(p) for p in before} - used
@@ -91,7 +91,7 @@ def _restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             group["params"] = before
         for parameter, value in state.items():
             optimizer.state.setdefault(parameter, value)
-        known = held_by(optimizer)
+        known = parameter_ids(optimizer)
         for parameter in [p for p in optimizer.state if id(p) not in known]:
             del optimizer.state[parameter]
 

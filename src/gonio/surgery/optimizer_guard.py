@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import UntrainedParametersError
 
-__all__ = ["await_optimizer", "held_by"]
+__all__ = ["await_optimizer", "parameter_ids"]
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ def await_optimizer(
     added: Mapping[str, nn.Parameter],
     model: Iterable[nn.Parameter],
 ) -> Callable[[], None]:
-    """Make steps raise :class:`UntrainedParametersError` that train the layer without what was added; see the Note.
+    """Make steps raise that train the layer without the added parameters; see the Note.
 
     `layer` and `model` are the parameters before the edit. The returned function ends the waiting.
     """
@@ -102,7 +102,7 @@ def await_optimizer(
     return end
 
 
-def held_by(optimizer: Optimizer) -> set[int]:
+def parameter_ids(optimizer: Optimizer) -> set[int]:
     """`id` of each Parameter in an optimizer's groups."""
     return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
@@ -125,7 +125,7 @@ def _update_hook() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if not _WAITING:
         return
-    held = held_by(optimizer)
+    held = parameter_ids(optimizer)
     for waiting in _WAITING:
         waiting.observe(held)
     _WAITING[:] = [waiting for waiting in _WAITING if waiting.added]

@@ -1,4 +1,4 @@
-"""`parametrize_`: make the weight of chosen layers a function of what is trained."""
+"""`parametrize_`: compute the weights of chosen layers from their trained parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.base import Parametrization, attach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import check_holds, note_added, tell_
+from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, select, sites
 from gonio.surgery.wrapping import refuse_shards
 
@@ -69,7 +69,7 @@ def parametrize_(
         if there is not None:
             raise AlreadyAppliedError("parametrize_", site.path, f"{type(there).__name__} on {tensor!r}")
     _check_ties(model, found, tensor)
-    check_holds(optimizer, model)
+    check_optimizer(optimizer, model)
     shared: dict[int, Parametrization] = {}
     with Edit(model, "parametrize_") as edit:
         for site in found:
@@ -81,7 +81,7 @@ def parametrize_(
             if not torch.equal(value, raw):  # attaching changed it: an undo brings the old value back
                 edit.on_undo(partial(edit.overwrite_, raw, value))
             edit.changed(site.path, f"{tensor} = {parametrization}")
-            tell_(edit, site.path, optimizer, before, dict(module.named_parameters()))
+            update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if optimizer is None:
             note_added(edit)
     return edit.done()

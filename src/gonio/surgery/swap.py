@@ -13,9 +13,9 @@ from torch import nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.kinds import norm_tail, without_tail
-from gonio.surgery.optimizer import check_holds, note_added, tell_
+from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, as_selector, select
-from gonio.surgery.wrapping import calls_what_it_was_made_from, refuse_shards
+from gonio.surgery.wrapping import holds_original, refuse_shards
 
 __all__ = ["swap_"]
 
@@ -75,7 +75,7 @@ def swap_(
         'BatchNorm2d'
     """
     accepted = _accepted(factory)
-    check_holds(optimizer, model)
+    check_optimizer(optimizer, model)
     refuse_shards(model, "swap_")
     found, read = _found(model, factory, accepted, where)
     with Edit(model, "swap_") as edit:
@@ -157,7 +157,7 @@ def _found(
 
 
 def _check_replaceable(site: Site) -> None:
-    compiled = next((parent for parent, _ in site.owners if calls_what_it_was_made_from(parent)), None)
+    compiled = next((parent for parent, _ in site.owners if holds_original(parent)), None)
     if compiled is not None:
         why = f"the {type(compiled).__name__} around it would go on calling it"
         raise _cannot_replace(site, why, "Swap it before you compile it.")
@@ -191,7 +191,7 @@ def _replace_(edit: Edit, site: Site, parts: list[nn.Module], optimizer: torch.o
             module.training = old.training
     made = " + ".join(type(part).__name__ for part in parts)
     edit.replace_(site, new, what=f"{type(old).__name__} → {made}")
-    tell_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()))
+    update_optimizer_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()))
 
 
 def _check_reachable(edit: Edit, replaced: list[Site]) -> None:

@@ -21,7 +21,7 @@ from gonio.errors import NotApplicableError
 
 __all__ = [
     "adds_no_name",
-    "calls_what_it_was_made_from",
+    "holds_original",
     "is_replicated",
     "is_sharded",
     "refuse_flat_shards",
@@ -45,7 +45,7 @@ def adds_no_name(parent: nn.Module, name: str) -> bool:
     return name in _CONTENT or (name == "module" and bool(_class_names(parent) & _PARALLEL))
 
 
-def calls_what_it_was_made_from(module: nn.Module) -> bool:
+def holds_original(module: nn.Module) -> bool:
     """Whether a wrapper holds a reference to the module itself, so that replacing the child has no effect."""
     return "OptimizedModule" in _class_names(module)
 
@@ -99,7 +99,7 @@ def refuse_shards(model: nn.Module, verb: str) -> None:
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which compiled modules run eagerly: hooks fire, and nothing is compiled."""
-    if not any(calls_what_it_was_made_from(m) or m._compiled_call_impl is not None for m in model.modules()):
+    if not any(holds_original(m) or m._compiled_call_impl is not None for m in model.modules()):
         return nullcontext()  # set_stance imports the compiler
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
