@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import gonio
-from catalog import seeded
+from catalog import PARAMETRIZATIONS, ParametrizationCase, seeded
 from gonio import init
 from gonio import parametrizations as P
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
+from laws.support import first_of_kind, over
 from surgery.test_init import network
 from surgery.test_swap import TOKENS, encoder, slow_and_fast
 
@@ -108,3 +109,20 @@ class TestTransposedLinear:
 def test_lazy_layers_are_refused():
     with pytest.raises(NoMatchError, match="it is lazy; run one batch first"):
         gonio.parametrize_(nn.Sequential(nn.LazyLinear(3)), P.Sphere())
+
+
+@over(first_of_kind(PARAMETRIZATIONS))
+def test_a_model_on_the_meta_device(case: ParametrizationCase) -> None:
+    """Built without memory, parametrized, then given the tensors of a real one."""
+    model, x = network().eval(), seeded(2, 3, 4, 4)
+    with torch.device("meta"):
+        deferred = network().eval()
+    before = [type(module) for module in deferred.modules()]
+    gonio.parametrize_(deferred, case.make()).undo_()
+    assert [type(module) for module in deferred.modules()] == before
+    for each in (model, deferred):
+        gonio.parametrize_(each, case.make())
+    assert all(parameter.is_meta for parameter in deferred.parameters())
+    deferred.to_empty(device="cpu")
+    deferred.load_state_dict(model.state_dict())
+    torch.testing.assert_close(deferred(x), model(x))

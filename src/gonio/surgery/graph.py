@@ -239,7 +239,8 @@ def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
     """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
 
     Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's
-    attributes and the random generator are as before afterwards. One thread traces at a time.
+    attributes and the random generator are as before afterwards. One thread traces at a time. Other threads
+    may call modules during that time; calls of compiled models raise there, because torch refuses them.
 
     Args:
         model: not changed.

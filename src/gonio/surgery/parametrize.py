@@ -78,7 +78,7 @@ def parametrize_(
             before, value = list(module.parameters()), raw.detach().clone()
             edit.snapshot_(module)
             attach(module, tensor, parametrization)
-            if not torch.equal(value, raw):  # attaching changed it: an undo brings the old value back
+            if not raw.is_meta and not torch.equal(value, raw):  # attaching changed it: an undo restores the old value
                 edit.on_undo(partial(edit.overwrite_, raw, value))
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
