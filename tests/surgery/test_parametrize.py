@@ -8,6 +8,7 @@ from torch import nn
 
 import gonio
 from catalog import PARAMETRIZATIONS, ParametrizationCase, seeded
+from foreign import transformers
 from gonio import init
 from gonio import parametrizations as P
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
@@ -126,3 +127,20 @@ def test_a_model_on_the_meta_device(case: ParametrizationCase) -> None:
     deferred.to_empty(device="cpu")
     deferred.load_state_dict(model.state_dict())
     torch.testing.assert_close(deferred(x), model(x))
+
+
+def test_transformers_is_named_where_its_methods_cannot_find_a_tied_weight() -> None:
+    """`tie_weights` looks Parameters up by name, which a computed weight is not; after an undo it works again."""
+    library = transformers()
+    sizes = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = library.GPT2LMHeadModel(library.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    edited = gonio.parametrize_(model, P.Sphere())
+    assert "resize_token_embeddings() and init_weights() of transformers fail while a tied weight" in str(edited)
+    with pytest.raises(AttributeError, match="neither a parameter, buffer"):
+        model.tie_weights()
+    edited.undo_()
+    model.tie_weights()
+    model.resize_token_embeddings(20, mean_resizing=False)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    text = str(gonio.parametrize_(model, P.Sphere(), where="*.c_attn"))
+    assert "tie_weights" not in text  # no tied weight is selected

@@ -15,7 +15,7 @@ from gonio.parametrizations.base import Parametrization, attach, parametrization
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, select, sites
-from gonio.surgery.wrapping import refuse_shards
+from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 __all__ = ["parametrize_"]
 
@@ -82,6 +82,9 @@ def parametrize_(
                 edit.on_undo(partial(edit.overwrite_, raw, value))
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
+        if len(shared) < len(found) and hasattr(unwrapped(model), "tie_weights"):
+            methods = "tie_weights(), resize_token_embeddings() and init_weights() of transformers"
+            edit.note(f"{methods} fail while a tied weight is parametrized: call them before this edit, or undo it")
         if optimizer is None:
             note_added(edit)
     return edit.done()
