@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,18 @@ def test_one_batch_with_nan_is_found_and_repaired():
         assert bool(model.eval()(BATCHES[0]).isfinite().all())
         with pytest.raises(NotApplicableError, match="its statistics are not finite"):
             calibrate_(model, [spoilt])
+
+
+def test_after_averaging_weights_it_does_what_update_bn_does_for_batch_norms_alone():
+    batches = [3 + seeded(4, 3, 5, 5, seed=k) for k in range(3)]
+    for norm in (nn.BatchNorm2d(3), gnn.SwitchableNorm2d(3)):
+        averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(norm))
+        calibrated = copy.deepcopy(averaged)
+        calibrate_(calibrated, batches, variance="mean")
+        torch.optim.swa_utils.update_bn(batches, averaged)
+        found, expected = averaged.module[0].running_mean, calibrated.module[0].running_mean
+        assert torch.allclose(found, expected, rtol=1e-5) == isinstance(norm, nn.BatchNorm2d)
+        torch.testing.assert_close(expected, torch.cat(batches).mean((0, 2, 3)))
 
 
 class Keyword(nn.Module):

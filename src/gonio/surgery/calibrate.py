@@ -57,6 +57,9 @@ def calibrate_(
     that join their statistics are among them (switchable norms, SyncBatchNorm): their batch is that
     of all processes together.
 
+    Call it after averaging weights (SWA, EMA): `torch.optim.swa_utils.update_bn` resets and averages batch norms
+    alone, and leaves switchable norms with a running average over old and new statistics.
+
     Args:
         model: changed in place: the buffers `running_mean` and `running_var` alone.
         batches: inputs; each a tensor, a tuple of arguments or a dict of keyword arguments.
