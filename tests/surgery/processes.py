@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from catalog import seeded
@@ -158,9 +159,15 @@ def shard(model: nn.Module) -> nn.Module:
     return model
 
 
+def parallelize(model: nn.Module) -> nn.Module:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    return parallelize_module(model, mesh, {"4": ColwiseParallel(), "6": RowwiseParallel()})
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": DistributedDataParallel,
     "FSDP 2": shard,
+    "tensor parallelism": parallelize,
     "FSDP 1": lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
 }
 

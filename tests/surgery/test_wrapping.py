@@ -70,28 +70,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tenso
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
+STRUCTURAL = set(EDITS) - {"init_", "calibrate_"}
 REFUSED = {
     "DDP": {
         "swap_ with new parameters": "it adds or removes parameters",
         "parametrize_ with new parameters": "it adds or removes parameters",
         "fold_": "it adds or removes parameters",
     },
-    "FSDP 2": {
-        "lsuv_": "its parameters are sharded",
-        "swap_": "its parameters are sharded",
-        "swap_ with new parameters": "its parameters are sharded",
-        "parametrize_": "its parameters are sharded",
-        "parametrize_ with new parameters": "its parameters are sharded",
-        "balance_": "its parameters are sharded",
-        "fold_": "its parameters are sharded",
-    },
+    "FSDP 2": dict.fromkeys(STRUCTURAL, "its parameters are sharded. Edit the model before it is sharded"),
+    "tensor parallelism": dict.fromkeys(STRUCTURAL, "by tensor parallelism. Edit the model before; parallelize_module"),
     "FSDP 1": dict.fromkeys(EDITS, "its parameters are slices of one flat tensor"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wrapped", ["DDP", "FSDP 2", "FSDP 1"])
+@pytest.mark.parametrize("wrapped", REFUSED)
 def test_an_edit_after_wrapping_is_right_or_refused(ranks, name: str, wrapped: str) -> None:
     found = ranks[0][f"{wrapped} {name}"]
     reason = REFUSED[wrapped].get(name)

@@ -7,6 +7,7 @@ works where its result is right, and is refused elsewhere:
 * replicated (DDP): the parameters are fixed when it is wrapped; an edit may change values and the
   computation, but may not add or remove parameters.
 * sharded (FSDP 2): values can be set (`init_`, `calibrate_`); everything else is refused.
+* sharded by tensor parallelism: as for FSDP 2. `parallelize_module` itself fails on parametrized layers.
 * sharded (FSDP 1): parameters are slices of one flat tensor; every edit is refused.
 """
 
@@ -93,8 +94,13 @@ def refuse_flat_shards(model: nn.Module, verb: str) -> None:
 def refuse_shards(model: nn.Module, verb: str) -> None:
     """Raise where whole tensors are needed and the model has shards."""
     refuse_flat_shards(model, verb)
-    if is_sharded(model):
-        raise NotApplicableError(verb, "", "its parameters are sharded", _BEFORE, action="change")
+    if not is_sharded(model):
+        return
+    why, do = "its parameters are sharded", _BEFORE
+    if not any("FSDPModule" in _class_names(module) for module in model.modules()):
+        why = "its parameters are sharded by tensor parallelism"
+        do = "Edit the model before; parallelize_module takes plain layers alone, without a parametrization."
+    raise NotApplicableError(verb, "", why, do, action="change")
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:
