@@ -103,11 +103,14 @@ class AlreadyAppliedError(GonioError, ValueError):
 
 
 class NotApplicableError(GonioError, ValueError):
-    """A verb or method cannot be applied to a module, a tensor or the model (`path` is empty)."""
+    """A verb or method cannot be applied to a module, a tensor or the model (`path` is empty).
 
-    def __init__(self, asked: str, path: str, why: str, do: str) -> None:
-        target = repr(path) if path else "the model"
-        super().__init__(f"{asked}: cannot be applied to {target}; {why}. {do}")
+    `action` is the verb of the sentence ("replace", "fold"), and `kind` the class of the layer at `path`.
+    """
+
+    def __init__(self, asked: str, path: str, why: str, do: str, *, action: str = "", kind: str = "") -> None:
+        target = f"{f'layer {path!r}' if action else repr(path)}{f' ({kind})' * bool(kind)}" if path else "the model"
+        super().__init__(f"{asked}: cannot {action or 'be applied to'} {target}{':' if action else ';'} {why}. {do}")
 
 
 class MissingExtraError(GonioError, ImportError):
@@ -218,9 +221,9 @@ class UntrainedParametersError(GonioError, RuntimeError):
 
     def __init__(self, verb: str, names: Sequence[str]) -> None:
         super().__init__(
-            f"optimizer.step(): {listing(names, limit=4)}, which {verb} added, "
-            f"{'are' if len(names) > 1 else 'is'} in no optimizer and would never be trained. "
-            f"Pass optimizer= to {verb}, or build the optimizer after it; requires_grad_(False) freezes parameters."
+            f"optimizer.step(): {listing(names, limit=4)}, which {verb} added, {'are' if len(names) > 1 else 'is'} in "
+            f"no optimizer that has taken a step, and would stay untrained. Pass optimizer= to {verb}, or build the "
+            f"optimizer after it. If another optimizer has them, let it step first. requires_grad_(False) freezes them."
         )
 
 

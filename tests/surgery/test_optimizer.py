@@ -1,4 +1,4 @@
-"""An optimizer that was built before an edit is told of what it added, or its next step raises."""
+"""An optimizer that was built before an edit is given the added parameters, or its next step raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gonio
 from catalog import seeded
@@ -37,12 +38,20 @@ def backward(model: nn.Module) -> None:
 
 
 def trains(*optimizers: torch.optim.Optimizer) -> bool:
-    """Whether a step of each moves what it holds; an optimizer of what is frozen or undone would raise before."""
+    """Whether a step of each changes all parameters that it holds and that have gradients."""
     held = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
     before = values(held)
     for optimizer in optimizers:
         optimizer.step()
     return bool(held) and not any(torch.equal(a, b) for a, b in zip(values(held), before, strict=True))
+
+
+def refuses(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.step()
+    except UntrainedParametersError:
+        return True
+    return False
 
 
 def added(model: nn.Module, before: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -54,7 +63,7 @@ def values(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", EDITS)
-class TestAStepWithoutWhatWasAdded:
+class TestAStepWithoutTheAddedParameters:
     def test_it_raises_and_trains_nothing(self, name: str) -> None:
         model = network()
         optimizer = sgd(model)
@@ -62,76 +71,67 @@ class TestAStepWithoutWhatWasAdded:
         backward(model)
         before = values(list(model.parameters()))
         for _ in range(2):  # at every step, until the cause is gone
-            with pytest.raises(UntrainedParametersError, match=r"in no optimizer and would never be trained\. Pass"):
+            with pytest.raises(UntrainedParametersError, match=r"in no optimizer that has taken a step, .* Pass optim"):
                 optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(values(list(model.parameters())), before, strict=True))
 
-    def test_an_optimizer_that_is_told_trains_them(self, name: str) -> None:
+    @pytest.mark.parametrize("how", ["optimizer=", "built afterwards", "add_param_group", "frozen", "undone"])
+    def test_what_makes_it_right(self, name: str, how: str) -> None:
         model = network()
         old, optimizer = list(model.parameters()), sgd(model)
-        EDITS[name](model, optimizer=optimizer)
-        new = added(model, old)
-        before = values(new)
-        backward(model)
-        optimizer.step()
-        assert new
-        assert not any(torch.equal(a, b) for a, b in zip(values(new), before, strict=True))
-
-    def test_an_optimizer_built_afterwards_is_right(self, name: str) -> None:
-        model = network()
-        EDITS[name](model)
-        optimizer = sgd(model)
+        edited = EDITS[name](model, **({"optimizer": optimizer} if how == "optimizer=" else {}))
+        if how == "undone":
+            edited.undo_()
+        elif how == "built afterwards":
+            optimizer = sgd(model)
+        elif how == "add_param_group":
+            optimizer.add_param_group({"params": added(model, old)})
+        elif how == "frozen":
+            for parameter in added(model, old):
+                parameter.requires_grad_(False)
         backward(model)
         assert trains(optimizer)
+        new = {id(p) for p in added(model, old)}
+        assert new <= {id(p) for g in optimizer.param_groups for p in g["params"]} or how == "frozen"
 
-    def test_a_group_added_by_hand_is_right(self, name: str) -> None:
-        model = network()
-        old, optimizer = list(model.parameters()), sgd(model)
-        EDITS[name](model)
-        optimizer.add_param_group({"params": added(model, old)})
-        backward(model)
-        assert trains(optimizer)
-
-    def test_a_second_optimizer_may_have_them(self, name: str) -> None:
+    def test_a_second_optimizer_that_has_them_steps_first(self, name: str) -> None:
+        """That one has them is not known before its first step; afterwards the order is free."""
         model = network()
         old, optimizer = list(model.parameters()), sgd(model)
         EDITS[name](model)
         second = torch.optim.Adam(added(model, old))
         backward(model)
-        assert trains(optimizer, second)  # the first one steps while the other has not taken a step yet
-
-    def test_an_optimizer_that_is_gone_has_nothing(self, name: str) -> None:
-        model = network()
-        old, optimizer = list(model.parameters()), sgd(model)
-        EDITS[name](model)
-        second = torch.optim.Adam(added(model, old))
-        del second
-        gc.collect()
-        backward(model)
-        with pytest.raises(UntrainedParametersError, match="in no optimizer"):
+        with pytest.raises(UntrainedParametersError, match="If another optimizer has them, let it step first"):
             optimizer.step()
+        assert trains(second, optimizer)
+        assert trains(optimizer, second)
 
-    def test_what_is_frozen_waits_for_none(self, name: str) -> None:
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_optimizers_that_share_the_model_step_in_any_order(self, name: str, order: int) -> None:
         model = network()
-        old, optimizer = list(model.parameters()), sgd(model)
         EDITS[name](model)
-        for parameter in added(model, old):
-            parameter.requires_grad_(False)
-        backward(model)
-        assert trains(optimizer)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        both = [torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(rest, lr=0.1)][::order]
+        for _ in range(3):
+            model.zero_grad()
+            backward(model)
+            assert trains(*both)
 
-    def test_an_undone_edit_added_nothing(self, name: str) -> None:
+    def test_optimizers_that_share_the_model_without_them_raise_at_a_second_step(self, name: str) -> None:
         model = network()
-        optimizer = sgd(model)
-        EDITS[name](model).undo_()
+        both = [sgd(model[:2]), sgd(model[2:])]
+        EDITS[name](model)
         backward(model)
-        assert trains(optimizer)
+        assert trains(*both)
+        assert [refuses(optimizer) for optimizer in both] == [True, False]  # the second trains other layers
 
     def test_an_optimizer_of_another_layer_or_model_is_not_meant(self, name: str) -> None:
         model, other = network(), network()
         head = sgd(model[4])
         EDITS[name](model)
         backward(model)
+        assert trains(head)
         assert trains(head)
         backward(other)
         assert trains(sgd(other))
@@ -164,7 +164,7 @@ def test_a_layer_that_had_no_parameters() -> None:
 
 
 def test_parameters_that_replace_others() -> None:
-    """The optimizer goes on with what the model no longer uses."""
+    """The optimizer holds parameters that the model no longer uses."""
 
     def fresh(norm: nn.BatchNorm2d) -> nn.Module:
         return nn.GroupNorm(2, norm.num_features)
@@ -186,6 +186,17 @@ def test_an_edit_without_new_parameters_leaves_the_optimizer_alone() -> None:
     assert trains(optimizer)
 
 
+def test_the_hook_is_registered_only_while_parameters_wait() -> None:
+    model = network()
+    gc.collect()
+    gonio.parametrize_(model, P.WeightNorm()).undo_()  # ends the waiting for models that are gone
+    before = dict(_global_optimizer_pre_hooks)
+    edited = gonio.parametrize_(model, P.WeightNorm())
+    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    edited.undo_()
+    assert dict(_global_optimizer_pre_hooks) == before
+
+
 def test_a_compiled_step() -> None:
     """It is compiled with the check in force, and raises or trains as any other."""
     model = network()
@@ -197,12 +208,33 @@ def test_a_compiled_step() -> None:
     def step() -> None:
         optimizer.step()
 
-    with pytest.raises(
-        UntrainedParametersError, match=r"0\.weight_parametrization\.magnitude, which parametrize_ added"
-    ):
+    message = r"0\.weight_parametrization\.magnitude, which parametrize_ added"
+    with pytest.raises(UntrainedParametersError, match=message):
         step()
     new = added(model, old)
     before = values(new)
     optimizer.add_param_group({"params": new})
     step()
     assert not any(torch.equal(a, b) for a, b in zip(values(new), before, strict=True))
+
+
+# --- an optimizer that is passed ----------------------------------------------------------------------
+
+
+def test_an_optimizer_that_is_passed_follows_and_returns() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    backward(model)
+    optimizer.step()
+    group, state = list(optimizer.param_groups[0]["params"]), set(optimizer.state)
+    edits = [
+        gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer),
+        gonio.parametrize_(model, P.WeightNorm(), optimizer=optimizer),
+    ]
+    assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+    backward(model)
+    optimizer.step()
+    for edited in reversed(edits):
+        edited.undo_()
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], group, strict=True))
+    assert set(optimizer.state) == state
