@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from catalog import seeded
-from gonio.nn.rows import LONG, Rows, has_rows
+from gonio.nn.kernels import LONG, Rows, has_rows
 from tolerances import close
 
 SHAPES = ((2, 3), (2, 3, 7), (4, 6, 5, 3), (1, 2, 2, 3, 4), (2, 2, 2 * LONG), (1, 2, 75, 75))

@@ -1,4 +1,4 @@
-"""Pictures of operators, and what is said where they cannot be drawn."""
+"""Figures of operators, and the error without matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from gonio.errors import MissingExtraError
 from gonio.nn import angular, magnitude
-from gonio.nn.pictures import operator_on_plane
+from gonio.nn.plots import operator_on_plane
 
 
 def test_the_curve_of_a_magnitude() -> None:
