@@ -322,7 +322,8 @@ def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) ->
     for _ in range(iterations):
         state = how.step(matrices, state)
     for name, value in state.items():
-        for each, part in zip(buffers, value.chunk(len(buffers)), strict=True):
+        parts = value.chunk(len(norms)) if len(norms) > 1 else [value]
+        for each, part in zip(buffers, parts, strict=True):
             each[name].copy_(part)
     for norm in norms:
         norm.ticked()

@@ -99,8 +99,8 @@ class FilterView(SpectralView):
         return {"u": normalize((product @ v.unsqueeze(-1)).mT, -1), "v": v.unsqueeze(1)}
 
     def step(self, matrices: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        v = _unit_or(state["u"] @ matrices, state["v"], (1, 2))
-        return {"u": _unit_or(v @ matrices.mT, state["u"], (1, 2)), "v": v}
+        v = _unit_or(torch.bmm(state["u"], matrices), state["v"], (1, 2))
+        return {"u": _unit_or(torch.bmm(v, matrices.mT), state["u"], (1, 2)), "v": v}
 
 
 class ConvolutionView(SpectralView):
