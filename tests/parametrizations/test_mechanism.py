@@ -124,6 +124,17 @@ def test_refusals() -> None:
         P.detach(make("linear"), "weight")
 
 
+@ONE
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (2, 0, 3, 3)], ids=str)
+def test_a_weight_without_entries_is_refused(member: str, shape: tuple[int, ...]) -> None:
+    """torch's kernel of weight norm divides by the number of filters, which ends the process."""
+    layer = nn.Linear(1, 1) if len(shape) == 2 else nn.Conv2d(1, 1, 3)
+    layer.weight = nn.Parameter(torch.empty(shape))
+    with pytest.raises(NotApplicableError, match=r"it has no entries \(shape .*\)\. Exclude the layer"):
+        P.attach(layer, "weight", MEMBERS[member].make())
+    assert not P.is_parametrized(layer)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("package", [nn.utils, nn.utils.parametrizations], ids=["old", "new"])

@@ -108,6 +108,8 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
         why = "it has no shape yet", "Run one batch through the model first."
     elif _is_sharded(raw):
         why = "it is sharded", "Parametrize before sharding."
+    elif raw.numel() == 0:
+        why = f"it has no entries (shape {tuple(raw.shape)})", "Exclude the layer."
     elif getattr(module, "max_norm", None) is not None:
         why = "max_norm renormalises it in place during forward", "Set max_norm=None."
     elif getattr(module, "sparse", False):
