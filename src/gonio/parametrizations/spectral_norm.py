@@ -113,7 +113,8 @@ class SpectralNorm(Parametrization):
         wide = widen(weight.detach())
         self.how = _view_of(self.view, layout, wide)
         for name, value in self.how.start(self.how.matrices(wide)).items():
-            setattr(self, name, value)
+            # Not a view, such as a column of the SVD: safetensors saves only tensors that fill their storage.
+            setattr(self, name, value.clone(memory_format=torch.contiguous_format))
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from itertools import product
 from math import cos, pi, prod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -112,10 +112,13 @@ class ConvolutionView(SpectralView):
 
     @classmethod
     def of(cls, layout: Layout, shape: torch.Size) -> Self:
-        return cls(layout, shape, _taps(_stride(layout, shape), layout.dilation, shape[2:]).margin)
+        return cls(layout, shape, _taps(layout, shape).margin)
 
     def measured(self, weight: Tensor) -> float:
-        finer = [2 * n * s for n, s in zip(self._taps().grid, _stride(self.layout, self.shape), strict=True)]
+        finer = [
+            2 * n * s
+            for n, s in zip(_taps(self.layout, self.shape).grid, _stride(self.layout, self.shape), strict=True)
+        ]
         return float(conv_spectral_norm_estimate(weight, finer, layout=self.layout))
 
     def matrices(self, weight: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class ConvolutionView(SpectralView):
         groups, rows, columns = matrices.shape
         taps = self._taps(matrices)
         inputs = self.shape[1] * taps.phases
-        shape = (groups, len(taps.omega), inputs)
+        shape = (groups, len(taps.angle), inputs)
         state = {
             "u": matrices.new_zeros(groups, 2, rows),
             "v": matrices.new_zeros(groups, 2, columns),
@@ -178,50 +181,71 @@ class ConvolutionView(SpectralView):
         taps = self._taps(matrices)
         by_tap = matrices.unflatten(2, (self.shape[1], -1))  # (groups, rows, inputs, taps)
         groups, rows, inputs, _ = by_tap.shape
-        folded = matrices.new_zeros(groups, rows, len(taps.steps), inputs, taps.phases)
+        folded = matrices.new_zeros(groups, rows, taps.angle.shape[1], inputs, taps.phases)
         folded[:, :, taps.step, :, taps.phase] = by_tap.movedim(3, 0)
         return folded.flatten(2)
 
     def _waves(self, like: Tensor) -> Tensor:
         """e^{−iω·t}, (frequencies, steps)."""
-        taps = self._taps(like)
-        angle = -(taps.omega @ taps.steps.to(taps.omega).mT).to(like)
+        angle = self._taps(like).angle.to(like.dtype)
         return torch.polar(torch.ones_like(angle), angle)
 
-    def _taps(self, like: Tensor | None = None) -> _Taps:
-        return _taps(_stride(self.layout, self.shape), self.layout.dilation, self.shape[2:])
+    def _taps(self, like: Tensor) -> _Taps:
+        return _taps(self.layout, self.shape, like.device)
 
 
 @dataclass(frozen=True)
 class _Taps:
     """The positions of a kernel's taps after the stride is folded into input channels: tap = step · stride + phase."""
 
-    steps: Tensor  # (distinct steps, dims)
     step: Tensor  # (taps,): the step of each tap, as an index
     phase: Tensor  # (taps,): the phase of each tap, as an index
     phases: int  # product of the strides
     grid: tuple[int, ...]  # points per dimension
-    omega: Tensor  # (frequencies, dims): half of a grid; the other half is complex conjugate
+    angle: Tensor  # (frequencies, distinct steps): −ω·t for half of a grid; the other half is complex conjugate
     margin: float
 
+    def to(self, device: torch.device) -> _Taps:
+        return replace(self, step=self.step.to(device), phase=self.phase.to(device), angle=self.angle.to(device))
 
-@lru_cache(maxsize=256)
-def _taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.Size) -> _Taps:
-    offsets = torch.cartesian_prod(*(torch.arange(k) for k in kernel)).reshape(-1, len(kernel))
-    if dilation and prod(stride) > 1:  # at stride 1 a dilation only renames the frequencies
-        offsets = offsets * torch.tensor(dilation)
-    steps, step = torch.unique(offsets // torch.tensor(stride), dim=0, return_inverse=True)
-    phase = torch.zeros_like(step)
-    for dim, size in enumerate(stride):
-        phase = phase * size + offsets[:, dim] % size
-    reach = steps.amax(0).tolist()
+
+_TAPS: dict[tuple[Any, ...], _Taps] = {}
+
+
+def _taps(layout: Layout, shape: torch.Size, device: torch.device | None = None) -> _Taps:
+    """The taps of a convolution; made once per geometry and device, so that a step copies nothing to a device."""
+    key = (layout.stride, layout.dilation, shape[2:], device)
+    if key in _TAPS:
+        return _TAPS[key]
+    made = _new_taps(_stride(layout, shape), layout.dilation, shape[2:]) if device is None else _taps(layout, shape)
+    if device is not None:
+        made = made.to(device)
+    if type(made.step) is Tensor:  # not a fake tensor of a compiler
+        _TAPS[key] = made
+    return made
+
+
+def _new_taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.Size) -> _Taps:
+    spread = (
+        dilation if dilation and prod(stride) > 1 else (1,) * len(kernel)
+    )  # at stride 1 it only renames frequencies
+    taps = [[t * d for t, d in zip(tap, spread, strict=True)] for tap in product(*(range(k) for k in kernel))]
+    step_of_tap = [tuple(t // s for t, s in zip(tap, stride, strict=True)) for tap in taps]
+    steps = sorted(set(step_of_tap))
+    phase = [
+        sum((t % s) * prod(stride[d + 1 :]) for d, (t, s) in enumerate(zip(tap, stride, strict=True))) for tap in taps
+    ]
+    reach = [max(along) for along in zip(*steps, strict=True)]
     grid = tuple(max(1, _POINTS * r) for r in reach)
     # Note [Between the grid points]: a product yᴴF(ω)x is, up to a phase, a trigonometric polynomial of degree
     # r/2 in each component of ω. One of degree r/2 is at most 1/cos(πr/2N) times its maximum on N points
     # [H. Ehlich and K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964].
     margin = prod(1 / cos(pi * r / (2 * n)) for r, n in zip(reach, grid, strict=True))
-    omega = frequencies(grid, torch.zeros((), dtype=torch.float64))
-    return _Taps(steps, step, phase, prod(stride), grid, omega, margin)
+    omega = frequencies(grid, torch.zeros((), dtype=torch.float64, device="cpu"))
+    angle = -(omega @ torch.tensor(steps, dtype=torch.float64, device="cpu").mT)
+    index = {one: i for i, one in enumerate(steps)}
+    step = torch.tensor([index[one] for one in step_of_tap], device="cpu")
+    return _Taps(step, torch.tensor(phase, device="cpu"), prod(stride), grid, angle, margin)
 
 
 def _stride(layout: Layout, shape: torch.Size) -> tuple[int, ...]:
