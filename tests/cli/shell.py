@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,7 @@ def invoke(*words: str) -> Result:
 
 def shell(*words: str, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
+    options.setdefault("env", {**os.environ, "COLUMNS": "100"})
     return subprocess.run(
         [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=600, check=False, **options
     )

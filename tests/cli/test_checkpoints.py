@@ -90,7 +90,7 @@ def test_initialising_depends_on_the_seed(plain: nn.Module) -> None:
 
 def test_a_penalty_leaves_no_trace_and_that_is_said(plain: nn.Module) -> None:
     result = invoke("apply", "scale-shift", "plain.pt", *MODEL, "-o", "out.safetensors")
-    assert "acts on training alone" in result.stderr
+    assert "acts during training only" in result.stderr
     before, after = load_file("plain.safetensors"), load_file("out.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -149,7 +149,7 @@ def test_a_recipe_that_was_changed_in_the_file_is_refused(plain: nn.Module, suff
     else:
         save_file(content["state_dict"], "changed.safetensors", metadata=said)
     result = invoke("fold", f"changed{suffix}", *MODEL, "-o", "b.pt")
-    assert "its recipe 'normed' has another hash than the file says" in result.stderr
+    assert "its recipe 'normed' does not have the hash that the file states" in result.stderr
     assert result.exit_code == 3
     assert not Path("b.pt").exists()
 

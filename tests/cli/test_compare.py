@@ -8,12 +8,13 @@ import signal
 import sqlite3
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.shell import COMMAND, invoke, shell, write_task
-from gonio.cli.compare import _command_line, _Extra
+from gonio.cli.compare import _Extra, _Request, _Score
 
 pytest.importorskip("scipy")
 
@@ -165,12 +166,22 @@ def test_the_seeds_may_begin_elsewhere(folder: Path) -> None:
     assert {seed for _, seed, _ in _rows(folder / "study")} == {40, 41}
 
 
-def test_the_command_on_the_page_repeats_tuning_and_attacks() -> None:
-    words = {"task": "digits", "model": None, "seeds": range(8), "study": Path("gonio-study")}
-    assert _command_line(["a"], **words) == "gonio compare a"
-    others = {**words, "seeds": range(50, 56)}
-    assert _command_line(["a"], **others) == "gonio compare a --seeds 6 --first-seed 50"
-    assert _command_line(["a"], **words, more=_Extra(tune=5, robust=True)) == "gonio compare a --tune 5 --robust"
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"seeds": range(50, 56)}, " --seeds 6 --first-seed 50"),
+        ({"extra": _Extra(tune=5, robust=True)}, " --tune 5 --robust"),
+        ({"self_test": True, "recipes": ()}, " --self-test"),
+        ({"script": "my fit.py:train", "score": _Score("size", direction="min")},
+         " --script 'my fit.py:train' --metric size --direction min"),
+    ],
+)  # fmt: skip
+def test_the_command_on_the_page_repeats_the_study(changes: dict[str, object], words: str) -> None:
+    request = _Request(("a",), "digits", None, None, range(8), False, _Score(), _Extra())
+    changed = replace(request, **changes)
+    assert changed.command(Path("gonio-study")) == f"gonio compare{' a' if changed.recipes else ''}{words}"
+    assert changed.command(Path("x y")).endswith(" -o 'x y'")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +313,7 @@ def test_a_script_brings_its_own_training(folder: Path) -> None:
         (["--direction", "min"], "describe the score of a script; found no --script"),
         (["--script", "absent.py:train"], "no file"),
         (["--engine", "slurm"], "there is no engine named 'slurm'. Known: local, ray"),
-        (["--task", "tiny.py:tiny", "--gpus", "1"], "--cpus and --gpus are for --engine ray; found --engine local"),
+        (["--task", "tiny.py:tiny", "--gpus", "1"], "--cpus and --gpus need --engine ray; found --engine local"),
     ],
 )
 def test_words_that_do_not_go_together(folder: Path, words: list[str], message: str) -> None:

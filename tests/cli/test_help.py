@@ -71,3 +71,9 @@ def test_every_command_says_what_it_does() -> None:
     for name in COMMANDS:
         assert f"\n  {name} " in text
         assert len(invoke(name, "--help").stdout.splitlines()) > 6
+    assert "..." not in text.partition("Commands:")[2]
+
+
+def test_the_module_is_the_program() -> None:
+    result = subprocess.run([sys.executable, "-m", "gonio", "--version"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, f"gonio {gonio.__version__}\n")

@@ -1,13 +1,15 @@
-"""`gonio measure` and `gonio explain`."""
+"""`gonio measure`."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import pickle
 import pty
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
-from gonio.cli import progress
+from gonio.cli import output
 from gonio.cli.measure import Level
 from gonio.measuring.findings import LEVELS
 
@@ -47,9 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_a_table() -> None:
     result = invoke("measure", "digits-cnn")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "digits-cnn built with seed 0\n")
     assert "conv2" in result.stdout
-    assert "5 of 22 tensors" in result.stdout
+    assert result.stdout == invoke("measure", "digits-cnn", "--seed", "0").stdout
+    assert result.stdout != invoke("measure", "digits-cnn", "--seed", "1").stdout
 
 
 def test_a_checkpoint_and_the_users_own_model(folder: Path) -> None:
@@ -63,7 +66,8 @@ def test_json_and_html(folder: Path) -> None:
     assert len(content["tensors"]) == 22
     result = invoke("measure", "digits-cnn", "--html", "page.html", "--json", "out.json")
     assert result.stdout == ""
-    assert result.stderr == "page written to page.html\nJSON written to out.json\n"
+    written = "page written to page.html\nJSON written to out.json\n"
+    assert result.stderr == f"digits-cnn built with seed 0\n{written}findings: none\n"
     assert Path("page.html").read_text().startswith("<!")
 
 
@@ -72,7 +76,7 @@ def test_csv_and_markdown(folder: Path) -> None:
     assert len(rows) == 22
     assert {"path", "alignment", "sigma_max"} <= set(rows[0])
     result = invoke("measure", "digits-cnn", "--md", "table.md")
-    assert (result.stdout, result.stderr) == ("", "markdown written to table.md\n")
+    assert (result.stdout, "markdown written to table.md\n" in result.stderr) == ("", True)
     assert "| conv2 | " in Path("table.md").read_text()
 
 
@@ -109,11 +113,11 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch", "4x1x8x8"], "--batch: it has no meaning with two sources"),
-        (["--fail-on", "warn"], "--fail-on: it has no meaning with two sources"),
-        (["--headers"], "--headers: it has no meaning with two sources"),
-        (["--engine", "ray"], "--engine: it has no meaning with two sources"),
-        (["--also", "operator_norm"], "--also: it has no meaning with two sources"),
+        (["--batch", "4x1x8x8"], "--batch cannot be combined with two sources; found both"),
+        (["--fail-on", "warn"], "--fail-on cannot be combined with two sources; found both"),
+        (["--headers"], "--headers cannot be combined with two sources; found both"),
+        (["--engine", "ray"], "--engine cannot be combined with two sources; found both"),
+        (["--also", "operator_norm"], "--also cannot be combined with two sources; found both"),
     ],
 )
 def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:
@@ -203,7 +207,7 @@ def test_bad_input_is_one_message_and_a_code(folder: Path, source: str, code: in
 
 def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 100, 4))
-    show = progress._lines("measuring", clock=lambda: next(seconds))
+    show = output._lines("measuring", clock=lambda: next(seconds))
     for done in range(1, 9):
         show(done, 8)
     assert capsys.readouterr().err.splitlines() == [
@@ -212,34 +216,40 @@ def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, caps
     ]
 
 
-def test_explain_lists_and_explains() -> None:
-    listed = invoke("explain").stdout
-    assert listed.startswith("G001  error  ")
-    for line in listed.splitlines():
-        code = line.split()[0]
-        assert invoke("explain", code).stdout.startswith(f"{code} (")
-    assert invoke("explain", "g001").exit_code == 0
-
-
-def test_an_unknown_rule_gives_the_closest() -> None:
-    result = invoke("explain", "G002")
-    assert result.exit_code == 2
-    assert "no rule named 'G002'. Did you mean" in result.stderr
+def on_a_terminal(*words: str, stdout: bool, **environment: str) -> tuple[str, str]:
+    """Standard output, and the text on a pseudo-terminal that is stderr and, if `stdout`, standard output too."""
+    ours, theirs = pty.openpty()
+    out = theirs if stdout else subprocess.PIPE
+    clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS")}
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=out, stderr=theirs, text=True, env={**clean, "TERM": "xterm-256color", **environment}
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # raised when the other end is closed
+        while chunk := os.read(ours, 100_000):
+            seen += chunk
+    os.close(ours)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, seen
+    return said or "", seen.decode()
 
 
 def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> None:
-    ours, theirs = pty.openpty()
-    words = [*COMMAND, "measure", "fine.pt", "--json", "-"]
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=theirs, text=True, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(theirs)
-    stdout, _ = process.communicate(timeout=60)
-    said = os.read(ours, 100_000).decode()
-    os.close(ours)
-    assert process.returncode == 0
-    assert "measuring" in said
+    stdout, seen = on_a_terminal("measure", "fine.pt", "--json", "-", stdout=False)
+    assert "measuring" in seen
     assert stdout == invoke("measure", "fine.pt", "--json", "-").stdout
+
+
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(folder: Path) -> None:
+    """Red for an error; none with NO_COLOR and none off a terminal, and no escape sequence out of a name."""
+    torch.save({"a\x1b]0;owned\x07.weight": torch.full((2, 3), torch.nan)}, "names.pt")
+    _, seen = on_a_terminal("measure", "names.pt", stdout=True)
+    assert re.search(r"\x1b\[1;(31|91)m *error", seen)
+    assert "\x1b]0;" not in seen
+    _, plain = on_a_terminal("measure", "names.pt", stdout=True, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain)
+    assert "\x1b" not in invoke("measure", "names.pt").stdout
 
 
 def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
@@ -256,3 +266,34 @@ def test_names_in_a_checkpoint_cannot_drive_the_terminal(folder: Path) -> None:
     torch.save({"a\x1b]0;owned\x07.weight": torch.ones(2, 3)}, "names.pt")
     result = invoke("measure", "names.pt")
     assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_findings_are_seen_beside_a_file_too(folder: Path) -> None:
+    result = invoke("measure", "broken.pt", "--json", "-")
+    assert json.loads(result.stdout)["findings"]
+    assert result.stderr.startswith("findings: 1 error\nerror G001  weight: 1 of 12 values are NaN")
+    torch.save({f"{i}.weight": torch.full((2, 2), torch.nan) for i in range(30)}, "many.pt")
+    said = invoke("measure", "many.pt", "--html", "page.html").stderr
+    assert (said.count("error G001"), said.endswith("… and 20 more\n")) == (10, True)
+
+
+def test_a_checkpoint_with_its_model_has_structure_and_signals(folder: Path) -> None:
+    words = ["measure", "fine.pt", "--model", "digits-cnn", "--json", "-"]
+    result = invoke(*words, "--batch", "4x1x8x8")
+    assert result.exit_code == 0, result.stderr
+    content, bare = json.loads(result.stdout), json.loads(invoke("measure", "fine.pt", "--json", "-").stdout)
+    assert content["signals"]
+    assert content["scale"] is not None
+    weights = [[t["sigma_max"] for t in read["tensors"] if t["path"] == "conv2"] for read in (content, bare)]
+    assert weights[0] == weights[1]
+    assert "Unexpected key" in invoke("measure", "broken.pt", "--model", "digits-cnn").stderr
+    refused = invoke(*words, "--headers")
+    assert (refused.exit_code, "--model cannot be combined with --headers" in refused.stderr) == (2, True)
+
+
+def test_a_checkpoint_of_a_recipe_is_measured_with_its_parametrizations(folder: Path) -> None:
+    Path("normed.yaml").write_text("name: n\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n")
+    invoke("apply", "normed.yaml", "fine.pt", "--model", "digits-cnn", "-o", "normed.pt")
+    result = invoke("measure", "normed.pt", "--model", "digits-cnn", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    assert "fc1" in {tensor["path"] for tensor in json.loads(result.stdout)["tensors"]}

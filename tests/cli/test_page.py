@@ -9,7 +9,7 @@ import pytest
 
 from cli.shell import invoke
 from gonio.cli import app
-from gonio.cli.exits import ExitCode
+from gonio.cli.group import ExitCode
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 COMMANDS = sorted(command.name for command in app.registered_commands)
@@ -26,7 +26,7 @@ def test_a_command_has_its_place_and_all_its_options(name: str) -> None:
 
 def test_no_option_is_made_up() -> None:
     helps = " ".join(invoke(name, "--help").stdout for name in COMMANDS) + invoke("--help").stdout
-    assert set(OPTION.findall(PAGE)) <= set(OPTION.findall(helps)) | {"-a"}
+    assert set(OPTION.findall(PAGE)) <= set(OPTION.findall(helps)) | {"-a", "-m"}
 
 
 def test_every_exit_code_is_listed() -> None:

@@ -169,7 +169,7 @@ def test_a_late_failure_takes_the_early_verbs_back(monkeypatch: pytest.MonkeyPat
     def fails(*args: object, **keywords: object) -> None:
         raise KeyboardInterrupt("pressed")
 
-    monkeypatch.setattr("gonio.recipes.applied.Penalty", fails)
+    monkeypatch.setattr("gonio.recipes.apply.Penalty", fails)
     with pytest.raises(KeyboardInterrupt, match="pressed"):
         ALL_VERBS.apply_(model)
     assert state(model) == before

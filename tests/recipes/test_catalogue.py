@@ -14,7 +14,7 @@ from gonio import nn as layers
 from gonio.errors import RecipeError, UnknownNameError
 from gonio.nn import angular, magnitude
 from gonio.recipes import Recipe
-from gonio.recipes.names import VERBS, catalogue, find, objects_of
+from gonio.recipes.catalogue import VERBS, catalogue, find, objects_of
 
 # One layer of each kind that a converter takes.
 LAYERS = [
@@ -139,10 +139,10 @@ def test_objects_of_the_same_name_are_told_apart() -> None:
         ({"Tanh": {"radius": -1}}, r"magnitude\.Tanh: .*-1"),
         ({"Tanh": {"radios": 1}}, r"Tanh has no option 'radios'\. Did you mean radius"),
         ({"Tanh": 3}, r"the options of Tanh are a mapping; found 3"),
-        ({"Tanh": {}, "Ball": {}}, r"magnitude: found .*it takes one of"),
+        ({"Tanh": {}, "Ball": {}}, r"magnitude: found .*expected one of"),
         ("Tahn", r"no magnitude named 'Tahn'\. Did you mean Tanh"),
-        (3, r"magnitude: found 3; it takes one of .*Tanh"),
-        ([], r"magnitude: found \[\]; it takes one of"),
+        (3, r"magnitude: found 3; expected one of .*Tanh"),
+        ([], r"magnitude: found \[\]; expected one of"),
     ],
 )
 def test_a_wrong_object_is_refused_at_reading(value: object, message: str) -> None:

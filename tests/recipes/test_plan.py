@@ -73,7 +73,7 @@ def test_a_plan_is_a_table() -> None:
     ).plan(convnet())
     assert str(plan).splitlines() == [
         "mine:",
-        "  verb  rule  layer  is      gets",
+        "  verb  rule  layer  type    action",
         "  swap  1     conv1  Conv2d  keep",
         "  swap  2     conv2  Conv2d  DecoupledConv2d.from_conv(magnitude=Tanh(radius=2))",
         "untouched:",
@@ -111,18 +111,18 @@ def test_every_unmatched_rule_is_named_with_its_line_and_the_reason() -> None:
     assert first.startswith("mine.yaml:3: rule 1 of swap (type:Conv2D: DecoupledConv2d.from_conv) selects nothing")
     assert "did you mean type:Conv2d" in first
     assert second.startswith("mine.yaml:5: rule 1 of penalty (conv3: L2(strength=1)) selects nothing")
-    assert "selects nothing; did you mean conv2, conv1, type:Conv2d? It could take: conv1 (Conv2d)" in second
+    assert "selects nothing; did you mean conv2, conv1, type:Conv2d? It can act on: conv1 (Conv2d)" in second
     assert third.startswith("mine.yaml:7: rule 3 of penalty")
-    assert "takes nothing: earlier rules (2) took fc1, fc2" in third
+    assert "applies to no module: fc1, fc2 went to rule 2" in third
     assert fourth.startswith("mine.yaml:8: rule 4 of penalty")
-    assert "cannot act on pool (AdaptiveAvgPool2d). It could take: conv1 (Conv2d)" in fourth
+    assert "cannot act on pool (AdaptiveAvgPool2d). It can act on: conv1 (Conv2d)" in fourth
 
 
 def test_it_is_the_error_of_every_where_that_selects_nothing() -> None:
     rules = recipe(init=[{"where": "nowhere", "use": "he_"}])
     with pytest.raises(NoMatchError, match=r"recipe mine: rule 1 of init \(nowhere: he_\) selects nothing"):
         rules.plan(convnet())
-    with pytest.raises(RecipeError, match="It could take no module of this model"):
+    with pytest.raises(RecipeError, match="It can act on no module of this model"):
         recipe(init=[{"where": "*", "use": "he_"}]).plan(nn.Sequential(nn.ReLU()))
 
 
@@ -134,7 +134,9 @@ def test_a_model_without_weights_has_no_ends(where: str) -> None:
 
 def test_keeping_what_nothing_would_take_is_an_error() -> None:
     rules = recipe(penalty=[{"where": "act*", "use": "keep"}, {"where": None, "use": "L2", "strength": 1}])
-    with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty \(act\*: keep\) takes nothing: it cannot act"):
+    with pytest.raises(
+        UnmatchedRuleError, match=r"rule 1 of penalty \(act\*: keep\) applies to no module: it cannot act"
+    ):
         rules.plan(convnet())
 
 
@@ -154,7 +156,7 @@ def test_a_plan_says_what_a_penalty_would_skip() -> None:
 
 def test_a_penalty_that_would_skip_everything_is_an_error() -> None:
     rules = recipe(penalty=[{"where": "conv*", "use": "ScaleShift", "strength": 1}])
-    with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty .* does nothing: .*norm1 normalises"):
+    with pytest.raises(UnmatchedRuleError, match=r"rule 1 of penalty .* has no effect: .*norm1 normalises"):
         rules.plan(convnet())
 
 

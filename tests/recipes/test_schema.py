@@ -9,7 +9,7 @@ import pytest
 
 from gonio.errors import RecipeError
 from gonio.recipes import Recipe, built_in_names
-from gonio.recipes.names import VERBS, catalogue
+from gonio.recipes.catalogue import VERBS, catalogue
 
 SCHEMA = Recipe.json_schema()
 

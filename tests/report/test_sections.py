@@ -15,10 +15,9 @@ from gonio.compare.results import Amount, Reach, Robust, Tuned
 from gonio.compare.tuning_space import Tuning
 from gonio.report import html, text, to_csv, to_latex, to_markdown
 from gonio.report.curves import curve_charts
-from gonio.report.sections import cost_rows, reach_words, robust_rows, threat_words, tuning_rows, tuning_words
+from gonio.report.tables import attacks, costs, hidden_gradients, tuning
+from gonio.report.wording import reached, threat_text, tuning_text
 from report.samples import effect, results
-
-COLORS = {"orthogonal-init": "c1", "decoupled-tanh": "c2"}
 
 
 def full():
@@ -42,12 +41,10 @@ def full():
 
 
 def test_costs() -> None:
-    first, second = cost_rows(full(), COLORS)
-    assert (first.parameters, first.flops, first.reach) == ("none", "+1 G (+50.0 %)", "×0.50 (in 8 of 8 seeds)")
-    assert (second.parameters, second.flops) == ("+12 (+1.2 %)", "–")
-    assert second.reach == "not reached (in 3 of 8 seeds)"
-    assert first.cpu == "4 min, 4 min of it tuning"
-    assert cost_rows(results(), COLORS) == []
+    first, second = costs(full()).rows
+    assert first[1:] == ("none", "+1 G (+50.0 %)", "×0.50 (in 8 of 8 seeds)", "4 min, 4 min of it tuning")
+    assert second[1:4] == ("+12 (+1.2 %)", "–", "not reached (in 3 of 8 seeds)")
+    assert costs(results()).rows == ()
 
 
 @pytest.mark.parametrize(
@@ -55,19 +52,20 @@ def test_costs() -> None:
     [(None, "–"), (Reach(3, 3, None), "reached (in 3 of 3 seeds)"), (Reach(1, 1, 2.0), "×2.00 (in 1 of 1 seed)")],
 )
 def test_reach(reach: Reach | None, said: str) -> None:
-    assert reach_words(reach) == said
+    assert reached(reach) == said
 
 
-def test_tuning_and_attacks_in_words() -> None:
-    rows = tuning_rows(full(), COLORS)
-    assert [row.trials for row in rows] == ["20", "20 (2 failed)", "20"]
-    assert (rows[0].chosen, rows[0].defaults, rows[0].color) == ("lr 0.2", "lr 0.1", "base")
-    assert "20 trials per recipe on seed 1000003" in tuning_words(full())
-    assert threat_words(full()).startswith("each number of an input moved by at most 0.1, within 0 to 1; 200 examples")
-    assert (tuning_words(results()), threat_words(results())) == ("", "")
-    rows = robust_rows(full(), COLORS)
-    assert [row.mean for row in rows] == ["", "+1.2", "−2.0"]
-    assert rows[2].signs == ["random <noise> misleads more than PGD (in 3 of 8 runs)"]
+def test_tuning_and_attacks() -> None:
+    rows = tuning(full()).rows
+    assert [row[1] for row in rows] == ["20", "20 (2 failed)", "20"]
+    assert rows[0][:4] == ("baseline", "20", "lr 0.1", "lr 0.2")
+    assert "20 trials per recipe on seed 1000003" in tuning_text(full())
+    assert threat_text(full()).startswith("each input value changed by at most 0.1, within 0 to 1; 200 examples")
+    assert (tuning_text(results()), threat_text(results()), tuning(results()).rows) == ("", "", ())
+    assert [row[-2:] for row in attacks(full()).rows] == [
+        ("", ""), ("+1.2", "−0.5 to +3.0"), ("−2.0", "−3.0 to −1.0"),
+    ]  # fmt: skip
+    assert hidden_gradients(full()) == {"decoupled-tanh": ["random <noise> misleads more than PGD (in 3 of 8 runs)"]}
 
 
 def test_the_page_shows_them_and_escapes_what_it_shows() -> None:
@@ -85,7 +83,7 @@ def test_the_page_shows_them_and_escapes_what_it_shows() -> None:
 
 def test_the_page_shows_what_the_verdicts_rest_on() -> None:
     page = html(results(effects=(effect("orthogonal-init", failed=1, rho=-0.25, improvement=0.875),)))
-    assert "Behind the verdicts" in page
+    assert "Evidence" in page
     for cell in ("−0.25", "0.30", "88 %"):
         assert f'<td class="num">{cell}</td>' in page
 
@@ -141,8 +139,8 @@ def test_the_terminal_shows_attacks_and_confounding() -> None:
     console.print(text(full()))
     shown = console.file.getvalue()
     assert "helps (confounded)" in shown
-    assert "right under attack, %" in shown
+    assert "Accuracy under attack, %" in shown
     assert "decoupled-tanh: random <noise> misleads more than PGD (in 3 of 8 runs)" in shown
     nothing = Console(file=io.StringIO(), width=140)
     nothing.print(text(replace(full(), robustness=())))
-    assert "right under attack" not in nothing.file.getvalue()
+    assert "under attack" not in nothing.file.getvalue()

@@ -23,7 +23,7 @@ from gonio.compare.several import interquartile_mean
 from gonio.compare.summary import summarise
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import tex_cell
-from gonio.report.several import SEVERAL_FORMATS, several_text
+from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
 
 SCORES = {
     "easy": ([90.0, 91.0, 92.0, 93.0], [91.0, 91.5, 93.0, 92.5]),
@@ -103,20 +103,20 @@ def test_what_cannot_be_put_together(studies: list[Results], message: str) -> No
 def test_every_format_holds_the_same_numbers() -> None:
     found = across(both())
     (one,) = found
-    data = json.loads(SEVERAL_FORMATS["json"](found))
+    data = json.loads(MULTI_TASK_FORMATS["json"](found))
     read = {key: tuple(value) if isinstance(value, list) else value for key, value in data["recipes"][0].items()}
     assert Across(**read) == one
-    (row,) = csv.DictReader(io.StringIO(SEVERAL_FORMATS["csv"](found)))
+    (row,) = csv.DictReader(io.StringIO(MULTI_TASK_FORMATS["csv"](found)))
     assert (row["tasks"], row["pairs"], float(row["iqm"])) == ("easy; hard", "4; 4", one.iqm)
     shown = f"{one.iqm:+.2f}"
-    markdown = SEVERAL_FORMATS["md"](found).splitlines()
+    markdown = MULTI_TASK_FORMATS["md"](found).splitlines()
     assert len({line.count("|") for line in markdown[2:5]}) == 1
     assert shown in markdown[4]
     assert "| r0 | hard | 4 | +1.12 | underpowered |" in markdown
     assert "| r0 | 100 % | 88 % | 75 % | 50 % | 12 % |" in markdown
-    assert tex_cell(shown) in SEVERAL_FORMATS["tex"](found)
+    assert tex_cell(shown) in MULTI_TASK_FORMATS["tex"](found)
     console = Console(file=io.StringIO(), width=110)
-    console.print(several_text(both()))
+    console.print(multi_task_text(both()))
     assert shown in console.file.getvalue()  # type: ignore[attr-defined]
     assert "stratified bootstrap" in console.file.getvalue()  # type: ignore[attr-defined]
 

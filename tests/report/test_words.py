@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gonio.report.words import Scale, headline, mark, others, p_value, partial
+from gonio.report.wording import Scale, headline, mark, others, p_value, partial
 from report.samples import effect, results
 
 
@@ -21,7 +21,7 @@ def outcome(*verdicts: str, **changes):
 @pytest.mark.parametrize(
     ("verdicts", "said", "rest"),
     [
-        ((), "There is no result to show yet.", ""),
+        ((), "There are no results yet.", ""),
         (("helps",), "r0 helps: +0.60 points (95 % interval +0.40 to +0.80).", ""),
         (("hurts",), "r0 hurts: −0.70 points (95 % interval −0.90 to −0.50).", ""),
         (("no evidence",), "No evidence that r0 helps or hurts: +0.10 points (95 % interval −0.10 to +0.30).", ""),
@@ -38,7 +38,7 @@ def outcome(*verdicts: str, **changes):
         ),
         (
             ("helps", "helps", "hurts", "no evidence"),
-            "2 of 4 recipes help, most of all r1: +0.61 points (95 % interval +0.41 to +0.81).",
+            "2 of 4 recipes help, most r1: +0.61 points (95 % interval +0.41 to +0.81).",
             "Of the other 2: 1 hurting and 1 with no evidence.",
         ),
         (
@@ -81,7 +81,7 @@ def test_p_values_never_read_as_zero() -> None:
 
 def test_verdicts_differ_by_more_than_colour() -> None:
     verdicts = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", "unknown")
-    assert len({mark(v).symbol for v in verdicts}) == len(verdicts)
+    assert len({mark(v)[0] for v in verdicts}) == len(verdicts)
 
 
 def test_nothing_is_said_to_be_missing_when_nothing_is() -> None:

@@ -1,8 +1,8 @@
-"""The command line: one file per command.
+"""The command line.
 
-Only here may a function import parts of gonio: `--help`, `--version` and a mistyped option must
-answer at once, and torch alone takes a second to import. So the top of each file imports typer and
-the light modules (errors, exit codes), and a command's function imports what it runs.
+Here functions may import parts of gonio: `--help`, `--version` and a mistyped option must answer at once, and torch
+alone takes a second to import. The top of a file imports typer and light modules; each command has one block of
+imports of what it runs.
 """
 
 from gonio.cli.app import app, main

@@ -1,16 +1,18 @@
-"""The commands together, and what the shell calls."""
+"""The program `gonio`."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from typing import Annotated
 
 import typer
 
 import gonio
-from gonio.cli import apply, compare, explain, fold, measure, plan, report, status
+from gonio.cli import compare, explain, measure, recipe, report
 from gonio.cli.group import Commands
-from gonio.cli.screen import put
+from gonio.cli.output import print_out
 
 __all__ = ["app", "main"]
 
@@ -19,27 +21,27 @@ app = typer.Typer(
     cls=Commands,
     help="Measure and control the norms and angles of neural-network weights.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain help: rich's panels would double the time that --help takes.
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # rich's panels would double the time of --help
+    context_settings={"max_content_width": 120},
 )
-for _name, _module in (
-    ("measure", measure),
-    ("explain", explain),
-    ("plan", plan),
-    ("apply", apply),
-    ("fold", fold),
-    ("compare", compare),
-    ("report", report),
-    ("status", status),
+for _name, _command in (
+    ("measure", measure.measure),
+    ("explain", explain.explain),
+    ("list", explain.list_names),
+    ("plan", recipe.plan),
+    ("apply", recipe.apply),
+    ("fold", recipe.fold),
+    ("compare", compare.compare),
+    ("report", report.report),
+    ("status", report.status),
 ):
-    app.command(_name)(_module.command)
+    app.command(_name)(_command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        put(f"gonio {gonio.__version__}")
+def _version(requested: bool) -> None:
+    if requested:
+        print_out(f"gonio {gonio.__version__}")
         raise typer.Exit
 
 
@@ -53,8 +55,15 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the program and exit with its code."""
+    shell = os.environ.get("_GONIO_COMPLETE", "")
+    if shell.endswith("_source"):  # as click spells it; typer reverses the words
+        os.environ["_GONIO_COMPLETE"] = f"source_{shell.removesuffix('_source')}"
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the descriptor is closed, and no file that is opened later may get it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")  # for an encoding that lacks a character
     try:
         app(prog_name="gonio")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already: a second Ctrl-C would only make a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # exiting: a second Ctrl-C would only print a traceback

@@ -1,4 +1,4 @@
-"""Checkpoints of the command line: named tensors, and the recipe under which they make sense."""
+"""Checkpoints of the command line: a state dict and the recipe of its model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
+from gonio.cli.inputs import build_model, load_torch
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.checkpoint import state_in
 from gonio.recipes import Recipe
 
-__all__ = ["SUFFIXES", "Checkpoint", "check_target", "load_into_", "read", "write"]
+__all__ = ["Checkpoint", "check_target", "load_into_", "read", "restored_model", "write"]
 
-SUFFIXES = (".safetensors", ".pt", ".pth")
+_SUFFIXES = (".safetensors", ".pt", ".pth")
 _RECIPE, _HASH, _SEED = "gonio.recipe", "gonio.recipe_hash", "gonio.seed"
 _FOLDED, _VERSION, _TORCH = "gonio.folded_recipe_hash", "gonio.version", "gonio.torch"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict, and the recipe that was applied to the model that it belongs to.
+    """A state dict and the recipe that was applied to its model.
 
     Attributes:
         folded: hash of the recipe that was folded into the tensors; empty if there was none.
@@ -39,8 +40,8 @@ class Checkpoint:
     seed: int = 0
     folded: str = ""
 
-    def said(self) -> dict[str, str]:
-        """What the file says beside the tensors."""
+    def metadata(self) -> dict[str, str]:
+        """The text that the file holds beside the tensors."""
         made_by = {_VERSION: gonio.__version__, _TORCH: str(torch.__version__)}
         if self.recipe is not None:
             text, seed = self.recipe.to_yaml(), str(self.seed)
@@ -53,39 +54,33 @@ def read(path: str) -> Checkpoint:
 
     Raises:
         UnreadableFileError: if it is missing, damaged, of an unknown kind, holds more than data, or a recipe
-            that is not the one it was written with.
+            that was changed since it was written.
     """
     file = Path(path)
     if not file.is_file():
         raise UnreadableFileError(path, "there is no such file", "Check the path.")
     _check_suffix(path)
-    state, said = _safetensors(file) if file.suffix == ".safetensors" else _torch(file)
-    seed, folded = str(said.get(_SEED, 0)), str(said.get(_FOLDED, ""))
-    return Checkpoint(path, state, _recipe(path, said), int(seed) if seed.isdecimal() else 0, folded)
-
-
-def _recipe(path: str, said: Mapping[str, Any]) -> Recipe | None:
-    text, wanted = said.get(_RECIPE), said.get(_HASH)
-    if not isinstance(text, str):
-        return None
-    recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}")
-    if wanted is not None and wanted != recipe.hash:
-        found = f"its recipe {recipe.name!r} has another hash than the file says"
-        raise UnreadableFileError(path, found, "Somebody changed it: apply the recipe to a plain checkpoint again.")
-    return recipe
+    state, metadata = _safetensors(file) if file.suffix == ".safetensors" else _torch(file)
+    seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
+    text, expected = metadata.get(_RECIPE), metadata.get(_HASH)
+    recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}") if isinstance(text, str) else None
+    if recipe is not None and expected not in (None, recipe.hash):
+        found = f"its recipe {recipe.name!r} does not have the hash that the file states"
+        raise UnreadableFileError(path, found, "It was changed: apply the recipe to a plain checkpoint again.")
+    return Checkpoint(path, state, recipe, int(seed) if seed.isdecimal() else 0, folded)
 
 
 def write(checkpoint: Checkpoint) -> None:
-    """Write a checkpoint beside its path and move it there when it is whole: a kill leaves what was there before."""
+    """Write a checkpoint to a temporary file, then rename it: a kill leaves the old file as it was."""
     target = Path(checkpoint.path)
-    draft, said = target.with_name(f".{target.name}.{os.getpid()}.part"), checkpoint.said()
+    draft, metadata = target.with_name(f".{target.name}.{os.getpid()}.part"), checkpoint.metadata()
     try:
         if target.suffix == ".safetensors":
             # Tied tensors share memory, which the format refuses; loading ties them again.
             tensors = {name: tensor.detach().clone().contiguous() for name, tensor in checkpoint.state.items()}
-            save_file(tensors, draft, metadata={"format": "pt", **said})
+            save_file(tensors, draft, metadata={"format": "pt", **metadata})
         else:
-            torch.save({"state_dict": dict(checkpoint.state), **said}, draft)
+            torch.save({"state_dict": dict(checkpoint.state), **metadata}, draft)
         with draft.open("rb") as stream:
             os.fsync(stream.fileno())
         draft.replace(target)
@@ -94,8 +89,27 @@ def write(checkpoint: Checkpoint) -> None:
         raise
 
 
+def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None = None) -> nn.Module:
+    """The model of a checkpoint, with its recipe applied and its weights.
+
+    Args:
+        spec: the model's name.
+        recipe: that was applied to the model, if the checkpoint does not contain it.
+
+    Raises:
+        NotApplicableError: if the weights do not fit.
+    """
+    model, used = build_model(spec), recipe or checkpoint.recipe
+    if used is not None:
+        penalty = used.apply_(model, seed=checkpoint.seed).penalty
+        if penalty is not None:
+            penalty.remove()
+    load_into_(model, checkpoint)
+    return model
+
+
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load every tensor; nothing may be missing or left over.
+    """Load every tensor; none may be missing or unexpected.
 
     Raises:
         NotApplicableError: with the names that do not fit.
@@ -104,25 +118,25 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
         model.load_state_dict(dict(checkpoint.state), strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()] or [str(error)]
-        do = "Name the model that the checkpoint is of, with its number of classes (file.py:factory)."
+        do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
         raise NotApplicableError("the checkpoint", checkpoint.path, listing(lines, limit=4), do) from error
 
 
 def check_target(path: str) -> None:
-    """Find out before the work that the result could not be written.
+    """Check before the work that the result can be written.
 
     Raises:
         InvalidArgumentError: if the suffix is unknown or the folder missing.
     """
     _check_suffix(path)
     if not Path(path).parent.is_dir():
-        raise InvalidArgumentError(f"{path!r} is to be written", f"no folder {str(Path(path).parent)!r}", "Make it.")
+        raise InvalidArgumentError(f"cannot write {path!r}", f"no folder {str(Path(path).parent)!r}", "Create it.")
 
 
 def _check_suffix(path: str) -> None:
-    if Path(path).suffix not in SUFFIXES:
+    if Path(path).suffix not in _SUFFIXES:
         raise InvalidArgumentError(
-            f"a checkpoint ends in {listing(SUFFIXES)}", repr(Path(path).suffix), "Use .safetensors."
+            f"a checkpoint ends in {listing(_SUFFIXES)}", repr(Path(path).suffix), "Use .safetensors."
         )
 
 
@@ -136,12 +150,13 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_torch(path)
     except Exception as error:  # a hostile pickle provokes almost any of them
-        raise UnreadableFileError(
-            str(path),
-            f"it is damaged or holds more than tensors and plain containers ({str(error).splitlines()[0][:200]})",
-            "Code in a file is never run here: save model.state_dict(), best as .safetensors.",
-        ) from error
-    found = state_in(content, what=repr(path.name))
-    return found.state, content if found.key else {}
+        why = (str(error).splitlines() or [""])[0][:200]
+        found = f"it is damaged or holds more than tensors and plain containers ({why})"
+        do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
+        raise UnreadableFileError(str(path), found, do) from error
+    held = state_in(content, what=repr(path.name))
+    if not all(isinstance(name, str) for name in held.state):
+        raise UnreadableFileError(str(path), "its tensors have names that are not text", "Save model.state_dict().")
+    return held.state, content if held.key else {}

@@ -11,122 +11,206 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gonio.cli.exits import ExitCode
-from gonio.cli.screen import put, say, show
+from gonio.cli import options
+from gonio.cli.group import ExitCode
+from gonio.cli.output import print_err, print_out, show
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
 
 if TYPE_CHECKING:
     from gonio.compare import Plan, Results
     from gonio.compare.engines import Engine
 
-__all__ = ["command"]
+__all__ = ["compare"]
 
 _TASK, _SEEDS, _STUDY = "digits", 8, Path("gonio-study")
-_METRIC, _DIRECTION = "score", "max"
+
+_Recipes = Annotated[
+    list[str] | None,
+    typer.Argument(help="Built-in recipes or recipe files; default: one per method family.", metavar="RECIPE"),
+]
+_Task = Annotated[
+    str,
+    typer.Option(
+        "--task",
+        help="bytes, digits, points, torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.",
+        metavar="TASK",
+    ),
+]
+_Model = Annotated[
+    str | None, typer.Option("--model", help=f"{options.MODEL_HELP}; default: the task's own.", metavar="MODEL")
+]
+_Seeds = Annotated[int, typer.Option("--seeds", help="Runs per recipe.", min=1, max=10**6, metavar="N")]
+_FirstSeed = Annotated[
+    int,
+    typer.Option(
+        "--first-seed", help="First seed. Choose new seeds to repeat the study independently.", min=0, max=2**62
+    ),
+]
+_Jobs = Annotated[
+    int | None, typer.Option("--jobs", help="Runs at the same time; default: one per core.", min=1, metavar="J")
+]
+_Engine = Annotated[
+    str, typer.Option("--engine", help="local, or ray for an already running Ray cluster.", metavar="ENGINE")
+]
+_Cpus = Annotated[float, typer.Option("--cpus", help="CPUs per run on a cluster.")]
+_Gpus = Annotated[float, typer.Option("--gpus", help="GPUs per run on a cluster.")]
+_Tune = Annotated[
+    int,
+    typer.Option(
+        "--tune",
+        help="Trials to tune the learning rate and the strengths of every recipe and the baseline before the runs.",
+        min=0,
+        max=10**6,
+        metavar="N",
+    ),
+]
+_Robust = Annotated[bool, typer.Option("--robust", help="Attack the trained models and show their accuracy.")]
+_SelfTest = Annotated[
+    bool, typer.Option("--self-test", help="Compare the baseline with itself: how often is a verdict wrong?")
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and its estimated time, and stop.")]
+_Script = Annotated[
+    str | None,
+    typer.Option("--script", help="Your own training, instead of TASK and MODEL.", metavar="FILE.py:FUNCTION"),
+]
+_Metric = Annotated[str, typer.Option("--metric", help="Name of a script's score.")]
+_Unit = Annotated[str, typer.Option("--unit", help="Unit of a script's score, for example %.")]
+_Direction = Annotated[
+    str, typer.Option("--direction", help="Whether a larger (max) or smaller (min) score of a script is better.")
+]
+_Sesoi = Annotated[float, typer.Option("--sesoi", help="Smallest effect of interest on a script's score.", min=0)]
+_Study = Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")]
 
 
-def command(
-    recipes: Annotated[
-        list[str] | None,
-        typer.Argument(help="Built-in recipes or recipe files; none: one per method family.", metavar="RECIPE"),
-    ] = None,
+@dataclass(frozen=True)
+class _Score:
+    """The score of a script."""
+
+    metric: str = "score"
+    unit: str = ""
+    direction: str = "max"
+    sesoi: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """The work of a study beside the runs that it compares."""
+
+    tune: int = 0
+    robust: bool = False
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The options that decide the results of a study."""
+
+    recipes: tuple[str, ...]
+    task: str
+    model: str | None
+    script: str | None
+    seeds: range
+    self_test: bool
+    score: _Score
+    extra: _Extra
+
+    def check(self) -> None:
+        """Refuse options that cannot be combined, and missing packages, before the first run."""
+        if self.self_test and self.recipes:
+            named = ", ".join(self.recipes)
+            raise InvalidArgumentError("--self-test compares the baseline with itself", named, "Name no recipe.")
+        if self.script is None and self.score != _Score():
+            what = "--metric, --unit, --direction and --sesoi describe the score of a script"
+            raise InvalidArgumentError(what, "no --script", "A task has its own; leave them out.")
+        if self.script is not None and self.extra != _Extra():
+            what = "--tune and --robust need a training by gonio"
+            raise InvalidArgumentError(what, "--script beside them", "Leave them out.")
+        if self.script is not None and (self.task != _TASK or self.model is not None):
+            raise InvalidArgumentError(
+                "--script trains its own model", "--task or --model beside it", "Leave them out."
+            )
+
+    def command(self, study: Path) -> str:
+        """The command that reproduces the study: everything but defaults and settings of this machine."""
+        words = ["gonio", "compare", *self.recipes, *(["--self-test"] if self.self_test else [])]
+        words += ["--task", self.task] if self.task != _TASK else []
+        words += ["--model", self.model] if self.model is not None else []
+        words += ["--script", self.script] if self.script is not None else []
+        for name, value in asdict(self.score).items():
+            words += [f"--{name}", str(value)] if value != getattr(_Score, name) else []
+        words += ["--seeds", str(len(self.seeds))] if len(self.seeds) != _SEEDS else []
+        words += ["--first-seed", str(self.seeds.start)] if self.seeds.start else []
+        words += ["--tune", str(self.extra.tune)] if self.extra.tune else []
+        words += ["--robust"] if self.extra.robust else []
+        words += ["-o", str(study)] if study != _STUDY else []
+        return shlex.join(words)
+
+
+def compare(
+    recipes: _Recipes = None,
     *,
-    task: Annotated[
-        str,
-        typer.Option(
-            "--task",
-            help="bytes, digits, points, torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.",
-            metavar="TASK",
-        ),
-    ] = _TASK,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory; "
-            "none: the task's own.",
-            metavar="MODEL",
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="Runs per recipe.", min=1, metavar="N")] = _SEEDS,
-    first_seed: Annotated[
-        int,
-        typer.Option("--first-seed", help="The first of them; others than before ask the question anew.", min=0),
-    ] = 0,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", help="Runs at a time; none: one per core.", min=1, metavar="J")
-    ] = None,
-    engine: Annotated[
-        str, typer.Option("--engine", help="local, or ray: a Ray cluster that exists.", metavar="ENGINE")
-    ] = "local",
-    cpus: Annotated[float, typer.Option("--cpus", help="CPUs that one run occupies on a cluster.")] = 1.0,
-    gpus: Annotated[float, typer.Option("--gpus", help="GPUs that one run occupies on a cluster.")] = 0.0,
-    tune: Annotated[
-        int,
-        typer.Option(
-            "--tune",
-            help="Trials for the learning rate and the strengths of every recipe and the baseline, before the runs.",
-            min=0,
-            metavar="N",
-        ),
-    ] = 0,
-    robust: Annotated[
-        bool, typer.Option("--robust", help="Attack the trained models, and show what they still get right.")
-    ] = False,
-    self_test: Annotated[
-        bool,
-        typer.Option("--self-test", help="The baseline against itself: how often is a verdict wrong?"),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")] = False,
-    script: Annotated[
-        str | None,
-        typer.Option("--script", help="Your own training, instead of TASK and MODEL.", metavar="FILE.py:FUNCTION"),
-    ] = None,
-    metric: Annotated[str, typer.Option("--metric", help="What a script's score is called.")] = _METRIC,
-    unit: Annotated[str, typer.Option("--unit", help="The unit of a script's score, for example %.")] = "",
-    direction: Annotated[
-        str, typer.Option("--direction", help="Whether a larger (max) or smaller (min) score of a script is better.")
-    ] = _DIRECTION,
-    sesoi: Annotated[
-        float, typer.Option("--sesoi", help="Smallest effect of interest on a script's score; 0: none.", min=0)
-    ] = 0.0,
-    study: Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")] = _STUDY,
+    task: _Task = _TASK,
+    model: _Model = None,
+    seeds: _Seeds = _SEEDS,
+    first_seed: _FirstSeed = 0,
+    jobs: _Jobs = None,
+    engine: _Engine = "local",
+    cpus: _Cpus = 1.0,
+    gpus: _Gpus = 0.0,
+    tune: _Tune = 0,
+    robust: _Robust = False,
+    self_test: _SelfTest = False,
+    dry_run: _DryRun = False,
+    script: _Script = None,
+    metric: _Metric = _Score.metric,
+    unit: _Unit = _Score.unit,
+    direction: _Direction = _Score.direction,
+    sesoi: _Sesoi = _Score.sesoi,
+    study: _Study = _STUDY,
 ) -> None:
-    """Train recipes against the unchanged model on equal terms, and judge the differences.
+    """Train recipes and the unchanged model with equal budgets, and test the differences.
 
-    Without arguments: the built-in study, on handwritten digits. The same command again goes on where it
-    was; more seeds or recipes are added to what is there.
+    Without arguments: the built-in study, on handwritten digits. Rerun the same command to resume a study; more
+    seeds or recipes are added to it.
     """
-    from gonio.cli.inputs import users_code
-    from gonio.compare import default_jobs, make_plan, make_script_plan, run, self_test_plan, watcher_for
-    from gonio.compare import dry_run as describe
-
-    scored = _Scored(metric, unit, direction, sesoi)
-    more = _Extra(tune=tune, robust=robust)
+    score, extra = _Score(metric, unit, direction, sesoi), _Extra(tune, robust)
     drawn = range(first_seed, first_seed + seeds)
-    named = [*(recipes or []), *(["--self-test"] if self_test else [])]
-    words = _command_line(
-        named, task=task, model=model, seeds=drawn, study=study, script=script, scored=scored, more=more
-    )
-    _check_script(script, task, model, scored, more)
-    chosen = _recipes(recipes, self_test=self_test)
-    with users_code(task, model):
-        if script is None:
-            plan = make_plan(chosen, task=task, model=model, seeds=drawn, command=words, **asdict(more))
-        else:
-            plan = make_script_plan(chosen, script=script, seeds=drawn, command=words, **asdict(scored))
-    plan = self_test_plan(plan, size=seeds) if self_test else plan
+    request = _Request(tuple(recipes or ()), task, model, script, drawn, self_test, score, extra)
+    request.check()
+    plan = _plan(request, study)
     if dry_run:
-        put(f"study {study}\n{describe(plan, jobs=jobs or default_jobs())}\n{'' if plan.scripted else _plans(plan)}")
-        return
-    _require_page()
-    made = _engine(engine, jobs, cpus, gpus)
-    results = run(plan, study, engine=made, watcher=watcher_for(sys.stderr)).results()
-    _deliver(results, study)
-    if self_test:
-        _say_self_test(results)
-    if _partial(results):
-        raise typer.Exit(ExitCode.PARTIAL)
+        _show_plan(plan, study, jobs)
+    else:
+        _run(plan, study, _engine(engine, jobs, cpus, gpus), self_test=self_test)
+
+
+def _plan(request: _Request, study: Path) -> Plan:
+    from gonio import compare as comparing
+    from gonio.cli.inputs import users_code
+
+    recipes = [] if request.self_test else list(request.recipes) or None
+    seeds, command = request.seeds, request.command(study)
+    with users_code(request.task, request.model):
+        if request.script is not None:
+            plan = comparing.make_script_plan(
+                recipes, script=request.script, seeds=seeds, command=command, **asdict(request.score)
+            )
+        else:
+            plan = comparing.make_plan(
+                recipes, task=request.task, model=request.model, seeds=seeds, command=command, **asdict(request.extra)
+            )
+    return comparing.self_test_plan(plan, size=len(seeds)) if request.self_test else plan
+
+
+def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
+    """What would be run, and the changes that each recipe would make to the model."""
+    from gonio import compare as comparing
+    from gonio.cli.inputs import build_model
+    from gonio.recipes import Recipe
+
+    print_out(f"study {study}\n{comparing.dry_run(plan, jobs=jobs or comparing.default_jobs())}\n")
+    if not plan.scripted:
+        model = build_model(plan.model, **comparing.tasks.resolve(plan.task).sizes)
+        print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
 
 
 def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
@@ -137,115 +221,34 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
     if (cpus, gpus) != (1.0, 0.0):
-        raise InvalidArgumentError("--cpus and --gpus are for --engine ray", "--engine local", "Leave them out.")
+        raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
     return Local(jobs)
 
 
-def _recipes(recipes: list[str] | None, *, self_test: bool) -> list[str] | None:
-    """Those that were named; a self-test has none."""
-    if self_test and recipes:
-        raise InvalidArgumentError(
-            "--self-test compares the baseline with itself", ", ".join(recipes), "Name no recipe."
-        )
-    return [] if self_test else recipes or None
+def _run(plan: Plan, study: Path, engine: Engine, *, self_test: bool) -> None:
+    """Run the study, show the verdicts and write the page."""
+    from gonio import compare as comparing
+    from gonio.report import text, write_html
 
-
-def _say_self_test(results: Results) -> None:
-    from gonio.compare import self_test
-
-    found = self_test(results)
-    put(f"\n{found}")
-    if not found.passed:
-        raise typer.Exit(ExitCode.FINDING)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """What a script's score means."""
-
-    metric: str = _METRIC
-    unit: str = ""
-    direction: str = _DIRECTION
-    sesoi: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Extra:
-    """What a study does beside the runs that it compares."""
-
-    tune: int = 0
-    robust: bool = False
-
-
-def _check_script(script: str | None, task: str, model: str | None, scored: _Scored, more: _Extra) -> None:
-    """A script brings its own task and model, and nothing but a script needs its score explained."""
-    if script is not None and more != _Extra():
-        raise InvalidArgumentError(
-            "--tune and --robust are for training that gonio does", "--script beside them", "Leave them out."
-        )
-    if script is not None and (task != _TASK or model is not None):
-        raise InvalidArgumentError("--script trains its own model", "--task or --model beside it", "Leave them out.")
-    if script is None and scored != _Scored():
-        raise InvalidArgumentError(
-            "--metric, --unit, --direction and --sesoi describe the score of a script",
-            "no --script",
-            "A task has its own; leave them out.",
-        )
-
-
-def _command_line(
-    recipes: list[str],
-    *,
-    task: str,
-    model: str | None,
-    seeds: range,
-    study: Path,
-    script: str | None = None,
-    scored: _Scored = _Scored(),
-    more: _Extra = _Extra(),
-) -> str:
-    """The command that reproduces the study: what is not a default, and nothing about this machine."""
-    words = ["gonio", "compare", *recipes]
-    words += ["--task", task] if task != _TASK else []
-    words += ["--model", model] if model is not None else []
-    words += ["--script", script] if script is not None else []
-    for name, value in asdict(scored).items():
-        words += [f"--{name}", str(value)] if value != getattr(_Scored, name) else []
-    words += ["--seeds", str(len(seeds))] if len(seeds) != _SEEDS else []
-    words += ["--first-seed", str(seeds.start)] if seeds.start else []
-    words += ["--tune", str(more.tune)] if more.tune else []
-    words += ["--robust"] if more.robust else []
-    words += ["-o", str(study)] if study != _STUDY else []
-    return shlex.join(words)
-
-
-def _plans(plan: Plan) -> str:
-    """What each recipe would do to the model."""
-    from gonio.cli.inputs import build_model
-    from gonio.compare.tasks import resolve
-    from gonio.recipes import Recipe
-
-    model = build_model(plan.model, **resolve(plan.task).sizes)
-    return "".join(f"\n{Recipe.from_dict(entry.content).plan(model)}\n" for entry in plan.recipes[1:])
-
-
-def _require_page() -> None:
-    """Missing packages are found before the first run and not after the last."""
     for package in ("jinja2", "matplotlib"):
         if find_spec(package) is None:
             raise MissingExtraError("the page of a study", package, "lab")
-
-
-def _deliver(results: Results, study: Path) -> None:
-    from gonio.report import text, write_html
-
+    watcher = comparing.watcher_for(sys.stderr)
+    results = comparing.run(plan, study, engine=engine, watcher=watcher).results()
     show(text(results))
-    page = write_html(results, study / "report.html")
-    put(f"\n{page}")
+    print_out(f"\npage: {write_html(results, study / 'report.html')}")
+    if self_test:
+        tested = comparing.self_test(results)
+        print_out(f"\n{tested}")
+        if not tested.passed:
+            raise typer.Exit(ExitCode.FINDING)
+    _check_complete(results)
 
 
-def _partial(results: Results) -> bool:
-    lost = sum(run.status == "failed" for run in results.runs)
-    if lost:
-        say(f"{lost} of {len(results.runs)} runs failed; the same command tries them again")
-    return lost > 0 or results.missing > 0
+def _check_complete(results: Results) -> None:
+    """Exit with 4 if runs failed or are missing."""
+    failed = sum(run.status == "failed" for run in results.runs)
+    if failed:
+        print_err(f"{failed} of {len(results.runs)} runs failed; rerun the same command to try them again")
+    if failed or results.missing:
+        raise typer.Exit(ExitCode.PARTIAL)

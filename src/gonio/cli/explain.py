@@ -1,26 +1,89 @@
-"""`gonio explain`: what a finding means."""
+"""`gonio list` and `gonio explain`: the names that commands take, and the meaning of findings and columns."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from gonio.cli.screen import put
+from gonio.cli.output import print_out
+from gonio.errors import UnknownNameError
 
-__all__ = ["command"]
+__all__ = ["explain", "list_names"]
 
 
-def command(
-    rule: Annotated[
-        str | None, typer.Argument(help="The code of a finding, e.g. G001; none: list them.", metavar="RULE")
+class Kind(StrEnum):
+    """What can be listed."""
+
+    recipes = "recipes"
+    tasks = "tasks"
+    models = "models"
+    rules = "rules"
+    columns = "columns"
+
+
+_OTHER_TASKS = (
+    ("torchvision:NAME:FOLDER", "An image data set of torchvision in a folder of this machine."),
+    ("imagefolder:FOLDER", "Images in one folder per class."),
+    ("file.py:factory", "A function of your own that returns a gonio.compare.Task."),
+)
+_OTHER_MODELS = (
+    ("timm:NAME", "A model of timm, with random weights."),
+    ("torchvision:NAME", "A model of torchvision, with random weights."),
+    ("transformers:NAME", "A class, a model type or a config.json of transformers, with random weights."),
+    ("file.py:factory", "A function of your own that returns a torch.nn.Module."),
+)
+
+
+def list_names(
+    kind: Annotated[
+        Kind | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns]")
     ] = None,
 ) -> None:
-    """Explain a finding of `gonio measure`: what it means, what chance shows, what to do, how often it errs."""
-    from gonio.measuring.rules import RULES, explain
+    """List recipes, tasks and models by name, the rules of findings and the columns of tables."""
+    from gonio.compare.tasks import BUILT_IN as TASKS
+    from gonio.measuring.columns import COLUMNS
+    from gonio.measuring.rules import RULES
+    from gonio.models import BUILT_IN as MODELS
+    from gonio.recipes import Recipe, built_in_names
 
-    if rule is not None:
-        put(explain(rule))
+    rows: dict[Kind, list[tuple[str, str]]] = {
+        Kind.recipes: [(name, Recipe.load(name).description) for name in built_in_names()],
+        Kind.tasks: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
+        Kind.models: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
+        Kind.rules: [(rule.code, f"{rule.level:<5}  {rule.title}") for rule in RULES.values()],
+        Kind.columns: [(column.title, column.explanation) for column in COLUMNS],
+    }
+    for shown in Kind if kind is None else [kind]:
+        if kind is None:
+            print_out(f"{shown}:")
+        width = max(len(name) for name, _ in rows[shown])
+        for name, text in rows[shown]:
+            print_out(f"{'' if kind else '  '}{name:<{width}}  {text.partition('. ')[0].splitlines()[0]}")
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="The code of a finding, e.g. G001, or a column, e.g. align.", metavar="RULE|COLUMN"),
+    ] = None,
+) -> None:
+    """Explain a finding or a column of `gonio measure`; without a name, list the findings."""
+    from gonio.measuring.columns import COLUMNS
+    from gonio.measuring.rules import RULES
+    from gonio.measuring.rules import explain as explain_rule
+
+    if name is None:
+        list_names(Kind.rules)
         return
-    for known in RULES.values():
-        put(f"{known.code}  {known.level:<5}  {known.title}")
+    word = name.strip().lower()
+    columns = [c for c in COLUMNS if word == c.title.lower()] or [
+        c for c in COLUMNS if len(c.title) > 2 and word.startswith(c.title.lower().rstrip("."))
+    ]
+    if name.strip().upper() in RULES:
+        print_out(explain_rule(name))
+    elif columns:
+        print_out("\n".join(f"{column.title}: {column.explanation}" for column in columns))
+    else:
+        raise UnknownNameError("rule or column", name, [*RULES, *(column.title for column in COLUMNS)])

@@ -1,35 +1,51 @@
-"""What the command line's words stand for."""
+"""The models, sources and batches that words of the command line stand for."""
 
 from __future__ import annotations
 
+import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import numpy
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from gonio import models
-from gonio.errors import GonioError, NotApplicableError
+from gonio.cli.output import print_err
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError
 from gonio.models.user_code import is_user_code
+from gonio.seeding import generator
+from gonio.surgery import Selector, as_selector
+from gonio.surgery.equivalent import outputs
 
-__all__ = ["build_model", "users_code"]
+__all__ = ["build_model", "check_runs", "load_torch", "read_batch", "read_source", "read_where", "users_code"]
+
+_BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
+_MOST_NUMBERS = 2**31  # in a batch; more is a typing error
 
 
-def build_model(spec: str, **sizes: int) -> nn.Module:
-    """A model with random weights, by the name that :func:`gonio.models.resolve` takes.
+def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
+    """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed.
 
     Raises:
         NotApplicableError: if the user's own code raises anything.
     """
-    with users_code(spec):
+    with users_code(spec), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         return models.resolve(spec)(**sizes)
 
 
 @contextmanager
 def users_code(*specs: str | None) -> Iterator[None]:
-    """Inside, an exception counts as input that is refused, if one of the specs names the user's own code.
+    """Inside, an exception is refused input if one of the specs names the user's own code.
 
     Raises:
-        NotApplicableError: instead of what that code raised.
+        NotApplicableError: instead of the exception of that code.
     """
     named = [spec for spec in specs if spec is not None and is_user_code(spec)]
     try:
@@ -41,3 +57,95 @@ def users_code(*specs: str | None) -> Iterator[None]:
             raise
         why = f"it raised {type(error).__name__}: {error}"
         raise NotApplicableError("your code", " and ".join(named), why, "Correct it.") from error
+
+
+def read_where(word: str | None) -> Selector:
+    """The modules that an option `--where` selects.
+
+    Raises:
+        InvalidArgumentError: if it is not a selector.
+    """
+    try:
+        return as_selector(word)
+    except OverflowError as error:  # of re.compile
+        raise InvalidArgumentError("--where takes a selector", f"{word!r:.80} ({error})", "Correct it.") from error
+
+
+def read_source(word: str, *, seed: int) -> str | nn.Module:
+    """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
+    path = Path(word)
+    if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
+        return word
+    built = build_model(word, seed=seed)
+    print_err(f"{word} built with seed {seed}")
+    return built
+
+
+def read_batch(word: str, *, option: str) -> Any:
+    """A batch: `2x3x224x224` for standard normal numbers, the same in every call, or a file.
+
+    A file holds one tensor (`.pt`, `.npy`, `.safetensors`), or named tensors, which become keyword arguments.
+
+    Raises:
+        InvalidArgumentError: if the word is neither a shape nor a file.
+        UnreadableFileError: if the file is damaged or holds anything else.
+    """
+    path = Path(word)
+    if path.suffix in _BATCH_SUFFIXES:
+        return _batch_from_file(path)
+    sizes = word.split("x")
+    digits = all(size.isascii() and size.isdigit() and len(size) <= 10 and int(size) > 0 for size in sizes)
+    if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
+        takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
+        raise InvalidArgumentError(takes, f"{word!r:.80}", "Write e.g. 2x3x224x224.")
+    return torch.randn([int(size) for size in sizes], generator=generator(0, "batch"))
+
+
+def load_torch(path: Path) -> Any:
+    """The content of a torch file; no code in it runs.
+
+    Raises:
+        ValueError: for an archive that unpacks to more than its size; torch.save does not compress.
+        Exception: any, for a damaged or hostile file.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > path.stat().st_size:
+            raise ValueError(f"its archive unpacks to {unpacked} bytes")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _batch_from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UnreadableFileError(str(path), "there is no such file", "Check the path.")
+    try:
+        if path.suffix == ".npy":
+            content: Any = torch.from_numpy(numpy.load(path, allow_pickle=False))
+        elif path.suffix == ".safetensors":
+            content = load_file(path)
+        else:
+            content = load_torch(path)
+    except Exception as error:  # a hostile or damaged file provokes almost anything
+        why = f"it is damaged or holds more than tensors ({(str(error).splitlines() or [''])[0][:200]})"
+        raise UnreadableFileError(str(path), why, "Save one tensor, or a dict of tensors.") from error
+    named = isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values())
+    if not (isinstance(content, Tensor) or named):
+        found = f"it holds a {type(content).__name__}"
+        raise UnreadableFileError(str(path), found, "Save one tensor, or a dict of them.")
+    return next(iter(content.values())) if named and len(content) == 1 else content
+
+
+def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
+    """Run the model on a batch of the user.
+
+    Raises:
+        InvalidArgumentError: with the error of the model.
+    """
+    try:
+        outputs(model, batch)
+    except GonioError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidArgumentError(f"{option} must be an input that the model takes", found, "Correct it.") from error

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from gonio.cli.exits import ExitCode
-from gonio.cli.screen import deliver, put, say
+from gonio.cli import options
+from gonio.cli.group import ExitCode
+from gonio.cli.output import print_err, progress, save, save_formats, show
+from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from gonio.measuring import Differences, Measurements
 
-    from gonio.measuring import Measurements
+__all__ = ["Level", "measure"]
 
-__all__ = ["Level", "command"]
+_SHOWN = 10  # findings on stderr
 
 
 class Engine(StrEnum):
@@ -28,224 +29,168 @@ class Engine(StrEnum):
 
 
 class Also(StrEnum):
-    """Figures that are measured if they are asked for."""
+    """Figures that are measured on request only."""
 
     operator_norm = "operator_norm"
 
 
 class Level(StrEnum):
-    """How bad a finding is, from the mildest."""
+    """Severity of a finding, lowest first."""
 
     info = "info"
     warn = "warn"
     error = "error"
 
 
-def command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, file.py:factory; or a checkpoint "
-            "(.safetensors, .pt, …) or a folder that holds one.",
-            metavar="MODEL|FILE",
-        ),
-    ],
-    after: Annotated[
-        str | None,
-        typer.Argument(
-            help="Another one: measure what changed from the first to it, norms, angles and rank.", metavar="[AFTER]"
-        ),
-    ] = None,
+_Source = Annotated[
+    str,
+    typer.Argument(
+        help=f"{options.MODEL_HELP}; or a checkpoint (.safetensors, .pt, …) or a folder with one.",
+        metavar="MODEL|FILE",
+    ),
+]
+_After = Annotated[
+    str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
+]
+_Model = Annotated[
+    str | None,
+    typer.Option("--model", help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL"),
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        help="The base model of low-rank adapters: measure the adapted weights too.",
+        metavar="MODEL|FILE",
+    ),
+]
+_Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
+_Engine = Annotated[Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a running cluster.")]
+_Also = Annotated[
+    list[Also] | None, typer.Option("--also", help="Measure this too, which takes longer than all the rest.")
+]
+_FailOn = Annotated[
+    Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
+]
+_Ignore = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE"),
+]
+_Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="Configuration file; default: the nearest gonio.toml, or pyproject.toml with [tool.gonio], in the "
+        "working directory or above.",
+        metavar="FILE",
+    ),
+]
+
+
+def measure(
+    source: _Source,
+    after: _After = None,
     *,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            "--batch",
-            help="Measure the signals of this input too: a shape such as 2x3x224x224, or a file.",
-            metavar="SHAPE|FILE",
-        ),
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", help="Write one self-contained page there; - is stdout.", metavar="FILE")
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option("--json", help="Write everything as JSON there; - is stdout.", metavar="FILE")
-    ] = None,
-    csv: Annotated[
-        str | None, typer.Option("--csv", help="Write one line per tensor there; - is stdout.", metavar="FILE")
-    ] = None,
-    md: Annotated[
-        str | None, typer.Option("--md", help="Write a markdown table there; - is stdout.", metavar="FILE")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base",
-            help="Of low-rank adapters: the model that they adapt, whose weights and sums are measured too.",
-            metavar="MODEL|FILE",
-        ),
-    ] = None,
-    headers: Annotated[
-        bool, typer.Option("--headers", help="Shapes, dtypes and sizes only: no value is read, whatever the size.")
-    ] = False,
-    engine: Annotated[
-        Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a cluster that runs.")
-    ] = Engine.local,
-    also: Annotated[
-        list[Also] | None,
-        typer.Option("--also", help="Measure this too, which takes longer than all the rest; several times."),
-    ] = None,
-    fail_on: Annotated[
-        Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--ignore", help="Suppress the findings of this rule; several times, or G101,G202.", metavar="CODE"
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            help="Read what to suppress from this file; otherwise from the nearest gonio.toml, or pyproject.toml with "
-            "[tool.gonio], upward from the working directory.",
-            metavar="FILE",
-        ),
-    ] = None,
+    model: _Model = None,
+    seed: options.Seed = 0,
+    batch: options.Batch = None,
+    html: options.Html = None,
+    json: options.Json = None,
+    csv: options.Csv = None,
+    md: options.Md = None,
+    base: _Base = None,
+    headers: _Headers = False,
+    engine: _Engine = Engine.local,
+    also: _Also = None,
+    fail_on: _FailOn = None,
+    ignore: _Ignore = None,
+    config: _Config = None,
 ) -> None:
-    """Measure norms, angles and spectra of the weights, each beside what random weights would show.
+    """Measure norms, angles and spectra of the weights, compared with random weights.
 
-    Checkpoints are read as data: no code in them runs. Findings can be suppressed by code (ignore = ["G405"]) and by
-    layer ([per-layer-ignores] with "head.*" = ["G101"]) in a configuration file; they are counted all the same.
+    Checkpoints are read as data: no code in them runs. With a batch the signals in all layers are measured too.
+    Findings can be suppressed by code (ignore = ["G405"]) and by layer ([per-layer-ignores] with
+    "head.*" = ["G101"]) in a configuration file; the summary counts suppressed findings.
     """
+    from gonio import measuring
+    from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.config import suppression
-    from gonio.cli.progress import counting
-    from gonio.measuring import measure
+    from gonio.cli.inputs import check_runs, read_batch, read_source
 
-    written = Written(html, json, csv, md)
-    further: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
-    quiet = {"--ignore": ignore or None, "--config": config, "--also": also or None}
-    measured = _source(source)
+    targets = {"html": html, "json": json, "csv": csv, "md": md}
+    figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
+    whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not Engine.local}
     if after is not None:
-        _refuse(
-            "two sources",
-            {**_values(batch, base, fail_on), **quiet, "--headers": headers or None, "--engine": _far(engine)},
-        )
-        _difference(measured, _source(after), written)
+        _refuse("two sources", {**whole, "--headers": headers})
+        sources = [read_source(word, seed=seed) for word in (source, after)]
+        with progress("comparing") as update:
+            difference = measuring.difference(*sources, progress=update)
+        _write(difference, targets)
         return
     if headers:
-        _refuse("--headers", {**_values(batch, base, fail_on), **quiet, "--html": html, "--csv": csv, "--md": md})
-        _outline(measured, json)
+        _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md})
+    if model is not None:
+        _refuse("--model", {"--base": base, "--engine": engine is not Engine.local})
+    first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
+    if headers:
+        outline = measuring.outline(first)
+        if json is None:
+            show(outline)
+        else:
+            save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
         return
     suppressing = suppression(config, ignore or [])
-    example = _batch(batch, measured)
-    with counting("measuring") as progress:
-        adapted = None if base is None else _source(base)
-        found = measure(measured, batch=example, base=adapted, engine=engine.value, also=further, progress=progress)
+    example = None if batch is None else read_batch(batch, option="--batch")
+    if example is not None and not isinstance(first, str):
+        check_runs(first, example, option="--batch")
+    adapted = None if base is None else read_source(base, seed=seed)
+    with progress("measuring") as update:
+        found = measuring.measure(
+            first, batch=example, base=adapted, engine=engine.value, also=figures, progress=update
+        )
     if suppressing is not None:
-        found = suppressing.applied(found, None if isinstance(measured, str) else measured)
-    written.write(found)
+        found = suppressing.applied(found, None if isinstance(first, str) else first)
+    if _write(found, targets):
+        _summarise(found)
     _fail(found, fail_on)
 
 
-class Results(Protocol):
-    """What can be written in every format."""
-
-    def to_html(self) -> str: ...
-    def to_json(self) -> str: ...
-    def to_csv(self) -> str: ...
-    def to_markdown(self) -> str: ...
+def _refuse(mode: str, given: dict[str, Any]) -> None:
+    """Refuse options that cannot be combined with a mode."""
+    for name, value in given.items():
+        if value:
+            raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-@dataclass(frozen=True)
-class Written:
-    """Where the results go in which format; as a table on stdout where none is asked for."""
-
-    html: str | None
-    json: str | None
-    csv: str | None
-    md: str | None
-
-    def write(self, found: Results) -> None:
-        """Write them all."""
-        asked = (
-            (self.html, "page", found.to_html),
-            (self.json, "JSON", found.to_json),
-            (self.csv, "CSV", found.to_csv),
-            (self.md, "markdown", found.to_markdown),
-        )
-        for target, what, made in asked:
-            if target is not None:
-                deliver(made(), target, what)
-        if all(target is None for target, _, _ in asked):
-            put(str(found))
+def _write(found: Measurements | Differences, targets: dict[str, str | None]) -> bool:
+    """Write the requested formats, or show the table; whether any format was requested."""
+    writers = {"html": found.to_html, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
+    saved = save_formats(targets, writers)
+    if not saved:
+        show(found)
+    return saved
 
 
-def _values(batch: str | None, base: str | None, fail_on: Level | None) -> dict[str, Any]:
-    return {"--batch": batch, "--base": base, "--fail-on": fail_on}
+def _summarise(found: Measurements) -> None:
+    """The findings in short, to stderr."""
+    counts = ", ".join(f"{n} {level}" for level in reversed(Level) if (n := _count(found, [level])))
+    print_err(f"findings: {counts or 'none'}")
+    for finding in found.findings[:_SHOWN]:
+        print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
+    if len(found.findings) > _SHOWN:
+        print_err(f"… and {len(found.findings) - _SHOWN} more")
 
 
-def _far(engine: Engine) -> str | None:
-    return None if engine is Engine.local else engine.value
-
-
-def _refuse(what: str, options: dict[str, Any]) -> None:
-    """Options that have no meaning beside this."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise typer.BadParameter(f"it has no meaning with {what}", param_hint=given[0])
-
-
-def _difference(before: str | nn.Module, after: str | nn.Module, written: Written) -> None:
-    from gonio.cli.progress import counting
-    from gonio.measuring import difference
-
-    with counting("comparing") as progress:
-        found = difference(before, after, progress=progress)
-    written.write(found)
-
-
-def _outline(measured: str | nn.Module, json: str | None) -> None:
-    """The headers as a table, or as JSON."""
-    from json import dumps
-
-    from gonio.measuring import outline
-
-    found = outline(measured)
-    if json is not None:
-        deliver(dumps(found.to_dict(), ensure_ascii=False, indent=1) + "\n", json, "JSON")
-    else:
-        put(str(found))
-
-
-def _source(words: str) -> str | nn.Module:
-    """A path where there is a file or the words look like one, otherwise a model."""
-    from gonio.cli.inputs import build_model
-    from gonio.models.user_code import is_user_code
-
-    path = Path(words)
-    file_like = path.exists() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
-    return words if file_like and not is_user_code(words) else build_model(words)
-
-
-def _batch(words: str | None, measured: str | nn.Module) -> Any:
-    """The input, tried on the model."""
-    if words is None:
-        return None
-    from gonio.cli.batch import check_runs, read_batch
-
-    example = read_batch(words, option="--batch")
-    if not isinstance(measured, str):
-        check_runs(measured, example, option="--batch")
-    return example
+def _count(found: Measurements, levels: list[Level]) -> int:
+    return sum(finding.level in levels for finding in found.findings)
 
 
 def _fail(found: Measurements, fail_on: Level | None) -> None:
-    if fail_on is None:
-        return
+    """Exit with 1 if there is a finding of a level or above."""
     levels = list(Level)
-    counted = [finding for finding in found.findings if levels.index(Level(finding.level)) >= levels.index(fail_on)]
+    failing = [] if fail_on is None else levels[levels.index(fail_on) :]
+    counted = _count(found, failing)
     if counted:
-        say(f"{len(counted)} findings at or above {fail_on}")
+        print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")
         raise typer.Exit(ExitCode.FINDING)

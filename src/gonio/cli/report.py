@@ -1,78 +1,82 @@
-"""`gonio report`: a study's results as a page, a table or data; several studies as one table."""
+"""`gonio report` and `gonio status`: the results and the progress of studies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gonio.cli.screen import deliver, show
+from gonio.cli import options
+from gonio.cli.output import print_out, save_formats, show
 from gonio.errors import InvalidArgumentError
+from gonio.escaping import plain
 
 if TYPE_CHECKING:
-    from gonio.compare import Results
+    from gonio.compare import Plan, RunRecord
 
-__all__ = ["command"]
+__all__ = ["report", "status"]
 
-_WORDS = {"html": "page", "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
-
-
-def _output(flag: str, what: str) -> Any:
-    return typer.Option(flag, help=f"Write {what} there; - is stdout.", metavar="FILE")
+_SIGNS = {"finished": "+", "diverged": "!", "failed": "x", None: "."}
 
 
-def command(
-    studies: Annotated[list[Path], typer.Argument(help="The folder of a study, or of several.", metavar="STUDY")],
-    html: Annotated[str | None, _output("--html", "one self-contained page")] = None,
-    json: Annotated[str | None, _output("--json", "everything as JSON")] = None,
-    csv: Annotated[str | None, _output("--csv", "one line per recipe")] = None,
-    md: Annotated[str | None, _output("--md", "the verdict table as markdown")] = None,
-    tex: Annotated[str | None, _output("--tex", "the verdict table as LaTeX")] = None,
+def report(
+    studies: Annotated[list[Path], typer.Argument(help="The folders of one or several studies.", metavar="STUDY")],
+    html: options.Html = None,
+    json: options.Json = None,
+    csv: options.Csv = None,
+    md: options.Md = None,
+    tex: options.Tex = None,
 ) -> None:
-    """Write a study's results; without an option, show the verdict table.
+    """Show the verdicts of a study, or write them as a page, JSON, CSV, markdown or LaTeX.
 
-    Works on a study that is still running, with what it has so far. Several studies, of different tasks, give
-    what each of their common recipes does over all tasks.
+    A study that is still running is reported with its results so far. Several studies of different tasks give the
+    effects of their common recipes over all tasks.
     """
-    from gonio.compare import Study
+    from gonio import report as reports
+    from gonio.compare import Study, across
+    from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
     found = [Study.open(study).results() for study in studies]
     if len(found) == 1:
-        _one(found[0], targets)
-    else:
-        _several(found, targets)
+        formats = {
+            "html": reports.html,
+            "json": reports.to_json,
+            "csv": reports.to_csv,
+            "md": reports.to_markdown,
+            "tex": reports.to_latex,
+        }
+        if not save_formats(targets, {name: partial(make, found[0]) for name, make in formats.items()}):
+            show(reports.text(found[0]))
+        return
+    if html is not None:
+        message = f"{len(found)} studies"
+        raise InvalidArgumentError("a page is of one study", message, "Name one study, or use another format.")
+    together = across(found)
+    if not save_formats(targets, {name: partial(make, together) for name, make in MULTI_TASK_FORMATS.items()}):
+        show(multi_task_text(found))
 
 
-def _one(results: Results, targets: Mapping[str, str | None]) -> None:
-    from gonio import report
+def status(study: Annotated[Path, typer.Argument(help="The study's folder.", metavar="STUDY")]) -> None:
+    """Show which runs of a study are done: one line per recipe, one sign per seed."""
+    from gonio.compare import Study
 
-    formats = {
-        "html": report.html,
-        "json": report.to_json,
-        "csv": report.to_csv,
-        "md": report.to_markdown,
-        "tex": report.to_latex,
-    }
-    for name, target in targets.items():
-        if target is not None:
-            deliver(formats[name](results), target, _WORDS[name])
-    if not any(targets.values()):
-        show(report.text(results))
+    opened = Study.open(study)
+    print_out(_grid(opened.plan, opened.runs()))
 
 
-def _several(found: list[Results], targets: Mapping[str, str | None]) -> None:
-    from gonio.compare import across
-    from gonio.report.several import SEVERAL_FORMATS, several_text
-
-    if targets["html"] is not None:
-        raise InvalidArgumentError(
-            "a page is of one study", f"{len(found)} studies", "Name one, or use another format."
-        )
-    for name, target in targets.items():
-        if target is not None:
-            deliver(SEVERAL_FORMATS[name](across(found)), target, _WORDS[name])
-    if not any(targets.values()):
-        show(several_text(found))
+def _grid(plan: Plan, runs: tuple[RunRecord, ...]) -> str:
+    status = {(run.recipe, run.seed): run.status for run in runs}
+    names = {recipe.name: plain(recipe.name) for recipe in plan.recipes}
+    width = max(map(len, names.values()))
+    lines = [
+        f"{shown:<{width}}  {''.join(_SIGNS[status.get((name, seed))] for seed in plan.seeds)}"
+        for name, shown in names.items()
+    ]
+    found = list(status.values())
+    counts = ", ".join(f"{found.count(kind)} {kind} ({_SIGNS[kind]})" for kind in ("finished", "diverged", "failed"))
+    missing = len(plan.grid) - len(found)
+    errors = [f"{names[r.recipe]}, seed {r.seed}: {r.status}: {plain(r.error or '')}" for r in runs if r.error]
+    return "\n".join([*lines, "", f"{len(plan.grid)} runs: {counts}, {missing} to do (.)", *errors])

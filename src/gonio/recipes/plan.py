@@ -1,17 +1,22 @@
-"""What a recipe would do to a model, before anything happens."""
+"""Which rule applies to which module of a model, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from gonio.recipes.assign import Assignment
-from gonio.recipes.rule import KEEP
-from gonio.surgery import sites
+from gonio.errors import NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
+from gonio.geometry.views import layout_of
+from gonio.penalty.binding import bind
+from gonio.recipes.catalogue import find
+from gonio.recipes.rule import ENDS, KEEP, Rule
+from gonio.regularizers import OutputRegularizer
+from gonio.surgery import Selector, Site, as_selector, sites
+from gonio.surgery.graph import trace
 
-__all__ = ["Plan", "Step", "plan"]
+__all__ = ["Assignment", "Ends", "Plan", "Step", "assign", "plan"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class Step:
         rule: number of the rule within its verb, from 1.
         path: of the module; `""` is the model itself.
         kind: the module's class name.
-        what: the thing named with its options, or `keep`.
-        skipped: why the thing does nothing here; empty if it does.
+        what: the method with its options, or `keep`.
+        skipped: why the method has no effect here; empty if it has one.
 
     Example:
         >>> plan = gonio.Recipe.load("orthogonal-init").plan(nn.Sequential(nn.Linear(4, 3)))
@@ -42,19 +47,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe would do to a model; `str()` is a table.
+    """The changes that a recipe would make to a model; `str()` is a table.
 
     Attributes:
         recipe: its name.
         steps: one per rule and module, in the order in which they would happen.
         untouched: path and class name of every module with parameters that no rule changes or reads.
-        notes: what was assumed.
+        notes: assumptions.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
         >>> print(gonio.Recipe.load("switchable-norm").plan(model))
         switchable-norm:
-          verb  rule  layer  is           gets
+          verb  rule  layer  type         action
           swap  1     1      BatchNorm2d  SwitchableNorm2d.from_batch_norm
         untouched:
           0  Conv2d
@@ -66,17 +71,131 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.recipe}:" + ("" if self.steps else " nothing to do")]
-        rows = [(s.verb, str(s.rule), s.path or "(model)", s.kind, _outcome(s)) for s in self.steps]
-        lines += _aligned([("verb", "rule", "layer", "is", "gets"), *rows]) if rows else []
+        rows = [("verb", "rule", "layer", "type", "action")]
+        for step in self.steps:
+            action = f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
+            rows.append((step.verb, str(step.rule), step.path or "(model)", step.kind, action))
+        lines = [f"{self.recipe}:", *_aligned(rows)] if self.steps else [f"{self.recipe}: nothing to do"]
         if self.untouched:
-            lines.append("untouched:")
-            lines += _aligned([(path or "(model)", kind) for path, kind in self.untouched])
+            lines += ["untouched:", *_aligned([(path or "(model)", kind) for path, kind in self.untouched])]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+@dataclass(frozen=True)
+class Paths(Selector):
+    """Selects modules by their exact paths; `str()` is the rule that they come from."""
+
+    paths: frozenset[str]
+    origin: str
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return path in self.paths
+
+    def __str__(self) -> str:
+        return self.origin
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Paths of the first and the last layer of a model with a weight matrix: `stem` and `classifier` in recipes.
+
+    In the order of execution if `torch.fx` can trace the model, otherwise in the order of registration; `assumed`
+    then says why. Both are None if no module has a weight matrix.
+    """
+
+    stem: str | None = None
+    classifier: str | None = None
+    assumed: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ends:
+        """Find them."""
+        paths = {id(site.module): site.path for site in sites(model)}
+        traced = trace(model)
+        order = [paths[id(module)] for _, module, _ in traced.calls() if _has_weight_matrix(module)]
+        if order:
+            return cls(order[0], order[-1])
+        order = [site.path for site in sites(model) if _has_weight_matrix(site.module)]
+        assumed = f"stem and classifier by order of registration: {traced.reason}" if traced.reason else ""
+        return cls(order[0], order[-1], assumed) if order else cls()
+
+
+def _has_weight_matrix(module: nn.Module, tensor: str = "weight") -> bool:
+    """Whether the module's tensor is a stack of filters (linear, convolution, embedding, …)."""
+    try:
+        layout_of(module, tensor)
+    except NotApplicableError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One rule and the modules that it applies to.
+
+    Attributes:
+        number: of the rule within its verb, from 1.
+        place: file, line and rule, for messages.
+        skipped: by path, why a penalty has no effect on some of these modules.
+        note: an assumption.
+    """
+
+    verb: str
+    number: int
+    rule: Rule
+    sites: tuple[Site, ...]
+    place: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def where(self) -> Paths:
+        """A selector of exactly these modules."""
+        paths = frozenset(site.path for site in self.sites)
+        return Paths(paths, f"{_where_text(self.rule)} (rule {self.number})")
+
+
+def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str) -> list[Assignment]:
+    """Assign to every rule its modules: per verb, each module goes to the first rule that selects it.
+
+    Args:
+        rules: of each verb, in order.
+        model: not changed.
+        origin: the file's or the recipe's name, for messages.
+
+    Raises:
+        UnmatchedRuleError: naming every rule that applies to no module, with its file and its line.
+    """
+    uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
+    ends = Ends.of(model) if uses_ends else Ends()  # finding them traces the model
+    found: list[Assignment] = []
+    unmatched: list[str] = []
+    for verb, ordered in rules.items():
+        taken: dict[str, int] = {}
+        for number, rule in enumerate(ordered, start=1):
+            acts_on = _acts_on_kept(verb, ordered) if rule.keeps else _acts_on(verb, rule)
+            mine, why = _select(rule, acts_on, model, ends, taken)
+            line = "" if rule.line is None else f":{rule.line}"
+            place = f"{origin}{line}: rule {number} of {verb} ({_where_text(rule)}: {rule})"
+            note = ends.assumed if rule.where in ENDS else ""
+            assignment = Assignment(verb, number, rule, tuple(mine), place, note=note)
+            if verb == "penalty" and mine and not rule.keeps:
+                assignment, why = _with_skipped(assignment, model)
+            unmatched += [f"{place} {why}"] if why else []
+            taken.update({site.path: number for site in mine})
+            found.append(assignment)
+    if unmatched:
+        raise UnmatchedRuleError(origin, unmatched)
+    return found
+
+
 def plan(name: str, assignments: Sequence[Assignment], model: nn.Module) -> Plan:
-    """The plan of a recipe of that name whose rules were assigned to the model's modules."""
+    """The plan of a recipe of that name from its assigned rules."""
     steps = tuple(
         Step(a.verb, a.number, site.path, type(site.module).__name__, str(a.rule), a.skipped.get(site.path, ""))
         for a in assignments
@@ -91,10 +210,83 @@ def plan(name: str, assignments: Sequence[Assignment], model: nn.Module) -> Plan
     return Plan(name, steps, untouched, tuple(dict.fromkeys(a.note for a in assignments if a.note)))
 
 
-def _outcome(step: Step) -> str:
-    return f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
+def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
+    """Which of its modules the penalty would skip; a reason if it would skip all of them."""
+    regularizer = find("penalty", assignment.rule.use).target(**assignment.rule.arguments())
+    try:
+        bindings, _ = bind(model, [(assignment.where, regularizer)])
+    except NoMatchError as error:
+        return assignment, f"has no effect: {error}"
+    reads = {b.slot.path for b in bindings if not b.skipped}
+    skipped = {b.slot.path: b.skipped for b in bindings if b.skipped and b.slot.path not in reads}
+    return replace(assignment, skipped=skipped), ""
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+_Acts = Callable[[nn.Module], bool]
+
+
+def _select(rule: Rule, acts_on: _Acts, model: nn.Module, ends: Ends, taken: dict[str, int]) -> tuple[list[Site], str]:
+    """The modules of a rule, or why there are none."""
+    if rule.where in ENDS:
+        path = ends.stem if rule.where == "stem" else ends.classifier
+        selector: Selector = Paths(frozenset(() if path is None else (path,)), str(rule.where))
+    else:
+        selector = as_selector(rule.where)
+    everything = sites(model)
+    selected = [site for site in everything if site.matches(selector)]
+    possible = [site for site in selected if acts_on(site.module)]
+    mine = [site for site in possible if site.path not in taken]
+    if mine:
+        return mine, ""
+    if possible:
+        rules = listing([f"rule {number}" for number in sorted({taken[site.path] for site in possible})])
+        return [], f"applies to no module: {listing([s.path or 'the model' for s in possible])} went to {rules}"
+    could = [_named(site) for site in everything if acts_on(site.module)]
+    hint = f"It can act on: {listing(could)}" if could else "It can act on no module of this model"
+    if selected:
+        return [], f"applies to no module: it cannot act on {listing([_named(s) for s in selected])}. {hint}"
+    return [], f"selects nothing{_closest(rule.where, everything)} {hint}"
+
+
+def _acts_on(verb: str, rule: Rule) -> _Acts:
+    """Whether a rule can act on a module, by its class and the shape of its weight."""
+    entry = find(verb, rule.use)
+    if verb == "swap":
+        return lambda module: isinstance(module, entry.accepts)
+    if verb != "penalty":
+        tensor = str(dict(rule.options).get("tensor", "weight"))
+        return lambda module: _has_weight_matrix(module, tensor)
+    if issubclass(entry.makes, OutputRegularizer):
+        return lambda module: isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    # As in gonio.Penalty, null excludes embeddings.
+    excluded = (nn.Embedding, nn.EmbeddingBag) if rule.where is None else ()
+    return lambda module: (
+        not isinstance(module, excluded)
+        and any(_has_weight_matrix(module, name) for name in ("weight", *module._parameters))
+    )
+
+
+def _acts_on_kept(verb: str, rules: tuple[Rule, ...]) -> _Acts:
+    """Whether `keep` can exclude a module: a layer with a weight, or one that another rule of the verb acts on.
+
+    So keeping a container is an error, and keeping a linear classifier where only convolutions are swapped is not.
+    """
+    acting = [_acts_on(verb, rule) for rule in rules if not rule.keeps]
+    return lambda module: _has_weight_matrix(module) or any(acts_on(module) for acts_on in acting)
+
+
+def _closest(where: str | None, everything: Sequence[Site]) -> str:
+    """The paths and types that are spelled like a selector, as the end of a sentence."""
+    name = (where or "").removeprefix("type:")
+    near = [f"type:{kind}" for kind in closest(name, dict.fromkeys(type(s.module).__name__ for s in everything))]
+    if name == where:
+        near = closest(name, [site.path for site in everything if site.path]) + near
+    return f"; did you mean {listing(near)}?" if near else "."
+
+
+def _named(site: Site) -> str:
+    return f"{site.path or 'the model'} ({type(site.module).__name__})"
+
+
+def _where_text(rule: Rule) -> str:
+    return "every module" if rule.where is None else rule.where

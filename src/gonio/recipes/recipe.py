@@ -1,4 +1,4 @@
-"""A recipe: an ordered list of rules as data."""
+"""A recipe: ordered rules for every verb, as data."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from torch import nn
 
-from gonio.errors import UnknownNameError
-from gonio.recipes.applied import Applied, apply_
-from gonio.recipes.assign import Assignment, assign
-from gonio.recipes.document import plain
-from gonio.recipes.names import VERBS
-from gonio.recipes.plan import Plan, plan
-from gonio.recipes.read import read_recipe
-from gonio.recipes.rule import Rule
-from gonio.recipes.schema import json_schema
-from gonio.recipes.text import dump, parse, read
+from gonio.errors import UnknownNameError, closest, listing
+from gonio.recipes.apply import Applied, apply_
+from gonio.recipes.catalogue import VERBS, Entry, Option, catalogue, objects_of
+from gonio.recipes.document import Document, Problems, dump, from_data, parse, read, shortened
+from gonio.recipes.plan import Assignment, Plan, assign, plan
+from gonio.recipes.rule import TENSOR_VERBS, Rule, read_rule
 
 __all__ = ["BASELINE", "Recipe", "built_in_names"]
 
@@ -30,11 +27,11 @@ _CATALOG = Path(__file__).with_name("catalog")
 
 @dataclass(frozen=True)
 class Recipe:
-    r"""What to do to a model, as data: initialise, swap, parametrise and penalise by rules.
+    r"""Changes to a model as data: initialise, swap, parametrise and penalise by rules.
 
-    Within a verb the first rule that selects a module takes it, and `keep` takes it out. `where`
-    always speaks about the model as it is given, whatever an earlier verb puts in its place. The
-    verbs run in the order init, swap, parametrize, penalty.
+    Within a verb, each module gets the first rule that selects it; `keep` excludes modules. `where` always refers to
+    the model as it is given, not to the results of earlier verbs. The verbs run in the order init, swap,
+    parametrize, penalty.
 
     Attributes:
         name: letters, digits, `.`, `_`, `+` and `-`.
@@ -65,12 +62,12 @@ class Recipe:
     def load(cls, name_or_path: str | Path) -> Recipe:
         """A built-in recipe by its name, or a recipe file by its path.
 
-        The name `baseline` is the recipe without rules. Names are looked up first; write `./name`
-        for a file that has the name of a built-in recipe.
+        `baseline` is the recipe without rules. Built-in names take precedence; write `./name` for a file of the
+        same name.
 
         Raises:
             UnknownNameError: if there is neither a built-in recipe nor a file of that name.
-            RecipeError: if the file cannot be read or says something wrong, all of it at once.
+            RecipeError: if the file cannot be read or is invalid, with every problem at once.
 
         Example:
             >>> gonio.Recipe.load("baseline").to_dict()
@@ -89,12 +86,12 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, text: str, *, origin: str = "recipe") -> Recipe:
-        """A recipe from YAML text; `origin` is the file name that errors show.
+        """A recipe from YAML text; `origin` is the file name in errors.
 
         Raises:
             RecipeError: with every problem of the text.
         """
-        return cls(**read_recipe(parse(text, origin=origin)), origin=origin)
+        return cls(**_fields(parse(text, origin=origin)), origin=origin)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
@@ -104,20 +101,20 @@ class Recipe:
             RecipeError: with every problem of the data.
         """
         origin = f"recipe {data.get('name', '')!s}".strip()
-        return cls(**read_recipe(plain(dict(data), origin=origin)), origin=origin)
+        return cls(**_fields(from_data(dict(data), origin=origin)), origin=origin)
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain data; parts that are empty are left out."""
+        """The recipe as plain data, without its empty parts."""
         head = {key: getattr(self, key) for key in ("name", "source", "description") if getattr(self, key)}
         return {**head, **{verb: [rule.to_data() for rule in self.rules(verb)] for verb in VERBS if self.rules(verb)}}
 
     def to_yaml(self) -> str:
-        """The recipe as a file; reading it gives an equal recipe."""
+        """The recipe as the text of a file; reading it gives an equal recipe."""
         return dump(self.to_dict())
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the name and the rules; comments, key order, source and description do not count."""
+        """SHA-256 of the name and the rules; comments, key order, source and description do not change it."""
         data = self.to_dict()
         content = {key: data[key] for key in ("name", *VERBS) if key in data}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -128,10 +125,10 @@ class Recipe:
         return found
 
     def plan(self, model: nn.Module) -> Plan:
-        """Which rule would take which layer, and what would stay untouched; changes nothing.
+        """Which rule would apply to which layer, and which layers no rule changes; the model is not changed.
 
         Raises:
-            UnmatchedRuleError: if a rule takes no layer, naming the rule, the file and the line.
+            UnmatchedRuleError: if a rule applies to no layer, with the rule, the file and the line.
         """
         return plan(self.name, self._assigned(model), model)
 
@@ -142,23 +139,21 @@ class Recipe:
 
         Args:
             model: changed in place.
-            seed: of the random numbers that initialisers and sampling penalties use.
+            seed: of the random numbers of initialisers and sampling penalties.
 
         Raises:
-            UnmatchedRuleError: if a rule takes no layer.
-            GonioError: what the verbs raise; the verbs that ran before are undone then.
+            UnmatchedRuleError: if a rule applies to no layer.
+            GonioError: raised by a verb; the verbs that ran before it are undone.
         """
-        # Everything is assigned before anything is done, so that `where` speaks about the model as given.
         return apply_(self.name, self._assigned(model), model, seed=seed)
 
     def _assigned(self, model: nn.Module) -> list[Assignment]:
-        rules = {verb: self.rules(verb) for verb in VERBS}
-        return assign(rules, model, origin=self.origin or self.name)
+        return assign({verb: self.rules(verb) for verb in VERBS}, model, origin=self.origin or self.name)
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
         """The format as JSON Schema (draft 2020-12), for editors: every name with its options."""
-        return json_schema()
+        return _json_schema()
 
 
 def built_in_names() -> list[str]:
@@ -169,3 +164,110 @@ def built_in_names() -> list[str]:
         True
     """
     return sorted(path.stem for path in _CATALOG.glob("*.yaml"))
+
+
+class Header(BaseModel):
+    """The top level of a recipe file; the rules are read one by one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    # Names become folder names, file names and labels.
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$")]
+    source: str = ""
+    description: str = ""
+    init: list[Any] = []
+    swap: list[Any] = []
+    parametrize: list[Any] = []
+    penalty: list[Any] = []
+
+
+def _fields(document: Document) -> dict[str, Any]:
+    """The fields of a recipe; one error for every problem of the document."""
+    problems, data = Problems(document), document.data
+    if not isinstance(data, dict):
+        problems.add((), f"a recipe is a mapping that begins with `name: …`; found {_kind(data)}")
+        problems.raise_if_any()
+    if data.get("name") == BASELINE and any(data.get(verb) for verb in VERBS):
+        problems.add(("name",), "`baseline` is the name of the unchanged model; choose another")
+    try:
+        Header.model_validate(data)
+    except ValidationError as error:
+        for row in error.errors():
+            problems.add(tuple(row["loc"]), _header_message(row))
+    fields: dict[str, Any] = {key: data[key] for key in ("name", "source", "description") if key in data}
+    for verb in VERBS:
+        raw = data.get(verb)
+        places = [(verb, index) for index in range(len(raw) if isinstance(raw, list) else 0)]
+        read = [read_rule(verb, raw[at[1]], at, problems, line=document.line(at)) for at in places]
+        fields[verb] = tuple(rule for rule in read if rule is not None)
+    problems.raise_if_any()
+    return fields
+
+
+def _header_message(row: Any) -> str:
+    key, known = str(row["loc"][0]), list(Header.model_fields)
+    match row["type"]:
+        case "extra_forbidden":
+            near = closest(key, known)
+            hint = f"Did you mean {listing(near)}?" if near else f"Known: {listing(known)}."
+            return f"a recipe has no key {shortened(key)}. {hint}"
+        case "missing":
+            return f"a recipe needs the key {key!r}"
+        case "string_pattern_mismatch":
+            rule = "must begin with a letter or digit and have at most 64 letters, digits, '.', '_', '+' and '-'"
+            return f"{rule}; found {shortened(row['input'])}"
+        case "list_type":
+            return f"must be a list of rules, each beginning with `-`; found {_kind(row['input'])}"
+    return f"must be text; found {_kind(row['input'])}"
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "nothing", dict: "a mapping", list: "a list"}.get(type(value)) or shortened(value)
+
+
+_WHERE = {
+    "type": ["string", "null"],
+    "description": "glob, 're:…', 'type:…', 'stem', 'classifier'; null for every module",
+}
+
+
+def _json_schema() -> dict[str, Any]:
+    schema = Header.model_json_schema()
+    keep = _mapping_schema({"where": _WHERE, "use": {"const": "keep"}}, ["use"], "leave these modules alone")
+    for verb in VERBS:
+        rules = [_rule_schema(verb, use, entry) for use, entry in catalogue(verb).items()]
+        description = f"rules of {verb}, first match wins"
+        schema["properties"][verb] = {"type": "array", "items": {"oneOf": [keep, *rules]}, "description": description}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
+
+
+def _rule_schema(verb: str, use: str, entry: Entry) -> dict[str, Any]:
+    properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
+    properties |= {"tensor": {"type": "string", "default": "weight"}} if verb in TENSOR_VERBS else {}
+    return _mapping_schema({**properties, **_options_schema(entry)}, ["use", *entry.required], entry.summary)
+
+
+def _options_schema(entry: Entry) -> dict[str, Any]:
+    return {name: _option_schema(option) for name, option in entry.options.items()}
+
+
+def _option_schema(option: Option) -> dict[str, Any]:
+    arms = [] if option.plain is None else [option.adapter.json_schema()]
+    for kind in option.kinds:
+        arms.append({"enum": list(objects_of(kind))})
+        for name, entry in objects_of(kind).items():
+            inner = _mapping_schema(_options_schema(entry), entry.required, entry.summary)
+            arms.append(_mapping_schema({name: inner}, [name], entry.summary))
+    schema = arms[0] if len(arms) == 1 else {"anyOf": arms}
+    plain = isinstance(option.default, bool | int | float | str)
+    return {**schema, "default": option.default} if plain and not option.required else schema
+
+
+def _mapping_schema(properties: dict[str, Any], required: list[str], description: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": description,
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }

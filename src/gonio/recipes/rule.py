@@ -1,22 +1,22 @@
-"""One rule of a recipe: where, what, with which options; read from plain data and checked."""
+"""One rule of a recipe: where, which method and its options; read from plain data and checked without a model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gonio.errors import GonioError, UnknownNameError, closest, listing
-from gonio.recipes.document import Location, Problems
-from gonio.recipes.names import Entry, find, objects_of
-from gonio.recipes.options import Option
-from gonio.recipes.where import check_where
+from gonio.recipes.catalogue import Entry, Option, find, objects_of
+from gonio.recipes.document import Location, Problems, shortened
+from gonio.surgery import as_selector
 
-__all__ = ["KEEP", "Named", "Rule", "read_rule"]
+__all__ = ["ENDS", "KEEP", "TENSOR_VERBS", "Named", "Rule", "read_rule"]
 
 KEEP = "keep"
-# What the verb itself reads from a rule, beside the options that go to the thing named.
-_OWN = {"init": ("tensor",), "swap": (), "parametrize": ("tensor",), "penalty": ()}
+ENDS = ("stem", "classifier")
+TENSOR_VERBS = ("init", "parametrize")  # their rules may name the tensor of the layer
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -28,7 +28,7 @@ class Named:
     Attributes:
         name: of the class.
         options: its arguments, sorted by name.
-        kind: the class that it must be a subclass of; two namespaces may use the same name.
+        kind: the class that it must be a subclass of; two packages may use the same name.
 
     Example:
         >>> tanh = gonio.recipes.Named("Tanh", (("radius", 2.0),), gonio.nn.magnitude.Magnitude)
@@ -49,18 +49,21 @@ class Named:
         known = objects_of(self.kind)
         if self.name not in known:
             raise UnknownNameError(self.kind.__name__.lower(), self.name, known)
-        return known[self.name].target(**built(self.options))
+        return known[self.name].target(**_built(self.options))
+
+    def __str__(self) -> str:
+        return f"{self.name}({_text(self.options)})"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which modules, and what is done to them.
+    """A selection of modules and the method that they get.
 
     Attributes:
         where: as a recipe file writes it; None for every module that the verb can act on.
         use: a name of the catalogue, or `keep`.
-        options: arguments of the thing named, sorted by name.
-        line: where the rule was written, if it was read from a file.
+        options: arguments of the method, sorted by name.
+        line: of the file, if it was read from one.
 
     Example:
         >>> rule = gonio.Recipe.load("self-orthogonality").penalty[0]
@@ -75,7 +78,7 @@ class Rule:
 
     @property
     def keeps(self) -> bool:
-        """Whether the rule excludes what it selects."""
+        """Whether the rule excludes the modules that it selects."""
         return self.use == KEEP
 
     def to_data(self) -> dict[str, Any]:
@@ -83,146 +86,161 @@ class Rule:
         return {"where": self.where, "use": self.use, **_data(self.options)}
 
     def arguments(self) -> dict[str, Any]:
-        """The options with every named object built."""
-        return built(self.options)
+        """The options as keyword arguments, with every named object built."""
+        return _built(self.options)
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={_text(value)}" for name, value in self.options)
-        return f"{self.use}({options})" if options else self.use
+        return f"{self.use}({_text(self.options)})" if self.options else self.use
 
 
-def built(options: Options) -> dict[str, Any]:
-    """Options as keyword arguments."""
+def _built(options: Options) -> dict[str, Any]:
     return {name: value.build() if isinstance(value, Named) else value for name, value in options}
 
 
+def _data(options: Options) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        return value.to_data() if isinstance(value, Named) else list(value) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in options}
+
+
+def _text(options: Options) -> str:
+    return ", ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in options)
+
+
 def read_rule(verb: str, raw: Any, at: Location, problems: Problems, *, line: int | None) -> Rule | None:
-    """A rule from plain data; what is wrong with it is added to `problems`, and then there is no rule."""
+    """A rule from plain data; None if something is wrong with it, which is added to `problems`."""
     if not isinstance(raw, dict):
-        problems.add(at, f"a rule is a mapping such as {{where: …, use: …}}; found {raw!r}")
+        problems.add(at, f"a rule is a mapping such as {{where: …, use: …}}; found {shortened(raw)}")
         return None
-    where_is_fine = check_where(raw.get("where"), (*at, "where"), problems)
-    use = raw.get("use")
+    before = len(problems)
+    where, use = raw.get("where"), raw.get("use")
+    rest = {key: value for key, value in raw.items() if key not in ("where", "use")}
+    _check_where(where, (*at, "where"), problems)
     if not isinstance(use, str):
-        found = "nothing" if "use" not in raw else repr(use)
+        found = shortened(use) if "use" in raw else "nothing"
         problems.add((*at, "use") if "use" in raw else at, f"a rule needs `use` with a name; found {found}")
         return None
-    rest = {key: value for key, value in raw.items() if key not in ("where", "use")}
-    options = _read_options_of_rule(verb, use, rest, at, problems)
-    if options is None or not where_is_fine:
-        return None
-    return Rule(raw.get("where"), use if use == KEEP else find(verb, use).name, options, line)
-
-
-def _read_options_of_rule(
-    verb: str, use: str, raw: Mapping[str, Any], at: Location, problems: Problems
-) -> Options | None:
     if use == KEEP:
-        for key in raw:
+        for key in rest:
             problems.add((*at, key), f"`keep` takes no options; remove {key!r}")
-        return None if raw else ()
+        return Rule(where, KEEP, line=line) if len(problems) == before else None
     try:
         entry = find(verb, use)
     except UnknownNameError as error:
         problems.add((*at, "use"), str(error))
         return None
-    own = [(key, raw[key]) for key in _OWN[verb] if key in raw]
-    wrong = [key for key, value in own if not isinstance(value, str) or not value.isidentifier()]
-    for key in wrong:
-        problems.add((*at, key), f"must be a name; found {raw[key]!r}")
-    options = _read_options(entry, {k: v for k, v in raw.items() if k not in _OWN[verb]}, at, problems)
-    if options is None or wrong:
-        return None
-    if verb in ("parametrize", "penalty") and not _builds(entry, options, at, problems):
-        return None
-    return tuple(sorted([*own, *options]))
+    own = {"tensor": rest.pop("tensor")} if verb in TENSOR_VERBS and "tensor" in rest else {}
+    for key, value in own.items():
+        if not isinstance(value, str) or not value.isidentifier():
+            problems.add((*at, key), f"must be a name; found {shortened(value)}")
+    options = _read_options(entry, rest, at, problems, build=verb in ("parametrize", "penalty"))
+    return Rule(where, entry.name, tuple(sorted([*own.items(), *options])), line) if len(problems) == before else None
 
 
-def _read_options(entry: Entry, raw: Mapping[str, Any], at: Location, problems: Problems) -> Options | None:
-    """Every option of one name; None if any is unknown, missing or of the wrong type."""
-    fine = True
+def _read_options(entry: Entry, raw: Mapping[str, Any], at: Location, problems: Problems, *, build: bool) -> Options:
+    """The options of one name, checked.
+
+    Args:
+        build: whether to make the object once, so that a value out of range is found before there is a model.
+    """
+    before, known = len(problems), list(entry.options)
     for name in raw.keys() - entry.options.keys():
-        problems.add((*at, name), _unknown_option(entry, name))
-        fine = False
-    missing = [name for name, option in entry.options.items() if option.required and name not in raw]
+        near = closest(name, known)
+        takes = f"Its options: {listing(known)}." if known else "It has none."
+        hint = f"Did you mean {listing(near)}?" if near else takes
+        problems.add((*at, name), f"{entry.name} has no option {shortened(name)}. {hint}")
+    missing = [name for name in entry.required if name not in raw]
     if missing:
         problems.add(at, f"{entry.name} needs {listing(missing)}")
-        fine = False
-    result = []
-    for name in sorted(raw.keys() & entry.options.keys()):
-        ok, value = _read_value(entry.options[name], raw[name], (*at, name), problems)
-        fine = fine and ok
-        result.append((name, value))
-    return tuple(result) if fine else None
+    names = sorted(raw.keys() & entry.options.keys())
+    options = tuple((name, _read_value(entry.options[name], raw[name], (*at, name), problems)) for name in names)
+    if build and len(problems) == before:
+        try:
+            entry.target(**_built(options))
+        except GonioError as error:
+            problems.add(at, str(error))
+    return options
 
 
-def _unknown_option(entry: Entry, name: str) -> str:
-    known = list(entry.options)
-    near = closest(name, known)
-    takes = f"It takes {listing(known)}." if known else "It takes none."
-    hint = f"Did you mean {listing(near)}?" if near else takes
-    return f"{entry.name} has no option {name!r}. {hint}"
-
-
-def _read_value(option: Option, raw: Any, at: Location, problems: Problems) -> tuple[bool, Any]:
-    if option.kinds and _looks_named(raw):
+def _read_value(option: Option, raw: Any, at: Location, problems: Problems) -> Any:
+    if option.kinds and (isinstance(raw, str) or (isinstance(raw, dict) and len(raw) == 1)):
         return _read_named(option, raw, at, problems)
     if option.plain is None:
         names = listing([name for kind in option.kinds for name in objects_of(kind)])
-        problems.add(at, f"found {raw!r}; it takes one of {names}, bare or as {{Name: {{option: value}}}}")
-        return False, None
+        problems.add(at, f"found {shortened(raw)}; expected one of {names}, bare or as {{Name: {{option: value}}}}")
+        return None
     try:
         value = option.check(raw)
     except ValueError as error:
         problems.add(at, str(error))
-        return False, None
-    return True, tuple(value) if isinstance(value, list) else value
+        return None
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _looks_named(raw: Any) -> bool:
-    return isinstance(raw, str) or (isinstance(raw, dict) and len(raw) == 1)
-
-
-def _read_named(option: Option, raw: Any, at: Location, problems: Problems) -> tuple[bool, Any]:
+def _read_named(option: Option, raw: str | dict[str, Any], at: Location, problems: Problems) -> Named | None:
     name, inner = (raw, {}) if isinstance(raw, str) else next(iter(raw.items()))
     here = at if isinstance(raw, str) else (*at, name)
-    found = [(kind, objects_of(kind)[name]) for kind in option.kinds if name in objects_of(kind)]
-    if not found:
+    kind = next((kind for kind in option.kinds if name in objects_of(kind)), None)
+    if kind is None:
         names = [known for kind in option.kinds for known in objects_of(kind)]
         problems.add(here, str(UnknownNameError(option.kinds[0].__name__.lower(), name, names)))
-        return False, None
-    kind, entry = found[0]
+        return None
     if inner is not None and not isinstance(inner, dict):
-        problems.add(here, f"the options of {name} are a mapping; found {inner!r}")
-        return False, None
-    options = _read_options(entry, inner or {}, here, problems)
-    if options is None or not _builds(entry, options, here, problems):
-        return False, None
-    return True, Named(name, options, kind)
+        problems.add(here, f"the options of {name} are a mapping; found {shortened(inner)}")
+        return None
+    return Named(name, _read_options(objects_of(kind)[name], inner or {}, here, problems, build=True), kind)
 
 
-def _builds(entry: Entry, options: Options, at: Location, problems: Problems) -> bool:
-    """Makes the object once: a value out of range is found now and not when a model is at hand."""
+def _check_where(where: Any, at: Location, problems: Problems) -> None:
+    """Check a `where` before there is a model."""
+    if where is None or where in ENDS:
+        return
+    if not isinstance(where, str) or not where.strip() or len(where) > 500:
+        expected = "text such as 'layer1.*', 'type:Conv2d', 're:…' or 'stem', of at most 500 characters, or null"
+        problems.add(at, f"must be {expected}; found {shortened(where)}")
+        return
     try:
-        entry.target(**built(options))
-    except GonioError as error:
+        as_selector(where)
+    except (GonioError, OverflowError, RecursionError) as error:
         problems.add(at, str(error))
-        return False
-    return True
+        return
+    if where.startswith("re:") and _backtracks(where[3:]):
+        problems.add(
+            at,
+            f"the pattern {shortened(where[3:])} can take exponential time: a group that matches in several ways "
+            "must not be repeated, and a pattern has at most 4 repetitions; write it in simpler parts",
+        )
 
 
-def _data(options: Options) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in options}
+# An escaped character, a set, the beginning or end of a group, an alternative, a quantifier.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\??|[)|]|(?:[*+?]|\{\d*,?\d*\})[?+]?", re.DOTALL)
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")  # in verbose mode spaces may stand between a group and its quantifier
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Named):
-        return value.to_data()
-    return list(value) if isinstance(value, tuple) else value
+def _backtracks(pattern: str) -> bool:
+    """Whether a valid pattern may take long to fail: an upper bound on its ways to match a path of 64 characters.
 
-
-def _text(value: Any) -> str:
-    if isinstance(value, Named):
-        inner = ", ".join(f"{name}={_text(item)}" for name, item in value.options)
-        return f"{value.name}({inner})"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    A group that can match in several ways and is repeated, as in `(a+)+` or `(a|a)*`, is exponential. Otherwise each
+    repetition has at most 64 ways, `?` has 2 and a group as many as it has alternatives; 4 repetitions are the limit.
+    """
+    ways, end, after_choice = 1, 0, False
+    groups = [[1, 0]]  # of each open group: number of alternatives, and of quantifiers inside
+    for match in _PIECE.finditer(pattern):
+        piece, kind = match.group(), match.group()[0]
+        if kind in "*+{" and after_choice and match.start() == end:
+            return True
+        end, after_choice = match.end(), False
+        if kind == "(":
+            groups.append([1, 0])
+        elif kind == "|":
+            groups[-1][0] += 1
+        elif kind == ")" and len(groups) > 1:
+            alternatives, inside = groups.pop()
+            ways *= alternatives
+            after_choice = alternatives > 1 or inside > 0
+            groups[-1][1] += after_choice
+        elif kind in "*+?" or (kind == "{" and not piece.rstrip("?+")[1:-1].isdigit()):
+            ways *= 2 if kind == "?" else 64
+            groups[-1][1] += 1
+    return ways > 64**4 or _VERBOSE.search(pattern) is not None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from gonio.report.example import example
-from gonio.report.latex import to_latex
+from gonio.report.exports import to_csv, to_json, to_latex, to_markdown
 from gonio.report.page import html, write_html
-from gonio.report.tables import to_csv, to_json, to_markdown
 from gonio.report.terminal import text
 
 __all__ = ["example", "html", "text", "to_csv", "to_json", "to_latex", "to_markdown", "write_html"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

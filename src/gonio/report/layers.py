@@ -1,4 +1,4 @@
-"""What became of each layer: filter angles against random directions, filter norms against the baseline."""
+"""The filters of each layer after training: angles against random directions, norms against the baseline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from gonio.compare.results import BASELINE, RunRecord
 from gonio.escaping import shorten
 from gonio.geometry import random_angle_density
-from gonio.report import svg
-from gonio.report.intervals import Axis, Row, intervals
+from gonio.report import figures
+from gonio.report.figures import Axis, Row, intervals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Layer", "Pooled", "angle_chart", "law", "layers", "norm_chart"]
+__all__ = ["Layer", "Pooled", "angle_chart", "layers", "norm_chart"]
 
 Floats = NDArray[np.float64]
 
@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def moved(self) -> float:
-        """How far any recipe moved the layer's angles and norms; the layers shown first have the most."""
+        """Largest change of the layer's angles and norms by any recipe."""
         base = self.recipes.get(BASELINE)
         others = [p for name, p in self.recipes.items() if name != BASELINE]
         if base is None:
@@ -91,11 +91,8 @@ def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
     return Pooled(density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total))
 
 
-def law(dim: int, edges: Floats) -> Floats:
-    """The random-direction law p(θ) ∝ sin^(d−2) θ as a density per degree, averaged over each bin.
-
-    Averaged, because it is held against a histogram: a bin of 5° flattens a narrow law.
-    """
+def _law(dim: int, edges: Floats) -> Floats:
+    """The random-direction law p(θ) ∝ sin^(d−2) θ as a density per degree, averaged over each bin like a histogram."""
     fine = 40
     part = (np.arange(fine) + 0.5) / fine
     theta = np.deg2rad(edges[:-1, None] + np.diff(edges)[:, None] * part)
@@ -103,11 +100,11 @@ def law(dim: int, edges: Floats) -> Floats:
     return np.asarray(np.deg2rad(1.0) * values.mean(axis=1), dtype=float)
 
 
-def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> str:
+def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
     """Histogram of the angles between the layer's filters, each recipe as a line over the random law."""
-    with svg.drawing():
-        made = svg.figure(width, 240)
-        axes = svg.panel(made, 12, 38, 12, 8)
+    with figures.drawing():
+        made = figures.figure(width, 240)
+        axes = figures.panel(made, 12, 38, 12, 8)
         _densities(axes, layer, colors)
         axes.set_xlim(*_shown(layer))
         axes.set_ylim(bottom=0)
@@ -117,26 +114,26 @@ def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: in
         axes.set_xlabel("angle between two filters")
         path = shorten(layer.path, longest=60)
         label = f"Angles between the filters of {path}, each recipe against random directions"
-        return svg.inline(made, name=name, label=label, css="fill")
+        return figures.inline(made, name=name, label=label, css="fill")
 
 
 def _densities(axes: Axes, layer: Layer, colors: Mapping[str, str]) -> None:
     """The baseline filled, recipes as lines, the random law dotted on top."""
     base, edges = layer.recipes.get(BASELINE), layer.edges
     if base is not None:
-        axes.stairs(base.density, edges, fill=True, color=svg.COLORS["band"], linewidth=0)
-        axes.stairs(base.density, edges, color=svg.COLORS["base"], linewidth=1.2)
+        axes.stairs(base.density, edges, fill=True, color=figures.COLORS["band"], linewidth=0)
+        axes.stairs(base.density, edges, color=figures.COLORS["base"], linewidth=1.2)
     for recipe, color in colors.items():
         if recipe in layer.recipes:
             density = layer.recipes[recipe].density
-            axes.stairs(density, edges, color=svg.COLORS[color], linewidth=1.7, baseline=None)
+            axes.stairs(density, edges, color=figures.COLORS[color], linewidth=1.7, baseline=None)
     if layer.dim >= 2:
-        dotted = (0, (2, 2))
-        axes.stairs(law(layer.dim, edges), edges, color=svg.COLORS["ink"], linewidth=1.3, linestyle=dotted, zorder=5)
+        law, ink = _law(layer.dim, edges), figures.COLORS["ink"]
+        axes.stairs(law, edges, color=ink, linewidth=1.3, linestyle=(0, (2, 2)), zorder=5)
 
 
 def _shown(layer: Layer) -> tuple[float, float]:
-    """The angles worth showing: bins with 0.2 % of any recipe, symmetric about 90°, at least 30° wide."""
+    """Limits of the angles: all bins with 0.2 % of any recipe, symmetric about 90°, at least 30° wide."""
     widths = np.diff(layer.edges)
     held = np.zeros(len(widths), dtype=bool)
     for pooled in layer.recipes.values():
@@ -147,25 +144,17 @@ def _shown(layer: Layer) -> tuple[float, float]:
     return 90.0 - float(reach), 90.0 + float(reach)
 
 
-def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> str:
+def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
     """Quantiles of the filter norms of one layer, a row per recipe."""
-    rows = [
-        _norm_row(recipe, layer.recipes[recipe], color) for recipe, color in colors.items() if recipe in layer.recipes
-    ]
+
+    def row(recipe: str, color: str) -> Row:
+        norms = layer.recipes[recipe].norms
+        if len(norms) < 5:
+            return Row(recipe, color, norms[len(norms) // 2] if norms else None)
+        ends, quartiles = (norms[0], norms[-1]), (norms[1], norms[3])
+        return Row(recipe, color, norms[2], outer=ends, inner=quartiles, note=f"{norms[2]:.3g}")
+
+    rows = [row(recipe, color) for recipe, color in colors.items() if recipe in layer.recipes]
     axis = Axis("norm of a filter")
     label = f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
     return intervals(rows, axis, width=width, name=name, label=label, css="fill", step=31)
-
-
-def _norm_row(recipe: str, pooled: Pooled, color: str) -> Row:
-    norms = pooled.norms
-    if len(norms) < 5:
-        return Row(recipe, color, norms[len(norms) // 2] if norms else None)
-    return Row(
-        recipe,
-        color,
-        norms[2],
-        outer=(norms[0], norms[-1]),
-        inner=(norms[1], norms[3]),
-        note=f"{norms[2]:.3g}",
-    )

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gonio.compare.results import Results
+import yaml
+
+from gonio.compare.results import BASELINE, Results
 from gonio.errors import MissingExtraError
 from gonio.escaping import plain, redact
-from gonio.report.contents import page_of
+from gonio.report import wording
+from gonio.report.curves import learning_curves
+from gonio.report.figures import cost_chart, forest
+from gonio.report.layers import Layer, angle_chart, layers, norm_chart
+from gonio.report.tables import attacks, costs, evidence, hidden_gradients, tuning
+from gonio.report.wording import Scale
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["html", "write_html"]
+__all__ = ["html", "write_html", "write_text"]
+
+_SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
 
 
 def html(results: Results) -> str:
     """The comparison as one self-contained page.
 
-    The verdict first, then effects, costs, learning curves, what became of each layer, what each recipe
-    did, and everything that is needed to repeat the study. The page holds no script, loads nothing (a
-    content security policy says so to the browser) and follows the reader's light or dark setting. The same
-    results give the same bytes.
+    Verdicts, effects, costs, learning curves, angles and norms of the layers, the changes of each recipe, and
+    everything that is needed to repeat the study. The page has no script, loads nothing (with a content security
+    policy) and follows the reader's light or dark setting. The same results give the same bytes.
 
-    Names, errors and notes come from other people's files: control and bidirectional characters are
-    stripped, home directories and credentials in URLs left out, and everything escaped, in one place.
+    Names, errors and notes come from other people's files: every value is escaped, without control and
+    bidirectional characters, home directories and credentials in URLs.
 
     Raises:
         MissingExtraError: if matplotlib or jinja2 is not installed.
@@ -39,12 +49,43 @@ def html(results: Results) -> str:
         >>> "decoupled-tanh helps" in page, "<script" in page, len(page) < 200_000
         (True, False, True)
     """
-    template = environment().get_template("page.html.j2")
-    return template.render(page=page_of(results))
+    colors = {effect.recipe: f"c{i % 7 + 1}" for i, effect in enumerate(results.effects)}
+    page = {
+        "results": results,
+        "plan": results.plan,
+        "scale": Scale.of(results),
+        "colors": {BASELINE: "base"} | colors,
+        "evidence": evidence(results),
+        "costs": costs(results),
+        "tuning": tuning(results),
+        "attacks": attacks(results),
+        "hidden_gradients": hidden_gradients(results),
+        "forest_wide": forest(results, colors, narrow=False),
+        "forest_narrow": forest(results, colors, narrow=True),
+        "time_chart": cost_chart(results, colors, "step_time"),
+        "memory_chart": cost_chart(results, colors, "memory"),
+        "curves": learning_curves(results, colors),
+        **_layer_figures(results, {BASELINE: "base"} | colors),
+    }
+    return environment().get_template("page.html.j2").render(page)
+
+
+def _layer_figures(results: Results, colors: dict[str, str]) -> dict[str, Any]:
+    """The layers that a recipe changed most, in the order of the model, each with its two charts."""
+    found = layers(results.runs)
+    kept = sorted(found, key=lambda layer: -layer.moved)[:_SHOWN_LAYERS]
+
+    def charts(i: int, layer: Layer) -> tuple[Layer, Any, Any]:
+        named = {recipe: color for recipe, color in colors.items() if recipe in layer.recipes}
+        recipes = {recipe: color for recipe, color in named.items() if recipe != BASELINE}
+        return layer, angle_chart(layer, recipes, name=f"a{i}"), norm_chart(layer, named, name=f"n{i}")
+
+    shown = [layer for layer in found if any(layer is one for one in kept)]
+    return {"layers": [charts(i, layer) for i, layer in enumerate(shown)], "all_layers": len(found)}
 
 
 def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
-    """The page of :func:`html` as a file; a reader sees the old file or the new one, never half of it.
+    """Write the page of :func:`html` to a file, atomically.
 
     Returns:
         The path.
@@ -61,7 +102,7 @@ def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
 
 
 def write_text(content: str, path: str | os.PathLike[str]) -> Path:
-    """Write `content` beside `path` and move it there when it is safely on disk."""
+    """Write to a temporary file beside `path`, then rename it: a reader sees the old file or the new one."""
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", suffix=".part", dir=target.parent)
     try:
@@ -69,7 +110,9 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        mask = os.umask(0o022)  # mkstemp ignores it, and reading it requires setting it
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -77,16 +120,9 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _umask() -> int:
-    """The process's file mode mask, which mkstemp ignores. Reading it takes setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
 @cache
 def environment() -> Environment:
-    """Autoescape on, and every value goes through :func:`redact` first: the one place for escaping."""
+    """Jinja with autoescape, in which every value goes through :func:`redact` first."""
     try:
         import jinja2
         from markupsafe import Markup
@@ -95,6 +131,14 @@ def environment() -> Environment:
 
     def shown(value: object) -> object:
         return value if isinstance(value, (Markup, int, jinja2.Undefined)) else redact(value)
+
+    def key(color: str, *, dotted: bool = False) -> Markup:
+        """The line with the colour of a recipe; decoration, the name stands beside it."""
+        dash = Markup(' stroke-dasharray="2 2"') if dotted else ""
+        return Markup(
+            '<svg class="key" viewBox="0 0 24 10" aria-hidden="true"><line x1="1" y1="5" x2="23" y2="5" '
+            'stroke="var(--{})" stroke-width="{}"{}/></svg>'
+        ).format(plain(color), "2" if dotted else "4.5", dash)
 
     folder = resources.files("gonio.report") / "templates"
     made = jinja2.Environment(
@@ -106,16 +150,22 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.globals["key"] = color_key
+    # The package's own file, so it may stand in the page as it is.
+    style = Markup((folder / "style.css").read_text(encoding="utf-8"))
+    names = {
+        "key": key,
+        "style": style,
+        "say": wording,
+        "asdict": asdict,
+        "BASELINE": BASELINE,
+        "yaml_of": _yaml_of,
+        "plain": plain,
+    }
+    made.globals.update(names)
     return made
 
 
-def color_key(color: str, *, dotted: bool = False) -> object:
-    """The small line that says which colour a recipe has; it is decoration, the name stands beside it."""
-    from markupsafe import Markup
-
-    dash = Markup(' stroke-dasharray="2 2"') if dotted else ""
-    return Markup(
-        '<svg class="key" viewBox="0 0 24 10" aria-hidden="true"><line x1="1" y1="5" x2="23" y2="5" '
-        'stroke="var(--{})" stroke-width="{}"{}/></svg>'
-    ).format(plain(color), "2" if dotted else "4.5", dash)
+def _yaml_of(content: Any) -> str:
+    """The content as YAML, keys in their own order; by way of JSON, so that it is plain data."""
+    data = json.loads(json.dumps(content, default=str))
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)).rstrip()

@@ -1,120 +1,150 @@
-"""The results as JSON, CSV and markdown."""
+"""The tables of a study, as text in cells; markdown, LaTeX, the terminal and the page lay them out."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from gonio.compare.results import BASELINE, Effect, Ratio, Results, Robust
-from gonio.escaping import csv_cell, markdown_cell, redact
-from gonio.report.sections import ATTACK_NAMES
-from gonio.report.shown import tables
-from gonio.report.words import Scale, headline, partial
+from gonio.compare.results import BASELINE, Effect, Results, Robust
+from gonio.report.wording import (
+    Scale,
+    added,
+    count,
+    duration,
+    p_value,
+    ratio,
+    reached,
+    threat_text,
+    verdict_text,
+)
 
-__all__ = ["to_csv", "to_json", "to_markdown"]
+__all__ = ["ATTACKS", "Table", "attacks", "costs", "evidence", "hidden_gradients", "tables", "tuning", "verdicts"]
 
-SCHEMA = "gonio.results/1"
+ATTACKS = {
+    "clean": "undisturbed",
+    "noise": "noise",
+    "transfer": "transfer",
+    "fgsm": "FGSM",
+    "pgd": "PGD",
+    "smoothed": "smoothed PGD",
+    "worst": "worst of all",
+}
 
 
-def to_json(results: Results) -> str:
-    """Everything in the results as strict JSON: `schema` names the version, a non-finite number is null.
+@dataclass(frozen=True)
+class Table:
+    """One table; the first column names the recipe.
 
-    Home directories and credentials in URLs are left out of every text, as on the page.
+    Attributes:
+        texts: columns of words; the others are numbers.
+        notes: remarks that a reader needs.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    texts: tuple[int, ...] = (0,)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Columns of numbers."""
+        return tuple(i for i in range(len(self.head)) if i not in self.texts)
+
+
+def tables(results: Results) -> tuple[Table, ...]:
+    """The tables of every export, the verdicts first; without those that have no row.
 
     Example:
-        >>> import json
-        >>> read = json.loads(gonio.report.to_json(gonio.report.example()))
-        >>> read["schema"], read["effects"][1]["verdict"]
-        ('gonio.results/1', 'helps')
+        >>> from gonio.report.tables import tables
+        >>> [table.title for table in tables(gonio.report.example())]
+        ['Verdicts', 'Evidence']
     """
-    content = {"schema": SCHEMA, "headline": headline(results), **results.to_dict()}
-    return json.dumps(_safe(content), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    attacked = attacks(results)
+    return (verdicts(results), evidence(results), *([attacked] if attacked.rows else []))
 
 
-def _safe(value: Any) -> Any:
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _safe(item) for key, item in value.items()}
-    return [_safe(item) for item in value] if isinstance(value, (list, tuple)) else value
+def verdicts(results: Results) -> Table:
+    """Effect, interval, p, verdict and cost of each recipe."""
+    scale = Scale.of(results)
+
+    def row(e: Effect) -> tuple[str, ...]:
+        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
+        return (e.recipe, *numbers, verdict_text(e), ratio(e.step_time), ratio(e.memory))
+
+    head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
+    return Table("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
 
 
-COLUMNS = (
-    "recipe", "verdict", "effect", "low", "high", "unit", "p", "p_holm", "pairs", "failed", "diverged",
-    "mde", "rho", "improvement", "step_time", "step_time_low", "step_time_high",
-    "memory", "memory_low", "memory_high", "reason", "changes",
-    *(f"right_{name}{of}" for name in ATTACK_NAMES for of in ("", "_baseline")), "worst", "worst_low", "worst_high",
-    "hidden_gradients",
-)  # fmt: skip
+def evidence(results: Results) -> Table:
+    """The evidence of each verdict: pairs, lost runs, correlation of the pairs and minimum detectable effect."""
+    scale = Scale.of(results)
+
+    def row(e: Effect) -> tuple[str, ...]:
+        rho = "–" if e.rho is None else f"{e.rho:.2f}".replace("-", "−")
+        better = "–" if e.improvement is None else f"{100 * e.improvement:.0f} %"
+        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho, scale.score(e.mde), better)
+
+    detectable = f"detectable effect, {scale.unit}"
+    head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
+    return Table("Evidence", head, tuple(map(row, results.effects)))
 
 
-def to_csv(results: Results) -> str:
-    """One line per recipe; no cell runs as a formula in a spreadsheet.
+def attacks(results: Results) -> Table:
+    """Accuracy on disturbed inputs, the baseline first; without rows if no model was attacked."""
+    made = [name for name in ATTACKS if any(name in robust.means for robust in results.robustness)]
+    points = Scale("points", 1)
 
-    `right_pgd` is the recipe's accuracy under that attack and `right_pgd_baseline` the baseline's; `worst` is the
-    paired difference in the worst case. All of these are empty where no model was attacked. More than one entry in
-    `changes`: the effect is confounded.
+    def row(robust: Robust) -> tuple[str, ...]:
+        cells = [f"{robust.means[name]:.1f}" if name in robust.means else "–" for name in made]
+        mean = "" if robust.recipe == BASELINE else points.signed(robust.mean)
+        return (robust.recipe, *cells, mean, points.interval(robust.low, robust.high))
 
-    Example:
-        >>> lines = gonio.report.to_csv(gonio.report.example()).splitlines()
-        >>> lines[2].split(",")[:2]
-        ['decoupled-tanh', 'helps']
-    """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    unit = Scale.of(results).unit
-    attacked = {robust.recipe: robust for robust in results.robustness}
-    for effect in results.effects:
-        cells = [*_cells(effect, unit), *_attacked(attacked, effect.recipe)]
-        writer.writerow([csv_cell(cell) for cell in cells])
-    return buffer.getvalue()
+    head = ("recipe", *(ATTACKS[name] for name in made), "difference in the worst", "95 % interval")
+    remark = "The difference is in points, paired by seed and not corrected for the number of recipes: no verdict."
+    signs = [f"{recipe}: {sign}" for recipe, found in hidden_gradients(results).items() for sign in found]
+    rows = tuple(map(row, results.robustness)) if made else ()
+    return Table("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
 
 
-def _cells(e: Effect, unit: str) -> list[object]:
-    return [
-        e.recipe, e.verdict, e.mean, e.low, e.high, unit, e.p, e.p_holm, e.n, e.failed, e.diverged,
-        e.mde, e.rho, e.improvement, *_three(e.step_time), *_three(e.memory), e.reason,
-        "; ".join(e.changes),
-    ]  # fmt: skip
+def hidden_gradients(results: Results) -> dict[str, list[str]]:
+    """By recipe, the signs that gradients hide a weakness."""
+    return {
+        robust.recipe: [f"{sign} (in {n} of {count(robust.n, 'run')})" for sign, n in robust.signs.items()]
+        for robust in results.robustness
+        if robust.signs
+    }
 
 
-def _attacked(found: Mapping[str, Robust], recipe: str) -> list[object]:
-    """What the recipe and the baseline get right under each attack, and their difference in the worst."""
-    ours, base = found.get(recipe, Robust(recipe, {}, 0)), found.get(BASELINE, Robust(BASELINE, {}, 0))
-    rights = [robust.means.get(name) for name in ATTACK_NAMES for robust in (ours, base)]
-    signs = "; ".join(f"{sign} ({n})" for sign, n in ours.signs.items())
-    return [*rights, ours.mean, ours.low, ours.high, signs]
+def costs(results: Results) -> Table:
+    """Parameters, FLOPs, time to the baseline's score and CPU time; without rows if nothing was measured."""
+
+    def row(e: Effect) -> tuple[str, ...]:
+        trials = sum(tuned.seconds for tuned in results.tuning if tuned.recipe == e.recipe)
+        whole = trials + sum(run.seconds or 0.0 for run in results.runs if run.recipe == e.recipe)
+        cpu = f"{duration(whole)}, {duration(trials)} of it tuning" if trials else duration(whole)
+        return (e.recipe, added(e.parameters), added(e.flops), reached(e.reach), cpu)
+
+    head = (
+        "recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score",
+        "CPU time of the study",
+    )  # fmt: skip
+    measured = any(e.parameters or e.flops or e.reach for e in results.effects)
+    return Table("Costs", head, tuple(map(row, results.effects)) if measured else ())
 
 
-def _three(cost: Ratio | None) -> tuple[float | None, float | None, float | None]:
-    return (None, None, None) if cost is None else (cost.median, cost.low, cost.high)
+def tuning(results: Results) -> Table:
+    """The settings that tuning chose, the baseline first; without rows if there was no tuning."""
+    scale, rows = Scale.of(results), []
+    for t in results.tuning:
+        lost = [f"{n} {word}" for n, word in ((t.failed, "failed"), (t.diverged, "diverged")) if n]
+        trials = f"{t.trials}" + (f" ({', '.join(lost)})" if lost else "")
+        scores = (scale.score(t.default_score), scale.score(t.score))
+        values = (_values(t.defaults), _values(t.chosen) or "not yet")
+        rows.append((t.recipe, trials, *values, *scores, duration(t.seconds)))
+    head = ("recipe", "trials", "defaults", "chosen", "validation, defaults", "validation, chosen", "CPU time")
+    return Table("Tuning", head, tuple(rows), (0, 2, 3))
 
 
-def to_markdown(results: Results) -> str:
-    """The tables for an issue or a README; names are escaped, so that none is markup.
-
-    Example:
-        >>> print(gonio.report.to_markdown(gonio.report.example()).splitlines()[0])
-        **decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).**
-    """
-    lines = [f"**{markdown_cell(headline(results))}**", ""]
-    if partial(results):
-        lines += [markdown_cell(partial(results)), ""]
-    for i, table in enumerate(tables(results)):
-        lines += [] if i == 0 else ["", f"{markdown_cell(table.title)}:", ""]
-        lines += [_line(map(markdown_cell, table.head)), _line(["---"] * len(table.head))]
-        lines += [_line(map(markdown_cell, row)) for row in table.rows]
-        lines += ["", *(f"- {markdown_cell(note)}" for note in table.notes)] if table.notes else []
-    lines += ["", *(f"- {markdown_cell(note)}" for note in results.notes)]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _values(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())

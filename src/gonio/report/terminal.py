@@ -1,31 +1,30 @@
-"""The verdict table for a terminal."""
+"""The verdicts for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.compare.results import Effect, Results
 from gonio.escaping import plain
-from gonio.report.sections import attacks_of, robust_rows
-from gonio.report.shown import Shown, evidence
-from gonio.report.words import Scale, count, headline, mark, others, p_value, partial, ratio, said, seen
+from gonio.report.tables import Table, attacks, evidence, hidden_gradients, verdicts
+from gonio.report.wording import Scale, count, headline, mark, others, p_value, partial, ratio, seen, verdict_text
 
-__all__ = ["text"]
+__all__ = ["rich_table", "text"]
 
 TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
-TABLE_WIDTH = 92  # columns below which a table would break words; there each recipe gets its own lines
+TABLE_WIDTH = 92  # columns below which a table would break words
 
 
 def text(results: Results) -> RenderableType:
-    """The headline, what is missing, and every recipe; print it with a rich Console or `rich.print`.
+    """The headline, missing runs and every recipe; print it with a rich Console or `rich.print`.
 
-    A table where the terminal is wide enough, else two lines per recipe. Names are shown as they are:
-    nothing in them is read as markup or as an escape sequence.
+    A table if the terminal is wide enough, otherwise three lines per recipe. Nothing in a name acts as markup or as
+    an escape sequence.
 
     Example:
         >>> import io
@@ -51,81 +50,65 @@ class _Verdicts:
             yield Text(partial(results), style="dark_orange3")
         yield Text("")
         if options.max_width >= TABLE_WIDTH:
-            yield _table(results.effects, scale)
+            table = verdicts(results)
+            head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
+            yield rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
             yield Text("")
-            yield table_of(evidence(results))
+            yield rich_table(evidence(results))
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
-        yield from _robust(results)
+        attacked = attacks(results)
+        if attacked.rows:
+            yield Text("")
+            yield Text(attacked.title, style="dim")
+            yield rich_table(attacked)
+        for recipe, signs in hidden_gradients(results).items():
+            yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
         yield Text(_baseline(results, scale), style="dim")
 
 
-def _table(effects: tuple[Effect, ...], scale: Scale) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("recipe", overflow="fold")
-    for column in (scale.unit, "95 % interval", "Holm p"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    for column in ("time", "memory"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for e in effects:
-        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
-        costs = (ratio(e.step_time), ratio(e.memory))
-        table.add_row(Text(plain(e.recipe)), *map(Text, numbers), _verdict(e), *map(Text, costs))
-    return table
+def rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
+    """A table for a rich Console.
+
+    Args:
+        head: other titles of the columns.
+        verdicts: coloured cells of the column `verdict`, by row.
+    """
+    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, title in enumerate(head or table.head):
+        number = i in table.numbers
+        made.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number and bool(head))
+    for at, row in enumerate(table.rows):
+        cells = [Text(plain(cell)) for cell in row]
+        if verdicts:
+            cells[table.head.index("verdict")] = verdicts[at]
+        made.add_row(*cells)
+    return made
 
 
 def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
+    """One recipe on a narrow terminal."""
     yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
     interval = scale.interval(e.low, e.high)
     effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
-    costs = f"time {ratio(e.step_time)}, memory {ratio(e.memory)}"
-    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, {costs}")
-    rho = "" if e.rho is None else f", ρ {e.rho:.2f}".replace("-", "−")
-    seen_from = "" if e.mde is None else f", detectable {scale.score(e.mde)} {scale.unit}"
-    yield Text(f"  {count(e.n, 'pair')}{rho}{seen_from}")
+    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
+    rho = "" if e.rho is None else f", correlation {e.rho:.2f}".replace("-", "−")
+    detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
+    yield Text(f"  {count(e.n, 'pair')}{rho}{detectable}")
 
 
 def _verdict(e: Effect) -> Text:
-    shown = mark(e.verdict)
-    return Text(f"{shown.symbol} {plain(said(e))}", style=TONES[shown.tone])
-
-
-def table_of(shown: Shown) -> Table:
-    """What is shown, as a table of the terminal."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, title in enumerate(shown.head):
-        table.add_column(title, justify="right" if i in shown.numbers else "left", overflow="fold")
-    for row in shown.rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    return table
-
-
-def _robust(results: Results) -> Iterator[RenderableType]:
-    """Accuracy under attack, one row per recipe; nothing if no model was attacked."""
-    rows = robust_rows(results, {effect.recipe: "" for effect in results.effects})
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("right under attack, %", overflow="fold")
-    for _, title in attacks_of(results):
-        table.add_column(title, justify="right")
-    table.add_column("difference", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(Text(plain(row.recipe)), *map(Text, row.cells), Text(f"{row.mean} {row.interval}".strip()))
-    yield Text("")
-    yield table
-    for row in rows:
-        yield from (Text(f"{plain(row.recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in row.signs)
+    symbol, tone = mark(e.verdict)
+    return Text(f"{symbol} {plain(verdict_text(e))}", style=TONES[tone])
 
 
 def _baseline(results: Results, scale: Scale) -> str:
     plan = results.plan
     mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
-    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "not named"
+    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none"
     return (
-        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd of seeds) · smallest effect of interest {sesoi}"
+        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd over seeds) · smallest effect of interest {sesoi}"
         f" · {len(plan.seeds)} seeds" + (f" · {seen(results)}" if seen(results) else "")
     )

@@ -1,4 +1,4 @@
-"""Numbers and verdicts in words: one way to write each, for the page, the terminal and the exports."""
+"""How numbers, verdicts and settings are written, on the page, in the terminal and in the exports."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from gonio.compare.results import Effect, Ratio, Results
+from gonio.compare.results import Amount, Effect, Ratio, Reach, Results
 from gonio.escaping import plain
 
-__all__ = ["Mark", "Scale", "count", "headline", "mark", "others", "p_value", "partial", "ratio", "said", "seen"]
+__all__ = [
+    "Scale",
+    "added",
+    "count",
+    "duration",
+    "headline",
+    "mark",
+    "others",
+    "p_value",
+    "partial",
+    "ratio",
+    "reached",
+    "seen",
+    "threat_text",
+    "tuning_text",
+    "verdict_text",
+]
 
-
-@dataclass(frozen=True)
-class Mark:
-    """How a verdict is shown: never by colour alone."""
-
-    symbol: str
-    tone: str
-
-
-MARKS = {
-    "helps": Mark("▲", "good"),
-    "hurts": Mark("▼", "bad"),
-    "no useful effect": Mark("=", "even"),
-    "no evidence": Mark("?", "even"),
-    "underpowered": Mark("…", "even"),
+# Symbol and tone: a verdict is never shown by colour alone.
+_MARKS = {
+    "helps": ("▲", "good"),
+    "hurts": ("▼", "bad"),
+    "no useful effect": ("=", "even"),
+    "no evidence": ("?", "even"),
+    "underpowered": ("…", "even"),
 }
 
 
-def mark(verdict: str) -> Mark:
-    """The mark of a verdict; an unknown verdict gets a neutral one."""
-    return MARKS.get(verdict, Mark("·", "even"))
+def mark(verdict: str) -> tuple[str, str]:
+    """The symbol and the tone (good, bad, even) of a verdict; neutral ones for an unknown verdict."""
+    return _MARKS.get(verdict, ("·", "even"))
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Scale:
     """How scores and their differences are written.
 
     Example:
-        >>> from gonio.report.words import Scale
+        >>> from gonio.report.wording import Scale
         >>> scale = Scale(unit="points", decimals=2)
         >>> scale.signed(0.618), scale.interval(-0.1, 1.0)
         ('+0.62', '−0.10 to +1.00')
@@ -50,9 +58,9 @@ class Scale:
 
     @classmethod
     def of(cls, results: Results) -> Scale:
-        """Differences of percentages are points; half of the smallest effect of interest has two digits."""
+        """The scale of a study: differences of percentages are points; half of its smallest effect has two digits."""
         unit = plain(results.plan.unit)
-        grain = abs(results.plan.sesoi) or results.baseline_sd or 0.0  # a script may name no effect of interest
+        grain = abs(results.plan.sesoi) or results.baseline_sd or 0.0  # a script may have no effect of interest
         decimals = 1 - math.floor(math.log10(grain / 2)) if grain > 0 and math.isfinite(grain) else 2
         return cls("points" if unit in ("percent", "%", "points") else unit, min(max(decimals, 0), 6))
 
@@ -65,68 +73,92 @@ class Scale:
         return "–" if value is None else f"{value:+.{self.decimals}f}".replace("-", "−")
 
     def interval(self, low: float | None, high: float | None) -> str:
-        """An interval of differences; nothing where there is none."""
+        """An interval of differences; empty if there is none."""
         return "" if low is None or high is None else f"{self.signed(low)} to {self.signed(high)}"
 
 
 def p_value(p: float | None) -> str:
-    """A p value with as many digits as mean something.
-
-    Example:
-        >>> from gonio.report.words import p_value
-        >>> p_value(0.03125), p_value(0.00001), p_value(None)
-        ('0.031', '< 0.001', '–')
-    """
+    """A p value with its significant digits."""
     if p is None:
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def ratio(value: Ratio | None) -> str:
-    """A cost as a factor.
-
-    Example:
-        >>> from gonio.compare.results import Ratio
-        >>> from gonio.report.words import ratio
-        >>> ratio(Ratio(1.084, 1.07, 1.1, 8)), ratio(None)
-        ('×1.08', '–')
-    """
+    """A cost as a factor."""
     return "–" if value is None else f"×{value.median:.2f}"
 
 
-def said(effect: Effect) -> str:
-    """The verdict with what limits it: lost runs, and more than one change.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> from gonio.report.words import said
-        >>> effect = gonio.report.example().effects[1]
-        >>> said(effect), said(replace(effect, failed=2, changes=("init a", "swap b")))
-        ('helps', 'helps (2 failed, confounded)')
-    """
+def verdict_text(effect: Effect) -> str:
+    """The verdict with its limits: lost runs, and more than one change."""
     lost = [f"{n} {word}" for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged")) if n]
     limits = [*lost, *(["confounded"] if effect.confounded else [])]
     return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
 
 
 def count(n: int, one: str, many: str = "") -> str:
-    """A number with its noun.
-
-    Example:
-        >>> from gonio.report.words import count
-        >>> count(1, "recipe"), count(3, "recipe")
-        ('1 recipe', '3 recipes')
-    """
+    """A number with its noun."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds, or minutes from two minutes on."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def added(amount: Amount | None) -> str:
+    """The parameters or operations that a recipe adds, as a number and as a share of the baseline's."""
+    if amount is None:
+        return "–"
+    more = amount.recipe - amount.baseline
+    if more == 0:
+        return "none"
+    power = min(max(int(math.log10(abs(more)) // 3), 0), 4)
+    share = f" ({100 * (amount.ratio - 1):+.1f} %)" if amount.baseline else ""
+    number = f"{more / 1000**power:+.3g} {('', 'k', 'M', 'G', 'T')[power]}".rstrip()
+    return f"{number}{share}".replace("-", "−")
+
+
+def reached(reach: Reach | None) -> str:
+    """Time to the baseline's last validation score."""
+    if reach is None:
+        return "–"
+    outcome = "reached" if 2 * reach.reached > reach.n else "not reached"
+    said = outcome if reach.ratio is None else f"×{reach.ratio:.2f}"
+    return f"{said} (in {reach.reached} of {count(reach.n, 'seed')})"
+
+
+def threat_text(results: Results) -> str:
+    """How inputs were disturbed; empty if they were not."""
+    threat = results.plan.threat
+    if threat is None:
+        return ""
+    bounds = [f"{b:g}" for b in (threat.low, threat.high) if b is not None]
+    inside = f", within {' to '.join(bounds)}" if len(bounds) == 2 else ""
+    return (
+        f"each input value changed by at most {threat.epsilon:.3g}{inside}; {count(threat.examples, 'example')}; "
+        f"PGD with {count(threat.steps, 'step')} and {count(threat.restarts, 'restart')}"
+    )
+
+
+def tuning_text(results: Results) -> str:
+    """Budget and space of tuning; empty without tuning."""
+    tuning = results.plan.tuning
+    if tuning is None:
+        return ""
+    return (
+        f"{count(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
+        f"within a factor of {tuning.rate_factor:g} of its default, strengths within {tuning.strength_factor:g}"
+    )
+
+
 def seen(results: Results) -> str:
-    """How often the results were looked at and the study was added to, if either is more than once allows."""
+    """How often the results were looked at, if more than once, and how often the study was extended afterwards."""
     found = []
     if len(results.looks) > 1:
         found.append(f"looked at {len(results.looks)} times")
     if results.plan.history:
-        found.append(f"added to {count(len(results.plan.history), 'time')} after a look")
+        found.append(f"extended {count(len(results.plan.history), 'time')} after a look")
     return " and ".join(found)
 
 
@@ -134,7 +166,7 @@ def headline(results: Results) -> str:
     """The outcome in one sentence: the strongest statement that the results allow."""
     effects, scale = results.effects, Scale.of(results)
     if not effects:
-        return "There is no result to show yet."
+        return "There are no results yet."
     if len(effects) == 1:
         return _single(effects[0], scale)
     helps = [e for e in effects if e.verdict == "helps"]
@@ -145,12 +177,11 @@ def headline(results: Results) -> str:
     best = max(lead, key=lambda e: abs(e.mean or 0.0))
     if len(lead) == 1:
         return f"{plain(best.recipe)} {word}s: {_estimate(best, scale)}."
-    most = f"most of all {plain(best.recipe)}: {_estimate(best, scale)}"
-    return f"{len(lead)} of {len(effects)} recipes {word}, {most}."
+    return f"{len(lead)} of {len(effects)} recipes {word}, most {plain(best.recipe)}: {_estimate(best, scale)}."
 
 
 def others(results: Results) -> str:
-    """What the headline leaves out: the verdicts of the recipes that it does not speak of."""
+    """The verdicts of the recipes that the headline does not mention."""
     effects = results.effects
     named = {e.verdict for e in effects} & {"helps", "hurts"}
     lead = "helps" if "helps" in named else "hurts"
@@ -193,7 +224,7 @@ def _estimate(effect: Effect, scale: Scale) -> str:
 
 
 def partial(results: Results) -> str:
-    """What is missing from the numbers, in one sentence; empty if nothing is."""
+    """The runs without a score, in one sentence; empty if there are none."""
     diverged = sum(run.status == "diverged" for run in results.runs)
     failed = sum(run.status == "failed" for run in results.runs)
     total = len(results.runs) + results.missing

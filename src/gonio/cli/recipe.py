@@ -1,0 +1,100 @@
+"""`gonio plan`, `gonio apply` and `gonio fold`: recipes on models and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gonio.cli import options
+from gonio.cli.output import print_err, print_out
+
+__all__ = ["apply", "fold", "plan"]
+
+
+def plan(recipe: options.Recipe, model: options.Model) -> None:
+    """Show which rule of a recipe applies to which layer of a model.
+
+    Also shows the layers that no rule changes. Nothing is changed.
+    """
+    from gonio.cli.inputs import build_model
+    from gonio.recipes import Recipe
+
+    found = Recipe.load(recipe)
+    print_out(str(found.plan(build_model(model))))
+
+
+def apply(
+    recipe: options.Recipe,
+    checkpoint: options.Checkpoint,
+    *,
+    model: options.Model,
+    output: options.Output,
+    seed: options.Seed = 0,
+) -> None:
+    """Apply a recipe to a checkpoint and write the new state dict.
+
+    The recipe is stored in the result, where `gonio fold` finds it. Penalties act during training only and do not
+    change a checkpoint.
+    """
+    from gonio.cli.checkpoint import Checkpoint, check_target, load_into_, read, write
+    from gonio.cli.inputs import build_model
+    from gonio.errors import NotApplicableError
+    from gonio.recipes import Recipe
+
+    check_target(output)
+    chosen, found = Recipe.load(recipe), read(checkpoint)
+    if found.recipe is not None:
+        why = f"the recipe {found.recipe.name!r} was applied to it before"
+        raise NotApplicableError(f"the recipe {chosen.name!r}", checkpoint, why, "Start from a plain checkpoint.")
+    built = build_model(model)
+    load_into_(built, found)
+    applied = chosen.apply_(built, seed=seed)
+    if applied.penalty is not None:
+        applied.penalty.remove()
+        print_err("the recipe's penalty acts during training only; the checkpoint does not contain it")
+    write(Checkpoint(output, built.state_dict(), chosen, seed))
+    print_out(str(applied))
+    print_err(f"checkpoint written to {output}")
+
+
+def fold(
+    checkpoint: options.Checkpoint,
+    *,
+    model: options.Model,
+    output: options.Output,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="The recipe of the checkpoint, if CKPT does not contain it.", metavar="RECIPE"),
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option("--where", help="Fold these modules only, e.g. 'layer1.*'.", metavar="WHERE")
+    ] = None,
+    batch: options.Batch = None,
+) -> None:
+    """Fold parametrizations, norms and linear decoupled layers of a checkpoint into plain layers.
+
+    The result computes the same function in evaluation mode. `--batch` compares the outputs on this input and shows
+    the largest deviation.
+    """
+    from gonio.cli.checkpoint import Checkpoint, check_target, read, restored_model, write
+    from gonio.cli.inputs import build_model, check_runs, read_batch, read_where
+    from gonio.recipes import Recipe
+    from gonio.surgery import fold_
+
+    check_target(output)
+    selector = read_where(where)
+    example = None if batch is None else read_batch(batch, option="--batch")
+    found = read(checkpoint)
+    used = Recipe.load(recipe) if recipe is not None else found.recipe
+    built = restored_model(found, model, recipe=used)
+    if example is not None:
+        check_runs(built, example, option="--batch")
+    edited = fold_(built, example=example, where=selector)
+    write(Checkpoint(output, built.state_dict(), folded=used.hash if used is not None else found.folded))
+    print_out(str(edited))
+    if example is None:
+        print_err("the outputs were not compared; --batch compares them")
+    plain, folded = set(build_model(model).state_dict()), set(built.state_dict())
+    fits = f"it has {len(folded - plain)} tensors that the model lacks and lacks {len(plain - folded)} that it has"
+    print_err(f"checkpoint written to {output}; {fits if plain != folded else 'it loads into the model'}")

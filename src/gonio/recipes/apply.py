@@ -1,0 +1,102 @@
+"""A recipe in force on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.penalty import Penalty
+from gonio.recipes.catalogue import find
+from gonio.recipes.plan import Assignment
+from gonio.surgery import Edited, init_, parametrize_, swap_
+
+__all__ = ["Applied", "apply_"]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The changes that a recipe made to a model; `str()` is a table and `undo_()` takes all of them back.
+
+    Attributes:
+        recipe: its name.
+        edits: one per rule, in the order in which they happened.
+        penalty: to be added to the loss, or None if the recipe has no such rule.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        >>> applied = gonio.Recipe.load("switchable-norm").apply_(model)
+        >>> print(applied)
+        switchable-norm:
+        swap_: 1 module
+          1  BatchNorm2d → SwitchableNorm2d
+          note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
+        >>> applied.undo_()
+    """
+
+    recipe: str
+    edits: tuple[Edited, ...]
+    penalty: Penalty | None = field(default=None, compare=False)
+
+    def undo_(self) -> None:
+        """Remove the penalty and undo the edits, latest first.
+
+        Raises:
+            UndoError: if they were undone before.
+        """
+        if self.penalty is not None:
+            self.penalty.remove()
+        _undo_(self.edits)
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (*self.edits, self.penalty) if part is not None]
+        return "\n".join([f"{self.recipe}:", *parts]) if parts else f"{self.recipe}: nothing to do"
+
+
+def apply_(name: str, assignments: Sequence[Assignment], model: nn.Module, *, seed: int) -> Applied:
+    """Apply the rules of a recipe of that name to the modules assigned to them; all of them or none."""
+    acting = [assignment for assignment in assignments if not assignment.rule.keeps]
+    edits: list[Edited] = []
+    rules = []
+    try:
+        for a in acting:
+            if a.verb == "penalty":
+                rules.append((a.where, find("penalty", a.rule.use).target(**a.rule.arguments())))
+            else:
+                edits.append(_edit_(model, a, seed))
+        penalty = Penalty(model, rules, seed=seed) if rules else None
+    except BaseException:
+        _undo_(edits)
+        raise
+    return Applied(name, tuple(edits), penalty)
+
+
+def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
+    """Run the verb of one rule; every module that was assigned to the rule must be changed."""
+    where, arguments = assignment.where, assignment.rule.arguments()
+    target = find(assignment.verb, assignment.rule.use).target
+    try:
+        if assignment.verb == "swap":
+            edited = swap_(model, target, where=where, **arguments)
+        else:
+            tensor = arguments.pop("tensor", "weight")
+            if assignment.verb == "init":
+                edited = init_(model, target, where=where, tensor=tensor, seed=seed, **arguments)
+            else:
+                edited = parametrize_(model, target(**arguments), where=where, tensor=tensor)
+    except GonioError as error:
+        error.add_note(f"in {assignment.place}")
+        raise
+    left = where.paths - {change.path for change in edited.changes}
+    if left:
+        edited.undo_()
+        why = f"{edited.verb} refused it"
+        raise NotApplicableError(assignment.place, listing(sorted(left)), why, "Exclude it with `keep`.")
+    return edited
+
+
+def _undo_(edits: Sequence[Edited]) -> None:
+    for edit in reversed(edits):
+        edit.undo_()

@@ -1,0 +1,301 @@
+"""Matplotlib figures as small, deterministic SVG in the colours of the page, and rows of points with intervals.
+
+Every colour is drawn as a marker value and then replaced by a CSS variable, so that one SVG is legible on a light
+page, a dark page and paper. No pyplot, no global state: the settings are in force only inside :func:`drawing`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gonio.compare.results import Effect, Results
+from gonio.errors import MissingExtraError
+from gonio.escaping import plain, shorten
+from gonio.report.wording import Scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLORS", "Axis", "Row", "cost_chart", "drawing", "figure", "forest", "inline", "intervals", "panel"]
+
+# Marker value by CSS variable. The variables themselves (Okabe–Ito, light and dark) are in style.css.
+_NAMES = ("ink", "muted", "rule", "base", "band", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
+COLORS = {name: f"#{i:02x}{i:02x}{i:02x}" for i, name in enumerate(_NAMES, start=1)}
+_VARIABLES = {value: f"var(--{name})" for name, value in COLORS.items()}
+_STYLED = re.compile(r"\b(fill|stroke): (#0[0-9a-d]0[0-9a-d]0[0-9a-d])\b")
+_UNUSED = re.compile(r"<defs>\s*<style.*?</defs>|<metadata>.*?</metadata>", re.DOTALL)
+_TAG = re.compile(r"<[^<>]*>")
+_SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "gonio",
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 12.0,
+    "text.parse_math": False,
+    "axes.formatter.use_mathtext": False,
+    "axes.unicode_minus": True,
+    "axes.linewidth": 0.8,
+    "axes.edgecolor": COLORS["rule"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.titlecolor": COLORS["ink"],
+    "axes.titlesize": 12.0,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 11.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": COLORS["ink"],
+    "xtick.color": COLORS["rule"],
+    "ytick.color": COLORS["rule"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.labelcolor": COLORS["muted"],
+    "xtick.labelsize": 11.0,
+    "ytick.labelsize": 11.0,
+    "path.simplify": True,
+    "path.simplify_threshold": 0.3,
+}
+# matplotlib's settings are one dictionary per process; two reports drawn at once must take turns.
+_TURN = threading.RLock()
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """The settings of every figure, in force only inside the block."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError("The report page", "matplotlib", "lab") from error
+    with _TURN, matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        # The browser has fonts for names that matplotlib's own font cannot show.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure measured in CSS pixels: one SVG unit is one pixel at full size."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width / 72.0, height / 72.0), dpi=72)
+    made.patch.set_alpha(0.0)
+    return made
+
+
+def panel(made: Figure, left: float, bottom: float, right: float, top: float) -> Axes:
+    """Axes with margins in pixels from each edge of the figure, so that panels align across figures."""
+    width, height = (float(size) * 72.0 for size in made.get_size_inches())
+    box = (left / width, bottom / height, (width - left - right) / width, (height - bottom - top) / height)
+    axes: Axes = made.add_axes(box)
+    axes.patch.set_alpha(0.0)
+    return axes
+
+
+def inline(made: Figure, *, name: str, label: str, css: str = "") -> Any:
+    """The figure as an `<svg>` element for an HTML page.
+
+    Args:
+        name: prefix of every id, unique on the page.
+        label: what the figure shows, for readers who do not see it.
+        css: classes of the element.
+    """
+    from markupsafe import Markup, escape
+
+    buffer = io.StringIO()
+    made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    body = text[text.index("<svg") : text.rindex("</svg>")]
+    body = _UNUSED.sub("", body[body.index(">") + 1 :])
+    body = _TAG.sub(lambda tag: _restyle(tag.group(), name), body)
+    width, height = (round(float(size) * 72.0) for size in made.get_size_inches())
+    body = re.sub(r"\s*\n\s*", "\n", body)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="--w:{width}px"'
+    # Safe as markup: the figure is drawn by this package, and every label in it was escaped.
+    return Markup(f'<svg class="{escape(css)}" role="img" aria-label="{escape(label)}" {size}>{body}</svg>')
+
+
+def _restyle(tag: str, name: str) -> str:
+    """One tag with the colours of the page, unique ids, and without the settings of the style sheet.
+
+    For tags only, never for text nodes: a layer may be called `fill: #010101`.
+    """
+    tag = _STYLED.sub(lambda m: f"{m[1]}: {_VARIABLES.get(m[2], m[2])}", tag)
+    tag = re.sub(r'^<g id="[^"]*"', "<g", tag)
+    tag = re.sub(r' transform="rotate\(-0 [^"]*"', "", tag).replace("font-family: 'DejaVu Sans'; ", "")
+    tag = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", tag)
+    return tag.replace("xlink:href", "href")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: a point, an interval (thin), an inner interval (thick), single values (small dots)."""
+
+    label: str
+    color: str
+    middle: float | None
+    outer: tuple[float, float] | None = None
+    inner: tuple[float, float] | None = None
+    dots: tuple[float, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis, with the value of no difference and a band around it."""
+
+    label: str
+    reference: float | None = None
+    band: tuple[float, float] | None = None
+    band_label: str = ""
+    log: bool = False
+    ends: tuple[str, str] = ("", "")
+
+
+def intervals(
+    rows: Sequence[Row], axis: Axis, *, width: int, name: str, label: str, css: str = "", step: int = 42
+) -> Any:
+    """The rows as one SVG, with labels beside the intervals if there is room, otherwise above them."""
+    beside = width >= 600
+    head = 26 if axis.band_label or any(axis.ends) else 8
+    height = head + step * len(rows) + 46
+    with drawing():
+        made = figure(width, height)
+        margins = (220, 46, 190, head) if beside else (10, 46, 18, head)
+        axes = panel(made, *margins)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        low, high = _limits(rows, axis)
+        _scale_axis(axes, axis, low, high)
+        lanes = [(-0.5, len(rows) - 0.5)] if beside else [(at - 0.05, at + 0.42) for at in range(len(rows))]
+        _reference(axes, axis, lanes)
+        for at, row in enumerate(rows):
+            _row(axes, row, at + (0.0 if beside else 0.18), (low, high))
+            _label(axes, row, at, beside=beside)
+        return inline(made, name=name, label=label, css=css)
+
+
+def _limits(rows: Sequence[Row], axis: Axis) -> tuple[float, float]:
+    """Limits that show every interval, the band and all single values that are not far outside."""
+    near = [value for row in rows for pair in (row.outer, row.inner) if pair for value in pair]
+    near += [row.middle for row in rows if row.middle is not None]
+    near += axis.band or ()
+    near += [axis.reference] if axis.reference is not None else []
+    near = [value for value in near if math.isfinite(value) and (value > 0 or not axis.log)] or [1.0]
+    low, high = min(near), max(near)
+    if axis.log:
+        return min(low / 1.06, 0.94), max(high * 1.06, 1.06)
+    span = (high - low) or abs(high) or 1.0
+    dots = [d for row in rows for d in row.dots if low - 0.4 * span <= d <= high + 0.4 * span]
+    return min([low, *dots]) - 0.05 * span, max([high, *dots]) + 0.05 * span
+
+
+def _scale_axis(axes: Axes, axis: Axis, low: float, high: float) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if axis.log:
+        if high / low > 4:  # below that a linear axis reads better and differs little
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(base=2.0))
+            axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(lambda x, _: f"×{x:.3g}")
+    axes.set_xlim(low, high)
+    axes.set_xlabel(axis.label)
+
+
+def _reference(axes: Axes, axis: Axis, lanes: Sequence[tuple[float, float]]) -> None:
+    """The band and the line of no difference, in the lanes without text."""
+    for top, bottom in lanes:
+        if axis.band:
+            axes.fill_betweenx((top, bottom), *axis.band, color=COLORS["band"], alpha=0.55, linewidth=0, zorder=0)
+        if axis.reference is not None:
+            axes.plot([axis.reference] * 2, (top, bottom), color=COLORS["muted"], linewidth=1.0, zorder=1)
+    if axis.band:
+        axes.annotate(
+            axis.band_label, (sum(axis.band) / 2, 1.0), (0, 5), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", va="bottom", fontsize=10.5, color=COLORS["muted"],
+        )  # fmt: skip
+    for text, x, side in zip(axis.ends, (0.0, 1.0), ("left", "right"), strict=True):
+        if text:
+            axes.annotate(text, (x, 0.0), (0, -34), xycoords="axes fraction", textcoords="offset points",
+                          ha=side, va="bottom", fontsize=10.5, color=COLORS["muted"])  # fmt: skip
+
+
+def _row(axes: Axes, row: Row, y: float, shown: tuple[float, float]) -> None:
+    color = COLORS[row.color]
+    for pair, thick in ((row.outer, 1.8), (row.inner, 4.6)):
+        if pair:
+            axes.plot(pair, [y, y], color=color, linewidth=thick, solid_capstyle="round", zorder=3)
+    if row.middle is not None:
+        axes.plot([row.middle], [y], "o", color=color, markersize=8, markeredgecolor=COLORS["paper"],
+                  markeredgewidth=1.4, zorder=4)  # fmt: skip
+    _dots(axes, row.dots, y + 0.24, shown, color)
+
+
+def _dots(axes: Axes, dots: tuple[float, ...], y: float, shown: tuple[float, float], color: str) -> None:
+    """Single values below the line; those outside of the plot as triangles at its edge."""
+    inside = [dot for dot in dots if shown[0] <= dot <= shown[1]]
+    axes.plot(inside, [y] * len(inside), "o", color=color, markersize=3.6, alpha=0.6, markeredgewidth=0, zorder=2)
+    for edge, symbol, beyond in ((shown[0], "<", min), (shown[1], ">", max)):
+        if dots and beyond(edge, *dots) != edge:
+            axes.plot([edge], [y], symbol, color=color, markersize=5, alpha=0.8, clip_on=False, zorder=2)
+
+
+def _label(axes: Axes, row: Row, at: float, *, beside: bool) -> None:
+    label = shorten(row.label, longest=30 if beside else 26)
+    places = (
+        ((label, -220, "left", 0.0, "ink"), (row.note, 10, "left", 1.0, "muted"))
+        if beside
+        else ((label, 0, "left", 0.0, "ink"), (row.note, 0, "right", 1.0, "muted"))
+    )
+    for text, shift, side, x, color in places:
+        axes.annotate(
+            text, (x, at if beside else at - 0.22), (shift, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha=side, va="center", fontsize=12 if beside else 11.5,
+            color=COLORS[color], annotation_clip=False,
+        )  # fmt: skip
+
+
+def forest(results: Results, colors: dict[str, str], *, narrow: bool) -> Any:
+    """The effects with their intervals, and the band of effects too small to matter; empty without effects."""
+    if not results.effects:
+        return ""
+    plan, scale = results.plan, Scale.of(results)
+
+    def row(e: Effect) -> Row:
+        outer = (e.low, e.high) if e.low is not None and e.high is not None else None
+        note = e.verdict if e.mean is None else f"{scale.signed(e.mean)}  {e.verdict}"
+        return Row(e.recipe, colors[e.recipe], e.mean, outer=outer, dots=e.differences, note=plain(note))
+
+    axis = Axis(
+        f"difference from the baseline, {scale.unit}", reference=0.0, band=(-plan.sesoi, plan.sesoi),
+        band_label=f"too small to matter: ±{scale.score(plan.sesoi)}",
+        ends=("← worse", "better →") if plan.direction == "max" else ("← better", "worse →"),
+    )  # fmt: skip
+    label = "Effect of each recipe with its 95 % interval: " + "; ".join(
+        f"{plain(e.recipe)} {scale.signed(e.mean)} ({scale.interval(e.low, e.high) or 'no interval'})"
+        for e in results.effects
+    )
+    css, width, name = ("narrow fill", 343, "fn") if narrow else ("wide fill", 920, "fw")
+    return intervals([row(e) for e in results.effects], axis, width=width, name=name, label=label, css=css)
+
+
+def cost_chart(results: Results, colors: dict[str, str], which: str) -> Any:
+    """The `step_time` or `memory` of each recipe relative to the baseline; empty if none was measured."""
+    rows = [
+        Row(e.recipe, colors[e.recipe], cost.median, (cost.low, cost.high), note=f"×{cost.median:.2f}")
+        for e in results.effects
+        if (cost := getattr(e, which)) is not None
+    ]
+    if not rows:
+        return ""
+    what = "Time per training step" if which == "step_time" else "Memory"
+    label = f"{what} relative to the baseline: " + "; ".join(f"{plain(row.label)} {row.note}" for row in rows)
+    axis = Axis("relative to the baseline", reference=1.0, log=True)
+    return intervals(rows, axis, width=350, name=which[0] + "c", label=label, css="fill")

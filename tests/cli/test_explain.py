@@ -1,0 +1,60 @@
+"""`gonio list`, `gonio explain` and the completion of the shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from cli.shell import COMMAND, invoke
+from gonio import models
+from gonio.cli.explain import Kind
+from gonio.compare import tasks
+from gonio.recipes import built_in_names
+
+
+def names(kind: str) -> list[str]:
+    result = invoke("list", kind)
+    assert result.exit_code == 0
+    return [line.split()[0] for line in result.stdout.splitlines()]
+
+
+def test_every_name_is_listed() -> None:
+    assert names("recipes") == built_in_names()
+    assert set(tasks.BUILT_IN) < set(names("tasks"))
+    assert set(models.BUILT_IN) < set(names("models"))
+    whole = invoke("list").stdout
+    assert [line for line in whole.splitlines() if not line.startswith(" ")] == [f"{kind}:" for kind in Kind]
+    assert invoke("list", "layers").exit_code == 2
+
+
+def test_every_listed_rule_and_column_is_explained() -> None:
+    assert invoke("explain").stdout == invoke("list", "rules").stdout
+    for code in names("rules"):
+        assert invoke("explain", code.lower()).stdout.startswith(f"{code} (")
+    for title in names("columns"):
+        assert invoke("explain", title).stdout.startswith(f"{title}: ")
+    assert invoke("explain", "alignment").stdout.startswith("align: ")
+
+
+def test_an_unknown_name_gives_the_closest() -> None:
+    result = invoke("explain", "G002")
+    assert result.exit_code == 2
+    assert "no rule or column named 'G002'. Did you mean" in result.stderr
+
+
+@pytest.mark.parametrize("instruction", ["bash_source", "source_bash", "zsh_source", "fish_source"])
+def test_a_shell_gets_its_completion(instruction: str) -> None:
+    result = subprocess.run(
+        COMMAND, env={**os.environ, "_GONIO_COMPLETE": instruction}, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "_GONIO_COMPLETE=complete_" in result.stdout
+
+
+def test_a_command_is_completed() -> None:
+    words = {"COMP_WORDS": "gonio me", "COMP_CWORD": "1", "_GONIO_COMPLETE": "complete_bash"}
+    result = subprocess.run(COMMAND, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["measure"]
+    assert "--install-completion" in invoke("--help").stdout
