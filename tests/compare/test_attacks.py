@@ -10,8 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.compare import Split, Task, Threat, Training
-from gonio.compare.attacks import Ball, fgsm, input_gradient, log_odds, margin, noisy, pgd, survive
-from gonio.compare.robustness import attacked_split, from_text, robustness, to_text, transferable
+from gonio.compare.judging.robustness import (
+    Ball,
+    attacked_split,
+    fgsm,
+    from_text,
+    input_gradient,
+    log_odds,
+    margin,
+    noisy,
+    pgd,
+    robustness,
+    survive,
+    to_text,
+    transferable,
+)
 from tolerances import exact
 
 EPSILON = 0.3

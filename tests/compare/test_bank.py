@@ -11,9 +11,9 @@ import pytest
 
 from compare.plans import plan_of
 from gonio.compare import RecipeEntry, Results, RunRecord, self_test
-from gonio.compare.self_testing import disjoint_verdicts, false_verdicts, rate_interval
-from gonio.compare.statistics import paired_t
-from gonio.compare.summary import summarise
+from gonio.compare.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
+from gonio.compare.judging.statistics import paired_t
+from gonio.compare.judging.summary import summarise
 from style.source import ROOT
 
 BANK = ROOT / "benchmarks" / "results" / "self_test.json"

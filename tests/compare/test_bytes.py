@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gonio.compare.tasks import bytes_
-from gonio.compare.tasks.bytes_of_python import _texts, bits_per_byte, next_byte_loss
+from gonio.compare.tasks.bytes import _texts, bits_per_byte, next_byte_loss
 from gonio.errors import InvalidArgumentError
 from gonio.models import byte_transformer
 

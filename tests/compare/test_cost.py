@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gonio.compare.cost import _time_ratios, measure_costs, peak_bytes
-from gonio.compare.planning import make_plan
+from gonio.compare.judging.cost import _time_ratios, measure_costs, peak_bytes
+from gonio.compare.planning.planner import make_plan
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 

@@ -13,7 +13,7 @@ import pytest
 
 from compare.own_training import noisy
 from gonio.compare import Run, Study, make_script_plan, run, self_test_plan
-from gonio.compare.results import Ratio
+from gonio.compare.judging.results import Ratio
 from gonio.errors import PlanChangedError
 
 OWN = str(Path(__file__).with_name("own_training.py"))

@@ -12,7 +12,7 @@ import torch
 
 from foreign import torchvision
 from gonio.compare.tasks import resolve
-from gonio.compare.tasks.image_files import to_tensor
+from gonio.compare.tasks.images import to_tensor
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from compare.plans import plan_of
-from gonio.compare.plan import Plan, RecipeEntry, extended
+from gonio.compare.planning.plan import Plan, RecipeEntry, extended
 from gonio.errors import PlanChangedError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gonio.compare import BUILT_IN_RECIPES, dry_run, make_plan
-from gonio.compare.plan import Training
+from gonio.compare.planning.plan import Training
 from gonio.errors import InvalidArgumentError, UnknownNameError, UnmatchedRuleError
 from gonio.recipes import Recipe
 
@@ -100,13 +100,13 @@ def test_dry_run_tells_grid_time_and_power() -> None:
     text = dry_run(make_plan(["orthogonal-init", "scale-shift"], task=f"{TINY}:task", seeds=8), jobs=2)
     assert "task " in text
     assert "33 train, 64 validation, 128 test" in text
-    assert "4 epochs of batches of 8, sgd (learning rate 0.1 with cosine decay, momentum 0.9" in text
+    assert "4 epochs, batch size 8, sgd (learning rate 0.1 with cosine decay, momentum 0.9" in text
     assert "the baseline and 2 recipes, 8 seeds each: 24 runs" in text
     assert "s with 2 runs at a time" in text
-    assert "least possible p with 8 pairs after Holm over 2 recipes: 0.016; least effect seen with 80 %" in text
+    assert "smallest possible p with 8 pairs after Holm over 2 recipes: 0.016; minimum detectable effect (80 %" in text
 
 
 def test_dry_run_says_when_the_seeds_cannot_show_anything() -> None:
     text = dry_run(make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=5), jobs=1)
-    assert "after Holm over 1 recipe: 0.062; it must be below 0.05: nothing can be shown. At least 6 seeds" in text
+    assert "1 recipe: 0.062; it must be below 0.05: too few seeds to detect any effect. Use 6 or more" in text
     assert "nothing to compare" in dry_run(make_plan([], task=f"{TINY}:task", seeds=1), jobs=1)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gonio.compare.tasks import points
-from gonio.compare.tasks.points import turned
-from gonio.compare.tasks.solids import SOLIDS, Solid, random_turns
+from gonio.compare.tasks.points import SOLIDS, Solid, random_turns, turned
 
 COUNT = 20_000
 

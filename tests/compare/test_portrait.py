@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gonio.compare import portrait
-from gonio.compare.portrait import ANGLE_EDGES, QUANTILES
+from gonio.compare.judging.filter_summary import ANGLE_EDGES, QUANTILES
 
 
 def reference(filters: np.ndarray) -> tuple[list[float], list[int]]:

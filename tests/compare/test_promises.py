@@ -10,8 +10,8 @@ from scipy import stats
 
 from compare.plans import plan_of
 from gonio.compare import RunRecord
-from gonio.compare.statistics import paired_t
-from gonio.compare.summary import summarise
+from gonio.compare.judging.statistics import paired_t
+from gonio.compare.judging.summary import summarise
 
 Noise = Callable[..., np.ndarray]
 KINDS = ["normal", "t3"]

@@ -205,5 +205,5 @@ def test_a_run_whose_machine_is_lost_is_run_again_twice(tmp_path: Path, losses: 
 
 def test_an_engine_and_jobs_together_are_an_error(tmp_path: Path) -> None:
     plan = make_script_plan([], script=f"{OWN}:noisy", seeds=1)
-    with pytest.raises(InvalidArgumentError, match="an engine knows how many runs it has room for; found jobs=2"):
+    with pytest.raises(InvalidArgumentError, match="jobs= has no meaning with an engine"):
         run(plan, tmp_path, engine=Losing(0), jobs=2)

@@ -19,9 +19,8 @@ from torch import nn
 from compare.test_verdict import compare
 from gonio import Recipe
 from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
-from gonio.compare.script import Outcome
-from gonio.compare.scripted import run_script
-from gonio.compare.workers import Worker
+from gonio.compare.engines.local import Worker
+from gonio.compare.running.scripts import Outcome, run_script
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.report import html as html_of
 
@@ -76,7 +75,7 @@ def test_the_penalty_is_the_recipes_and_0_without_one(tmp_path: Path) -> None:
 
 
 def test_a_penalty_before_the_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"given; found no call of it. Call it first"):
+    with pytest.raises(InvalidArgumentError, match=r"found no call of run.apply_. Call it first"):
         run_of(tmp_path).penalty  # noqa: B018
 
 
@@ -246,7 +245,7 @@ def test_what_is_wrong_with_a_script_is_found_before_the_first_run(function: str
 def test_a_script_without_a_score(tmp_path: Path) -> None:
     record = run(plan_of("without_score", seeds=1, recipes=()), tmp_path).runs()[0]
     assert record.status == "failed"
-    assert "gives the score of its run; found None. Return a number" in (record.error or "")
+    assert "must give the score of its run; found None. Return a number" in (record.error or "")
 
 
 def test_a_recipe_that_does_not_fit_the_scripts_model_is_found_before_the_first_run() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from compare.plans import plan_of
 from gonio.compare import RecipeEntry, RunRecord, Threat
-from gonio.compare.secondary import changes_of, reach_of, robust_of
-from gonio.compare.summary import summarise
+from gonio.compare.judging.summary import reach_of, robust_of, summarise
 
 
 def run(recipe: str, seed: int, curve: list[float | None], status: str = "finished", **more: object) -> RunRecord:
@@ -51,7 +50,7 @@ def test_a_recipe_with_more_than_one_change_is_confounded() -> None:
     one = {"swap": [{"where": "stem", "use": "keep"}, {"where": None, "use": "A"}, {"where": "x", "use": "A"}]}
     two = {"init": [{"where": None, "use": "I"}], "penalty": [{"where": None, "use": "L2", "strength": 1}]}
     same_verb = {"penalty": [{"where": "a", "use": "L2", "strength": 1}, {"where": "b", "use": "L1", "strength": 1}]}
-    assert [changes_of(content) for content in (one, two, same_verb)] == [
+    assert [RecipeEntry("r", content, "r").changes for content in (one, two, same_verb)] == [
         ("swap A",),
         ("init I", "penalty L2"),
         ("penalty L2", "penalty L1"),

@@ -21,10 +21,10 @@ from gonio.compare import (
     self_test,
     self_test_plan,
 )
-from gonio.compare.one_run import run_one
-from gonio.compare.self_testing import disjoint_verdicts, false_verdicts, rate_interval
-from gonio.compare.statistics import holm, paired_t, sign_flip
-from gonio.compare.summary import summarise
+from gonio.compare.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
+from gonio.compare.judging.statistics import holm, paired_t, sign_flip
+from gonio.compare.judging.summary import summarise
+from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
@@ -153,7 +153,7 @@ def test_a_copy_differs_from_the_baseline_by_its_seed_alone() -> None:
     base, copy = test.recipes[:2]
 
     def outcome(plan: Plan, entry: RecipeEntry, seed: int) -> tuple[object, ...]:
-        record = run_one(plan, entry, seed)
+        record = RunRecord(**execute_run(plan, entry, seed)["record"])
         return record.status, record.score, record.best_epoch, record.curve, record.geometry
 
     first = outcome(unmoved, base, 0)

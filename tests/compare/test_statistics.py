@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gonio.compare.statistics import (
-    correlation,
-    detectable,
-    holm,
-    improvement,
-    least_p,
-    paired_t,
-    sign_flip,
-)
+from gonio.compare.judging.statistics import correlation, detectable, holm, improvement, least_p, paired_t, sign_flip
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from compare.plans import plan_of
-from gonio.compare.database import transaction
-from gonio.compare.lock import locked
-from gonio.compare.results import RunRecord
-from gonio.compare.study import Study
+from gonio.compare.judging.results import RunRecord
+from gonio.compare.running.study import Study, locked, transaction
 from gonio.errors import PlanChangedError, StudyError, StudyLockedError
 from gonio.report.words import seen
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gonio.compare.task import ACCURACY, Metric, Split, accuracy
 from gonio.compare.tasks import digits, resolve
 from gonio.compare.tasks.digits import shifted
+from gonio.compare.tasks.task import ACCURACY, Metric, Split, accuracy
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
 
 

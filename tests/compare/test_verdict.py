@@ -10,7 +10,7 @@ import pytest
 
 from compare.plans import plan_of
 from gonio.compare import Results, RunRecord
-from gonio.compare.summary import summarise
+from gonio.compare.judging.summary import summarise
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gonio.compare.workers import Worker
+from gonio.compare.engines.local import Worker
 
 
 def test_the_result_comes_back() -> None:
