@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from compare.test_verdict import compare
 from gonio import Recipe
 from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
 from gonio.compare.engines.local import Worker
@@ -294,9 +293,3 @@ def test_a_smaller_score_can_be_better(tmp_path: Path) -> None:
     assert effect.mean == pytest.approx(len("scale-shift") - len("baseline"))
     assert effect.verdict == "hurts"
     assert Study.open(tmp_path).plan.metric == "perplexity"
-
-
-def test_without_a_smallest_effect_of_interest_none_is_too_small() -> None:
-    effect = compare([0.5, -0.5, 0.4, -0.4, 0.3, -0.3, 0.2, -0.2], sesoi=0.0).effects[0]
-    assert effect.verdict == "no evidence"
-    assert "no smallest effect of interest was named" in effect.reason

@@ -1,4 +1,4 @@
-"""Attacks, held against what is known of linear models; and signs of hidden gradients, on models that hide them."""
+"""Attacks against analytic optima of linear models, and signs of gradient masking."""
 
 from __future__ import annotations
 
@@ -141,8 +141,6 @@ def test_a_tie_is_not_right() -> None:
 
 
 # a task of two Gaussian clouds, whose inputs are standardised in front of the model
-
-
 def clouds(standardize: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> Task:
     targets = torch.arange(300) % 2
     inputs = 0.5 + 0.1 * torch.randn(300, 1, 2, 2, generator=draw(5)) + 0.12 * (2.0 * targets - 1)[:, None, None, None]

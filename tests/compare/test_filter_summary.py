@@ -1,4 +1,4 @@
-"""The stored norms and angles, against numpy."""
+"""Filter summaries: norms and angles, against a plain reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.compare import portrait
+from gonio.compare import filter_summary
 from gonio.compare.judging.filter_summary import ANGLE_EDGES, QUANTILES
 
 
@@ -31,7 +31,7 @@ def reference(filters: np.ndarray) -> tuple[list[float], list[int]]:
 def test_norms_and_angles_of_flattened_filters(layer: nn.Module) -> None:
     weight = layer.weight.detach().double().numpy()
     norms, counts = reference(weight.reshape(len(weight), -1))
-    found = portrait(nn.Sequential(layer))["layers"]["0"]
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
     assert found["norms"] == pytest.approx(norms, rel=1e-9)
     assert found["angle_counts"] == counts
     assert (found["dim"], found["filters"]) == (weight[0].size, len(weight))
@@ -39,7 +39,7 @@ def test_norms_and_angles_of_flattened_filters(layer: nn.Module) -> None:
 
 def test_groups_are_compared_within_themselves() -> None:
     layer = nn.Conv2d(4, 6, 1, groups=2)
-    found = portrait(nn.Sequential(layer))["layers"]["0"]
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
     assert (found["dim"], found["filters"], sum(found["angle_counts"])) == (2, 6, 2 * 3)
 
 
@@ -47,7 +47,7 @@ def test_zero_filters_have_a_norm_and_no_angle() -> None:
     layer = nn.Linear(3, 4)
     with torch.no_grad():
         layer.weight[0] = 0
-    found = portrait(nn.Sequential(layer))["layers"]["0"]
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
     assert found["norms"][0] == 0
     assert sum(found["angle_counts"]) == 3
 
@@ -56,13 +56,13 @@ def test_parallel_and_opposite_filters_are_counted_in_the_outer_bins() -> None:
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 4.0], [-1.0, -2.0]]))
-    counts = portrait(nn.Sequential(layer))["layers"]["0"]["angle_counts"]
+    counts = filter_summary(nn.Sequential(layer))["layers"]["0"]["angle_counts"]
     assert (counts[0], counts[-1], sum(counts)) == (1, 2, 3)
 
 
 def test_a_single_filter_has_no_pairs() -> None:
-    assert sum(portrait(nn.Sequential(nn.Linear(3, 1)))["layers"]["0"]["angle_counts"]) == 0
+    assert sum(filter_summary(nn.Sequential(nn.Linear(3, 1)))["layers"]["0"]["angle_counts"]) == 0
 
 
 def test_layers_without_filters_are_left_out() -> None:
-    assert list(portrait(nn.Sequential(nn.BatchNorm2d(3), nn.Embedding(3, 2)))["layers"]) == []
+    assert list(filter_summary(nn.Sequential(nn.BatchNorm2d(3), nn.Embedding(3, 2)))["layers"]) == []

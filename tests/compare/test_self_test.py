@@ -1,7 +1,9 @@
-"""The baseline against itself: what the self-test reports, and that it can fail."""
+"""The self-test: error rates of verdicts, on simulated and on stored runs."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +28,11 @@ from gonio.compare.judging.statistics import holm, paired_t, sign_flip
 from gonio.compare.judging.summary import summarise
 from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
+from style.source import ROOT
 
 TINY = str(Path(__file__).with_name("tiny.py"))
+
+
 OWN = str(Path(__file__).with_name("own_training.py"))
 
 
@@ -172,3 +177,75 @@ def test_a_self_test_from_end_to_end(tmp_path: Path) -> None:
     assert len(set(scores)) == len(scores) == 60
     assert self_test(study.results()).size == 3
     assert study.without_costs() == []
+
+
+BANK = ROOT / "benchmarks" / "results" / "self_test.json"
+
+
+BANK_SIZE = 10  # seeds of a study
+
+
+SHAPES = [(9, 24), (5, 42)]
+
+
+def banks() -> list[np.ndarray]:
+    """Scores of the baseline and of its copies, one row each."""
+    return [np.array(bank["scores"]) for bank in json.loads(BANK.read_text(encoding="utf-8"))["banks"]]
+
+
+def bank_results(table: np.ndarray) -> Results:
+    """The bank as the results of a self-test's study."""
+    entries = tuple(RecipeEntry(f"again-{i}" if i else "baseline", {}, f"{i}") for i in range(len(table)))
+    plan = replace(plan_of(), recipes=entries, seeds=tuple(range(table.shape[1])), self_test=True)
+    runs = [
+        RunRecord(entry.name, seed, "finished", float(score))
+        for entry, row in zip(entries, table, strict=True)
+        for seed, score in enumerate(row)
+    ]
+    return summarise(plan, runs, [], [])
+
+
+def page() -> str:
+    """The page's text on one line."""
+    return re.sub(r"\s+", " ", (ROOT / "docs" / "howto" / "statistics.md").read_text(encoding="utf-8"))
+
+
+def chance(table: np.ndarray) -> np.ndarray:
+    """Rates and coverages of the bank's own scores, dealt to its rows at random within each seed."""
+    draw = np.random.Generator(np.random.PCG64(0))
+    return np.array([false_verdicts(draw.permuted(table, axis=0), size=BANK_SIZE) for _ in range(100)])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_page_states_what_each_bank_shows(number: int) -> None:
+    table = banks()[number]
+    assert table.shape == SHAPES[number]
+    rate, coverage = false_verdicts(table, size=BANK_SIZE)
+    mean, low, high = paired_t((table[0] - table[1:].mean(axis=0)).tolist())  # type: ignore[misc]
+    offset = f"{mean:+.2f} ({low:+.2f} to {high:+.2f})".replace("-", "−")
+    assert f"| {table.size} | {rate:.1%} | {coverage:.1%} | {offset} |" in page()
+
+
+@pytest.mark.parametrize(("number", "passes"), [(0, False), (1, True)])
+def test_one_bank_passes_and_one_does_not(number: int, passes: bool) -> None:
+    """Also if the bank's own scores are dealt anew, instead of normal noise, to say what chance does."""
+    table = banks()[number]
+    rate, coverage = false_verdicts(table, size=BANK_SIZE)
+    dealt = chance(table)
+    assert passes == bool(rate <= np.quantile(dealt[:, 0], 0.95) and coverage >= np.quantile(dealt[:, 1], 0.05))
+    found = self_test(bank_results(table), size=BANK_SIZE)
+    assert (found.passed, found.false_verdicts, found.coverage) == (passes, rate, coverage)
+    assert len(found.claims) == (0 if passes else 1)
+    assert f"up to {100 * found.allowed:.1f} % and down to" in page()
+    assert f"down to {100 * found.coverage_allowed:.1f} %" in page()
+
+
+def test_the_banks_share_no_run_and_would_show_an_effect() -> None:
+    first, second = (
+        {(bank["arms"][0], seed) for seed in bank["seeds"]} for bank in json.loads(BANK.read_text())["banks"]
+    )
+    assert not first & second
+    table = banks()[1]
+    table[3] += 4 * table.std()
+    rate, _ = false_verdicts(table, size=BANK_SIZE)
+    assert rate > 0.5
