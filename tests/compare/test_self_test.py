@@ -249,3 +249,21 @@ def test_the_banks_share_no_run_and_would_show_an_effect() -> None:
     table[3] += 4 * table.std()
     rate, _ = false_verdicts(table, size=BANK_SIZE)
     assert rate > 0.5
+
+
+def test_the_page_states_what_studies_without_a_common_run_show() -> None:
+    counts = [disjoint_verdicts(table) for table in banks()]
+    wrong, studies = (sum(column) for column in zip(*counts, strict=True))
+    low, high = rate_interval(wrong, studies)
+    assert low < 0.05 < high
+    assert f"together give {studies}. Of these, {wrong} of the {studies} is wrong" in page()
+    assert f"{wrong / studies:.1%} (95 % interval {low:.1%} to {high:.1%})" in page()
+
+
+def test_the_baseline_of_further_seeds_is_no_better_than_the_copies() -> None:
+    content = json.loads(BANK.read_text(encoding="utf-8"))
+    further, first = content["further"], banks()[0]
+    assert not set(further["seeds"]) & set(content["banks"][0]["seeds"])
+    said = f"on {len(further['scores'])} further seeds that follow the first bank's has a mean of"
+    means = f"{np.mean(further['scores']):.2f}, after {first[0].mean():.2f} in the bank, whose copies have"
+    assert f"{said} {means} {first[1:].mean():.2f}." in page()

@@ -69,8 +69,8 @@ def test_least_p_is_reached(pairs: int, expected: float) -> None:
 def test_holm_by_hand() -> None:
     # sorted: .01·4, .02·3, .03·2, .9·1; never less than the one before
     assert holm([0.03, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([0.6, 0.7]).tolist() == [1.0, 1.0]
+    assert holm([]).tolist() == []
 
 
 def test_correlation_is_scipys_and_undefined_without_variance() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gonio.compare.judging.results import Results
-from gonio.compare.judging.statistics import ALPHA, require_scipy, sign_flip_rows
+from gonio.compare.judging.statistics import ALPHA, half_width, holm, require_scipy, sign_flip_rows
 from gonio.compare.judging.summary import scores_of
 from gonio.compare.judging.verdict import enough
 from gonio.compare.planning.plan import Plan, RecipeEntry
@@ -178,7 +178,7 @@ def false_verdicts(table: Array, *, size: int) -> tuple[float, float]:
     recipes, studies, _ = rows.shape
     p = sign_flip_rows(rows.reshape(-1, size)).reshape(recipes, studies)
     covered = _covered(rows)
-    wrong = (_holm(p) < ALPHA) & ~covered
+    wrong = (holm(p) < ALPHA) & ~covered
     return float(wrong.any(axis=0).mean()), float(covered.mean())
 
 
@@ -224,17 +224,5 @@ def rate_interval(hits: int, trials: int) -> tuple[float, float]:
 
 def _covered(rows: Array) -> NDArray[np.bool_]:
     """Whether the interval of the differences along the last axis contains 0."""
-    size = rows.shape[-1]
-    half = require_scipy().t.ppf(1 - ALPHA / 2, size - 1) * rows.std(axis=-1, ddof=1) / np.sqrt(size)
-    held: NDArray[np.bool_] = np.abs(rows.mean(axis=-1)) <= half + _NARROW
+    held: NDArray[np.bool_] = np.abs(rows.mean(axis=-1)) <= half_width(rows) + _NARROW
     return held
-
-
-def _holm(p: Array) -> Array:
-    """Adjusted p values of each column."""
-    order = p.argsort(axis=0)
-    ranks = np.arange(len(p), 0, -1)[:, None]
-    stepped = np.maximum.accumulate(np.minimum(1.0, ranks * np.take_along_axis(p, order, axis=0)), axis=0)
-    adjusted = np.empty_like(p)
-    np.put_along_axis(adjusted, order, stepped, axis=0)
-    return adjusted

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gonio.errors import MissingExtraError
 
@@ -41,9 +41,15 @@ def paired_t(differences: Sequence[float], *, confidence: float = 0.95) -> tuple
     d = np.asarray(differences, dtype=np.float64)
     if len(d) < 2:
         return None
-    half = float(require_scipy().t.ppf((1 + confidence) / 2, len(d) - 1) * d.std(ddof=1) / np.sqrt(len(d)))
-    mean = float(d.mean())
+    mean, half = float(d.mean()), float(half_width(d, confidence=confidence))
     return mean, mean - half, mean + half
+
+
+def half_width(differences: Array, *, confidence: float = 1 - ALPHA) -> Array:
+    """Half of the paired t interval, along the last axis."""
+    n = differences.shape[-1]
+    quantile = float(require_scipy().t.ppf((1 + confidence) / 2, n - 1))
+    return np.asarray(quantile * differences.std(axis=-1, ddof=1) / np.sqrt(n))
 
 
 def sign_flip(differences: Sequence[float]) -> float:
@@ -94,22 +100,26 @@ def least_p(pairs: int) -> float:
     return min(1.0, 2.0 ** (1 - pairs))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: ArrayLike) -> Array:
     """Adjusted p values: comparing each with α keeps the probability of any false finding at α.
+
+    Shape:
+        - ``p_values``: (recipes, ...), corrected along the first axis; output: the same.
 
     Example:
         >>> from gonio.compare.judging.statistics import holm
-        >>> holm([0.25, 0.0625, 0.5])
+        >>> holm([0.25, 0.0625, 0.5]).tolist()
         [0.5, 0.1875, 0.5]
 
     References:
         S. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6, 1979.
     """
-    adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
+    p = np.asarray(p_values, dtype=np.float64)
+    order = p.argsort(axis=0, kind="stable")
+    ranks = np.arange(len(p), 0, -1).reshape(-1, *(1,) * (p.ndim - 1))
+    stepped = np.maximum.accumulate(np.minimum(1.0, ranks * np.take_along_axis(p, order, axis=0)), axis=0)
+    adjusted = np.empty_like(p)
+    np.put_along_axis(adjusted, order, stepped, axis=0)
     return adjusted
 
 
@@ -165,12 +175,10 @@ def detectable(pairs: int, comparisons: int, *, power: float = 0.8) -> float | N
 def _simulated_power(pairs: int, alpha: float) -> Callable[[float], float]:
     """Power as a function of the effect, over the same simulated noise for every effect."""
     noise = np.random.Generator(np.random.PCG64(1)).standard_normal((_STUDIES, pairs))
-    bound = require_scipy().t.ppf(1 - ALPHA / 2, pairs - 1)
 
     def power(effect: float) -> float:
         rows = noise + effect
-        half = bound * rows.std(axis=1, ddof=1) / np.sqrt(pairs)
-        return float(((sign_flip_rows(rows) < alpha) & (np.abs(rows.mean(axis=1)) > half)).mean())
+        return float(((sign_flip_rows(rows) < alpha) & (np.abs(rows.mean(axis=1)) > half_width(rows))).mean())
 
     return power
 

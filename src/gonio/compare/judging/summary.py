@@ -51,7 +51,7 @@ def summarise(
     """
     scores = scores_of(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
-    adjusted = holm([sign_flip(pair.differences) for pair in pairs])
+    adjusted = holm([sign_flip(pair.differences) for pair in pairs]).tolist()
     effects = tuple(
         _effect(plan, entry, pair, p_holm, runs, costs)
         for entry, pair, p_holm in zip(plan.recipes[1:], pairs, adjusted, strict=True)
