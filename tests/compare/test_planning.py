@@ -184,3 +184,9 @@ def test_dry_run_says_when_the_seeds_cannot_show_anything() -> None:
     text = dry_run(make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=5), jobs=1)
     assert "1 recipe: 0.062; it must be below 0.05: too few seeds to detect any effect. Use 6 or more" in text
     assert "nothing to compare" in dry_run(make_plan([], task=f"{TINY}:task", seeds=1), jobs=1)
+
+
+def test_the_plan_knows_what_a_constant_prediction_scores() -> None:
+    plans = [make_plan([], task=task, seeds=1) for task in ("digits", "bytes", f"{TINY}:task")]
+    assert [plan.chance for plan in plans] == [pytest.approx(10, abs=0.3), 8.0, 25.0]
+    assert replace(plans[0], chance=None).hash == plans[0].hash

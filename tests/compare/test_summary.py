@@ -272,3 +272,32 @@ def test_without_a_smallest_effect_of_interest_none_is_too_small() -> None:
     effect = compare([0.5, -0.5, 0.4, -0.4, 0.3, -0.3, 0.2, -0.2], sesoi=0.0).effects[0]
     assert effect.verdict == "no evidence"
     assert "no smallest effect of interest was named" in effect.reason
+
+
+@pytest.mark.parametrize(
+    ("scores", "trains"),
+    [
+        ([10.0, 11.0, 9.0, 10.5], False),
+        (["diverged"] * 4, False),
+        ([10.0, 11.0, 9.0, 30.0], True),
+        ([11.8] * 4, True),  # within two standard errors in each seed, but not on average
+        ([60.0] * 4, True),
+    ],
+)
+def test_a_baseline_at_chance_level_is_said_first(scores: list[float | str], trains: bool) -> None:
+    plan = plan_of(seeds=4, chance=10.0, splits={"train": 9, "validation": 9, "test": 1000})
+    better = [score + 30 if isinstance(score, float) else 50.0 for score in scores]
+    results = summarise(plan, runs_of("baseline", [*scores]) + runs_of("r0", [*better]), [], [])
+    assert (results.effects[0].verdict != "the baseline does not train") == trains
+    said = [number for number, note in enumerate(results.notes) if "does not train: its mean accuracy is" in note]
+    assert said == ([] if trains else [0])
+    assert "does not train" not in str(summarise(replace(plan, chance=None), results.runs, [], []).notes)
+
+
+def test_where_less_is_better_chance_is_an_upper_bound() -> None:
+    plan = plan_of(seeds=2, chance=8.0, direction="min", unit="bits", metric="bits per byte")
+    verdicts = [
+        summarise(plan, runs_of("baseline", scores) + runs_of("r0", [3.0, 3.0]), [], []).effects[0].verdict
+        for scores in ([8.0, 8.1], [8.1, 7.9])
+    ]
+    assert verdicts == ["the baseline does not train", "underpowered"]

@@ -13,7 +13,8 @@ from typing import Any
 from gonio.compare.planning.plan import Plan
 
 STATUSES = ("finished", "diverged", "failed")
-VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered")
+UNTRAINED = "the baseline does not train"
+VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", UNTRAINED)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gonio.compare.judging.results import Amount, Effect, Ratio, Reach, Results, Robust, RunRecord
+from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Ratio, Reach, Results, Robust, RunRecord
 from gonio.compare.judging.robustness import ATTACKS
 from gonio.compare.judging.statistics import correlation, detectable, holm, improvement, paired_t, sign_flip
 from gonio.compare.judging.verdict import Evidence, counted, judge
@@ -57,6 +57,9 @@ def summarise(
         for entry, pair, p_holm in zip(plan.recipes[1:], pairs, adjusted, strict=True)
     )
     baseline = [scores[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in scores]
+    untrained = untrained_baseline(plan, baseline)
+    if untrained:
+        effects = tuple(replace(effect, verdict=UNTRAINED, reason=untrained) for effect in effects)
     return Results(
         plan=plan,
         baseline_mean=float(np.mean(baseline)) if baseline else None,
@@ -65,7 +68,12 @@ def summarise(
         runs=tuple(runs),
         command=plan.command,
         versions=plan.versions,
-        notes=(*plan.notes, *_notes(plan, runs, effects, used), *_look_notes(looks)),
+        notes=(
+            *([untrained] if untrained else []),
+            *plan.notes,
+            *_notes(plan, runs, effects, used),
+            *_look_notes(looks),
+        ),
         missing=len(plan.grid) - len(runs),
         looks=tuple(looks),
         robustness=robust_of(plan, runs),
@@ -80,6 +88,28 @@ def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], fl
     worst = (min if plan.direction == "max" else max)(reached, default=None)
     found = {(r.recipe, r.seed): worst if r.status == "diverged" else r.score for r in runs}
     return {key: score for key, score in found.items() if score is not None}
+
+
+def untrained_baseline(plan: Plan, scores: Sequence[float]) -> str | None:
+    """A sentence if the baseline is at chance level in every seed, else None; no recipe can then be judged.
+
+    At chance level: no better than the best constant prediction, up to two standard errors of an accuracy on the
+    test split, in each seed and on average.
+    """
+    if plan.chance is None or not scores:
+        return None
+    error = 0.0
+    if plan.unit == "%":
+        share = min(max(plan.chance / 100, 0.0), 1.0)
+        error = 100 * math.sqrt(share * (1 - share) / max(1, plan.splits.get("test", 1)))
+    gains = [plan.sign * (score - plan.chance) for score in scores]
+    if max(gains) > 2 * error or statistics.fmean(gains) > 2 * error / math.sqrt(len(gains)):
+        return None
+    found, chance = (f"{value:.4g} {plan.unit}".strip() for value in (statistics.fmean(scores), plan.chance))
+    return (
+        f"The baseline does not train: its mean {plan.metric} is {found}, and a constant prediction has {chance}. "
+        "Nothing can be compared with it; check the learning rate, the number of epochs and the data."
+    )
 
 
 def _paired(scores: Mapping[tuple[str, int], float], recipe: str, seeds: Sequence[int]) -> _Pairs:

@@ -21,7 +21,7 @@ VERBS = ("init", "swap", "parametrize", "penalty")
 _LATER = {"self_test": False, "tuning": None, "threat": None}
 _ALWAYS = object()
 # No result depends on these fields.
-_UNHASHED = ("notes", "versions", "command", "history")
+_UNHASHED = ("notes", "versions", "command", "history", "chance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,13 @@ class Plan:
         sesoi: smallest effect of interest, in the metric's unit.
         worst: score of a diverged run; None: the worst finished score of the study.
         code: SHA-256 of each user file that defines the task or model.
-        notes: remarks for the reader. `notes`, `versions`, `command` and `history` are not part of the hash.
+        notes: remarks for the reader. `notes`, `versions`, `command`, `history` and `chance` are not part of the hash.
         training: None if `task` is the user's own training script.
         self_test: the recipes change nothing and draw other random numbers than the baseline.
         tuning: how every recipe is tuned first; None: not at all.
         threat: how trained models are attacked; None: not at all.
         history: one entry for each time that seeds or recipes were added after results existed.
+        chance: score of the best constant prediction; None if it is unknown.
     """
 
     task: str
@@ -143,6 +144,7 @@ class Plan:
     self_test: bool = False
     tuning: Tuning | None = None
     threat: AttackConfig | None = None
+    chance: float | None = None
 
     @property
     def scripted(self) -> bool:

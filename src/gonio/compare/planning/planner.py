@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gonio.compare.engines.local import Worker
 from gonio.compare.planning.plan import (
@@ -86,7 +86,7 @@ def make_plan(
     spec = model or data.model
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
-    _check_model(net, spec, data)
+    chance = _chance(data, _checked_outputs(net, spec, data))
     loaded, left_out = _chosen(recipes, data, net)
     return Plan(
         task=task,
@@ -107,6 +107,7 @@ def make_plan(
         command=command,
         tuning=_tuning(tune),
         threat=_attack_config(data) if robust else None,
+        chance=chance,
     )
 
 
@@ -271,12 +272,13 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def _check_model(model: nn.Module, spec: str, task: Task) -> None:
-    """One forward pass and loss of two examples: wrong shapes would fail every run."""
+def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
+    """Outputs and loss of two examples: wrong shapes would fail every run."""
     inputs, targets = task.train.inputs[:2], task.train.targets[:2]
     try:
         with torch.no_grad():
-            task.loss(task.outputs(model.eval(), inputs), targets)
+            outputs = task.outputs(model.eval(), inputs)
+            task.loss(outputs, targets)
     except Exception as error:
         raise InvalidArgumentError(
             f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
@@ -284,6 +286,24 @@ def _check_model(model: nn.Module, spec: str, task: Task) -> None:
             f"{type(error).__name__}: {error}",
             "Choose a model for such inputs and targets.",
         ) from error
+    return outputs
+
+
+def _chance(task: Task, outputs: Tensor) -> float | None:
+    """Score of the best constant prediction on the test split: equal outputs, or the most frequent class.
+
+    None if the metric cannot be computed for constant outputs.
+    """
+    constants = [torch.zeros_like(outputs[0])]
+    targets = task.test.targets
+    if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
+        constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
+    try:
+        count = len(targets)
+        scores = [task.metric.function(c.expand(count, *c.shape), targets) for c in constants]
+    except Exception:  # a user's metric may reject constant outputs
+        return None
+    return float(max(scores) if task.metric.direction == "max" else min(scores))
 
 
 def _check_training(training: Training, task: Task) -> None:
