@@ -16,7 +16,8 @@ import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.measuring import measure
-from gonio.measuring.advice import ADVICE, SMALL
+from gonio.measuring.findings.advice import ADVICE
+from gonio.measuring.findings.advice import SMALL
 
 SETTINGS = 100
 # G404 and G406 depend on no size; their cases are in test_advice.py

@@ -11,7 +11,7 @@ from torch import nn
 
 import gonio
 from gonio.measuring import measure
-from gonio.measuring.signals import Signal
+from gonio.measuring.figures.signals import Signal
 
 
 def gap(norm: nn.Module, x: torch.Tensor) -> Signal:

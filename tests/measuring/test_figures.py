@@ -128,7 +128,7 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
     assert found["w"].coherence == pytest.approx(1.0)
     assert found.findings[0].found == (
-        "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more, most of all 11 and 5987 with 1.000"
+        "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more; the largest is 1.000, of filters 11 and 5987"
     )
     monkeypatch.setattr("gonio.measuring.neighbours.SEARCHED", 0)
     unsought = measure({"w.weight": weight})["w"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from gonio.errors import MissingExtraError
 from gonio.measuring import Tracker, difference, measure
-from gonio.measuring.columns import number
+from gonio.measuring.showing.columns import number
 from report.html_reader import Page
 from report.test_page import PAYLOADS, TAGS
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gonio
 from gonio import init
 from gonio.measuring import measure
-from gonio.measuring.signals import Signal
+from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
 
 DEPTH = 20
@@ -225,7 +225,7 @@ def test_without_a_derivative_it_says_so() -> None:
     found = measure(Choice(), batch=draw(5, 4))
     assert found.signals[0].gradient_rms is None
     assert found.signals[0].rms > 0
-    assert "Nothing is said on gradients: its output has no gradient." in found.notes
+    assert "Gradients were not measured: its output has no gradient." in found.notes
 
 
 def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none() -> None:

@@ -42,8 +42,7 @@ def test_every_tensor_has_a_row_with_figures_or_a_reason() -> None:
     assert all(t.status == "measured" or t.reason for t in found)
     assert [t.path for t in found.layers] == ["0", "3", "5"]
     assert found.coverage == (
-        "3 of 11 tensors have filters and are measured; 8 have none (7 vectors, 1 counter) and are checked for "
-        "non-finite values; none is skipped."
+        "Measured: 3 of 11 tensors. Checked only for NaN and infinity: 8 (7 vectors, 1 counter). Skipped: none."
     )
     assert found["3"].pairs == 0
     assert found["3"].alignment is None
@@ -102,7 +101,7 @@ def test_shards_are_read_tensor_by_tensor_through_their_index(tmp_path: Path) ->
         same(found, measure(state), "0", "3", "5")
         assert found["gone"].reason == "its shard c.safetensors is missing"
         assert found["no"].reason == "the shard a.safetensors does not hold it"
-        assert "2 skipped: gone: its shard c.safetensors is missing, no: the shard" in found.coverage
+        assert "Skipped: 2 (gone: its shard c.safetensors is missing, no: the shard" in found.coverage
 
 
 @pytest.mark.parametrize("wrap", [lambda m: nn.DataParallel(m), torch.compile])

@@ -1,38 +1,185 @@
-"""How far the weights of one model or file are from those of another: how far training moved them."""
+"""`difference`: how far the weights of one model or file are from those of another, norms and directions apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
 from torch import Tensor
 
-from gonio.errors import GonioError, InvalidArgumentError, listing
+from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError, listing
+from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
-from gonio.measuring.differences import Differences, TensorDifference
-from gonio.measuring.entry import Entry
-from gonio.measuring.numbers import numbers_of
-from gonio.measuring.source import Source, contents_of, name_of
+from gonio.measuring.reading.entry import Entry, numbers_of
+from gonio.measuring.reading.source import Source, contents_of, name_of
+from gonio.measuring.showing import terminal
+from gonio.measuring.showing.columns import Column, number
+from gonio.measuring.showing.exports import csv_of, frame_of, markdown_table
+from gonio.measuring.showing.page import render
 from gonio.measuring.spectra import rank_holding, spectra_of
 
-__all__ = ["difference"]
+__all__ = ["Differences", "TensorDifference", "difference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    r"""One tensor of both sources.
+
+    Attributes:
+        status: `compared`, `equal` (every value), or `not compared`, with the reason.
+        relative: :math:`\lVert \Delta \rVert / \lVert W \rVert` with :math:`\Delta = W' - W`; None from a zero tensor.
+        norm_ratio: median over filters of the norm after over the norm before.
+        angle_mean, angle_max: between each filter before and after, in degrees; 90 for independent directions.
+        stable_rank: :math:`\lVert \Delta \rVert^2 / \sigma_{\max}^2(\Delta)`. `stable_rank_random`: for a change with
+            independent entries.
+        rank_99: the smallest number of singular directions of :math:`\Delta` with 99 % of its squared norm, so that the
+            best approximation of this rank has a relative error of 0.1; None where it is above 256 in a
+            weight too large for all singular values.
+    """
+
+    name: str
+    path: str
+    status: str
+    reason: str = ""
+    shape: tuple[int, ...] = ()
+    relative: float | None = None
+    norm_ratio: float | None = None
+    angle_mean: float | None = None
+    angle_max: float | None = None
+    stable_rank: float | None = None
+    stable_rank_random: float | None = None
+    rank_99: int | None = None
+
+
+EXPORTED = tuple(f.name for f in fields(TensorDifference))
+
+
+def _degrees(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}°"
+
+
+C = Column[TensorDifference]
+COLUMNS: tuple[Column[TensorDifference], ...] = (
+    C("shape", "shape", "of the tensor", 14, lambda t: "×".join(map(str, t.shape))),
+    C("relative", "change", "norm of the difference over the norm before", 7),
+    C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
+    C("angle_mean", "angle", "between each filter before and after: mean", 6, lambda t: _degrees(t.angle_mean)),
+    C("angle_max", "largest", "the largest of these angles", 7, lambda t: _degrees(t.angle_max)),
+    C("stable_rank", "s.rank", "stable rank of the difference", 6),
+    C("stable_rank_random", "chance", "stable rank of a random difference", 6),
+    C("rank_99", "rank 99%", "singular directions with 99 % of its squared norm", 8, lambda t: str(t.rank_99 or "–")),
+)
+KEPT = ("relative", "norm_ratio", "angle_mean", "angle_max", "rank_99", "stable_rank", "stable_rank_random")
+
+
+@dataclass(frozen=True, repr=False)
+class Differences:
+    """Every tensor of either source; a mapping by path that prints as a table.
+
+    Attributes:
+        before, after: the names of the sources.
+        tensors: one :class:`TensorDifference` each, in the order of `before`, then those only in `after`.
+    """
+
+    before: str
+    after: str
+    tensors: tuple[TensorDifference, ...]
+
+    def __getitem__(self, path: str) -> TensorDifference:
+        for tensor in self.tensors:
+            if path in (tensor.path, tensor.name):
+                return tensor
+        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
+
+    def __iter__(self) -> Iterator[TensorDifference]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def moved(self) -> tuple[TensorDifference, ...]:
+        """The tensors that differ and could be compared."""
+        return tuple(tensor for tensor in self.tensors if tensor.status == "compared")
+
+    @property
+    def coverage(self) -> str:
+        """How many tensors were compared, and why the others were not."""
+        equal = sum(t.status == "equal" for t in self.tensors)
+        left = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "not compared"]
+        said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
+        return f"{said} Not compared: {f'{len(left)} ({listing(left, limit=5)})' if left else 'none'}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able data; `schema` names its version."""
+        return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self)}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+
+    def to_csv(self) -> str:
+        """One line per tensor; no cell can run as a formula in a spreadsheet."""
+        return csv_of(self.tensors, EXPORTED)
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame` with one row per tensor.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return frame_of(self.tensors, EXPORTED)
+
+    def to_markdown(self) -> str:
+        """The table of the tensors that changed, and the coverage."""
+        head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
+        return "\n".join([head, "", *markdown_table("tensor", self.moved, COLUMNS), "", markdown_cell(self.coverage), ""])
+
+    def to_html(self) -> str:
+        """One self-contained page without scripts and network access.
+
+        Raises:
+            MissingExtraError: without jinja2.
+        """
+        return render("differences.html.j2", whole=True, d=self, columns=COLUMNS)
+
+    def _repr_html_(self) -> str:
+        return render("differences.html.j2", whole=False, d=self, columns=COLUMNS)
+
+    def __str__(self) -> str:
+        return terminal.as_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Differences of {len(self.tensors)} tensors>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
+        yield Text("")
+        if self.moved:
+            yield terminal.tensor_table("tensor", self.moved, COLUMNS, KEPT, options.max_width)
+            yield Text("")
+        yield Text(self.coverage, style="dim")
 
 
 def difference(before: Source, after: Source, *, progress: Callable[[int, int], None] | None = None) -> Differences:
-    r"""Compare two models, state dicts or files tensor by tensor: norms and directions apart.
+    r"""Compare two models, state dicts or files tensor by tensor, norms and directions apart.
 
     For each filter the ratio of the norms and the angle between :math:`w` before and after; for each tensor the
     relative change :math:`\lVert W' - W \rVert / \lVert W \rVert`. A change of direction can change the function
     of a layer that a normalisation follows; a change of norm there only changes the step size. The rank of
-    :math:`W' - W` says how few directions hold the change: fine-tuning with adapters of rank r cannot exceed r.
+    :math:`W' - W` is the number of directions of the change: at most r after fine-tuning with adapters of rank r.
 
     Args:
         before, after: anything that :func:`gonio.measure` takes. Tensors are matched by name.
-        progress: called after each tensor with how many are done and how many there are.
+        progress: called after each tensor with the number done and the number in all.
 
     Returns:
-        :class:`Differences`; a tensor that only one source has, or whose shapes differ, is listed with the reason.
+        :class:`Differences`; a tensor of only one source, or of different shapes, is listed with the reason.
 
     Raises:
         InvalidArgumentError: as :func:`gonio.measure`, and if the two have no tensor of the same name.
@@ -97,13 +244,13 @@ def _left_out(name: str, reason: str) -> TensorDifference:
 
 
 def _better(before: Entry, after: Entry) -> Entry:
-    """The entry whose layout is known from its layer, where the other's was guessed from its shape."""
-    guessed = before.layout is None or (before.layout == Layout() and after.layout is not None)
-    return after if guessed else before
+    """The entry whose layout is known from its layer, if the other's was inferred from its shape."""
+    inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)
+    return after if inferred else before
 
 
 def _numbers(entry: Entry, when: str) -> Tensor | str:
-    """The values in float32 at least, all of them finite, or why there are none."""
+    """The values in float32 or float64, all finite, or the reason why there are none."""
     if entry.load is None:
         return entry.reason
     try:
@@ -145,7 +292,7 @@ def _turned(before: Tensor, after: Tensor) -> dict[str, float]:
 
 
 def _ranks(change: Tensor, name: str) -> dict[str, Any]:
-    """Ranks of the change as one block-diagonal matrix, beside those of independent entries."""
+    """Ranks of the change as one block-diagonal matrix, beside that of independent entries."""
     _, n, d = change.shape
     total = float(torch.linalg.vector_norm(change, dtype=torch.float64))
     if not total:

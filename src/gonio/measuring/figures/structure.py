@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
-from gonio.surgery import followed_by_norm, sites
+from gonio.surgery import sites
+from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
-from gonio.surgery.kinds import WEIGHTED, computes_as
-from gonio.surgery.least_scale import least_scales
-from gonio.surgery.scale_reader import scale_variables
-from gonio.surgery.scales import Variable
-from gonio.surgery.tracing import Traced, trace
+from gonio.surgery.graph import ScaleVariable, trace
+from gonio.surgery.kinds import SWITCHABLE_NORMS
 from gonio.surgery.wrapping import unwrapped
 
 __all__ = ["MovableScale", "Structure", "structure_of"]
@@ -81,8 +77,8 @@ class Structure:
 def structure_of(model: nn.Module) -> Structure:
     """Trace the model once and read its structure; never raises because of the model."""
     model = unwrapped(model)
-    kinds = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
-    mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, kinds)}
+    norms = [site for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)]
+    mixtures = {site.path: site.module.mixture() for site in norms}
     try:
         return _traced(model, mixtures)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
@@ -99,12 +95,11 @@ def _traced(model: nn.Module, mixtures: dict[str, dict[str, dict[str, float]]]) 
     if why:
         return _without_graph(why, mixtures)
     with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
-        traced = trace(model)
-        free = [variable for variable in scale_variables(traced) if variable.free()]
-        followed = followed_by_norm(traced)
-    if traced.graph is None:
-        return _without_graph(f"the model cannot be traced ({traced.reason})", mixtures)
-    return Structure(_movable(free), followed, _scale_invariant(traced), _calls(traced), mixtures)
+        graph = trace(model)
+        if graph.reason:
+            return _without_graph(f"the model cannot be traced ({graph.reason})", mixtures)
+        free = [variable for variable in graph.scale_variables() if variable.free()]
+        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, graph.call_counts, mixtures)
 
 
 def _refusal(model: nn.Module) -> str:
@@ -115,43 +110,9 @@ def _refusal(model: nn.Module) -> str:
     return f"it has {total:,} weights, more than {LARGEST:,}" if total > LARGEST else ""
 
 
-def _movable(free: list[Variable]) -> MovableScale | None:
+def _movable(free: list[ScaleVariable]) -> MovableScale | None:
     placed = least_scales(free, per_channel=True, sweeps=SWEEPS, tolerance=CONVERGED)
     if not free or not 0 < placed.before < float("inf"):
         return None
     layers = least_scales(free, per_channel=False, sweeps=SWEEPS, tolerance=CONVERGED)
-    return MovableScale(placed.layers, placed.before, placed.after, layers.after)
-
-
-def _calls(traced: Traced) -> dict[str, int]:
-    """How often each module runs in one forward."""
-    first: dict[int, str] = {}
-    return dict(Counter(first.setdefault(id(module), path) for path, module, _ in traced.calls()))
-
-
-# Norms of each channel by itself also remove a bias before them; the others would need the bias scaled too.
-_PER_CHANNEL = (
-    *(nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_ACROSS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
-
-
-def _scale_invariant(traced: Traced) -> frozenset[str]:
-    """Layers whose outputs all go directly into norms that remove the scale of their weight, in training.
-
-    Stricter than :func:`gonio.surgery.followed_by_norm`: the norm must be torch's own or a switchable one, without
-    a module between; a bias must be removed by it; and no other layer may share the weight.
-    """
-    owners = Counter(id(p) for m in traced.model.modules() for p in m._parameters.values() if p is not None)
-    found: dict[str, bool] = {}
-    for path, module, node in traced.calls():
-        if computes_as(module, WEIGHTED) and owners[id(module._parameters.get("weight"))] == 1:
-            found[path] = found.get(path, True) and _is_normalised(module, node, traced)
-    return frozenset(path for path, free in found.items() if free)
-
-
-def _is_normalised(module: nn.Module, node: fx.Node, traced: Traced) -> bool:
-    undoing = _PER_CHANNEL if module._parameters.get("bias") is not None else (*_PER_CHANNEL, *_ACROSS)
-    norms = [traced.called(user) for user in node.users]
-    return bool(norms) and all(norm is not None and computes_as(norm, undoing) for norm in norms)
+    return MovableScale(len(placed.layers), placed.before, placed.after, layers.after)

@@ -17,9 +17,9 @@ from gonio.errors import InvalidArgumentError, listing
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import Structure
 from gonio.measuring.findings.finding import Rule, by_code
-from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 from gonio.parametrizations.base import parametrization_of
 from gonio.surgery import Site, sites
+from gonio.surgery.kinds import SWITCHABLE_NORMS
 
 __all__ = ["ADVICE", "NormUse", "Setting", "Training"]
 
@@ -77,10 +77,7 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     return batch, (samples % batch or batch) if samples else None
 
 
-_NORMS = (
-    *(_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm),
-    *(SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d),
-)
+_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
 
 
 @dataclass(frozen=True)
