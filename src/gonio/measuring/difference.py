@@ -18,7 +18,7 @@ from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.measuring.reading.entry import Entry, numbers_of
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing import terminal
-from gonio.measuring.showing.columns import Column, number
+from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.exports import csv_of, frame_of, markdown_table
 from gonio.measuring.showing.page import render
 from gonio.measuring.spectra import rank_holding, spectra_of
@@ -138,7 +138,8 @@ class Differences:
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
         head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
-        return "\n".join([head, "", *markdown_table("tensor", self.moved, COLUMNS), "", markdown_cell(self.coverage), ""])
+        table = markdown_table("tensor", self.moved, COLUMNS)
+        return "\n".join([head, "", *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self) -> str:
         """One self-contained page without scripts and network access.

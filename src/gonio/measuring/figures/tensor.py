@@ -147,8 +147,8 @@ def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
         values["notes"] = (*values["notes"], *([said] if said else []))
         return _row(entry, **known, status="measured", **values)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
-        lines = str(error).strip().splitlines()
-        return _row(entry, status="skipped", reason=f"cannot be read: {lines[0][:300] if lines else type(error).__name__}")
+        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        return _row(entry, status="skipped", reason=f"cannot be read: {said}")
 
 
 def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...]]:

@@ -99,6 +99,11 @@ class NormUse:
     recomputed: bool
 
     @property
+    def has_statistics(self) -> bool:
+        """Whether it has running statistics."""
+        return self.module._buffers.get("running_mean") is not None
+
+    @property
     def averages_over_batches(self) -> bool:
         """Whether it is a batch norm that updates its statistics in training."""
         return isinstance(self.module, _BatchNorm) and not self.frozen
@@ -199,17 +204,13 @@ def _single_values(setting: Setting) -> str | None:
 
 
 def _several_uses(setting: Setting) -> str | None:
-    reused = [n for n in setting.norms if n.calls > 1 and not n.frozen and n.module._buffers.get("running_mean") is not None]
+    reused = [norm for norm in setting.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
     uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
     return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
 
 
 def _recomputed(setting: Setting) -> str | None:
-    norms = [
-        norm
-        for norm in setting.norms
-        if norm.recomputed and norm.averages_over_batches and norm.module._buffers.get("running_mean") is not None
-    ]
+    norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
     return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
 
 
@@ -301,7 +302,7 @@ ADVICE: Mapping[str, Rule[Setting]] = by_code(
             chance="",
             means="The forward pass is repeated during the backward pass and updates the running statistics a second "
             "time: their momentum is larger than configured, and batches are counted twice.",
-            exact="torch's batch norm updates its buffers in every forward in training mode, including the repeated one.",
+            exact="torch's batch norm updates its buffers in every forward in training mode, the repeated one too.",
             do="Use the momentum 1 − √(1 − m) instead of m, or a layer that handles this (SwitchableNorm), or call "
             "calibrate_ before evaluating.",
             source="pytorch issue 96136.",

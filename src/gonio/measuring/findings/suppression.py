@@ -68,7 +68,7 @@ class Suppression:
         modules = {} if model is None else {site.path: site.module for site in sites(model)}
         hits = [(f, [rule for rule in rules if _takes(*rule, f, owners, modules)]) for f in measured.findings]
         used = {rule for _, taken in hits for rule in taken}
-        unmatched = tuple(f"{code} for {where}" if where else code for where, code in rules if (where, code) not in used)
+        unmatched = tuple(f"{rule[1]} for {rule[0]}" if rule[0] else rule[1] for rule in rules if rule not in used)
         dropped = tuple(finding for finding, taken in hits if taken)
         kept = tuple(finding for finding, taken in hits if not taken)
         return replace(measured, findings=kept, suppressed=Suppressed(self.origin, dropped, unmatched))
@@ -93,7 +93,9 @@ class _Unknown(nn.Module):
 _UNKNOWN = _Unknown()
 
 
-def _takes(where: str, code: str, finding: Finding, owners: Mapping[str, str], modules: Mapping[str, nn.Module]) -> bool:
+def _takes(
+    where: str, code: str, finding: Finding, owners: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> bool:
     """Whether a rule of the suppression selects a finding."""
     if code != finding.code or not where:
         return code == finding.code

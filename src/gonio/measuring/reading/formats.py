@@ -23,12 +23,17 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch checkpoints
 REMAP = 256 << 20  # bytes
 
 _DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-    **{"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
-    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
-    **{"BOOL": "bool", "C64": "complex64"},
+    **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+    **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "BOOL": "bool",
+    "C64": "complex64",
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.formats import stored_in_safetensors, stored_in_torch
 from gonio.measuring.reading.entry import Stored
+from gonio.measuring.reading.formats import stored_in_safetensors, stored_in_torch
 
 __all__ = ["Shards", "are_parts", "stored_in_shards", "stored_without_index"]
 

@@ -213,7 +213,7 @@ SIGNALS: tuple[Column[Signal], ...] = (
     Column("dead_units", "dead", "units whose output is 0 throughout", 13, _dead),
     Column("gradient_rms", "gradient", "rms of the gradient at the output", 8, _gradient),
     Column("gradient_gain", "its gain", "rms of the gradient at the input over that at the output", 8),
-    Column("angles", "off 90°", "deviation of filter angles from 90°, by the signs of the outputs (exact)", 12, _angles),
+    Column("angles", "off 90°", "deviation of angles from 90°, by the signs of the outputs (exact)", 12, _angles),
     Column("train_eval_gap", "train–eval", "difference between the outputs in training and in evaluation mode", 10),
 )
 _DROPPED = ("mean", "gradient_gain", "std", "angles", "train_eval_gap")  # on a narrow screen, in this order
