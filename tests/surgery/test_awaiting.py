@@ -98,7 +98,7 @@ class TestAStepWithoutWhatWasAdded:
         EDITS[name](model)
         second = torch.optim.Adam(added(model, old))
         backward(model)
-        assert trains(optimizer, second)  # the first one steps while the other has not taken a step yet
+        assert trains(second, optimizer)
 
     def test_an_optimizer_that_is_gone_has_nothing(self, name: str) -> None:
         model = network()

@@ -98,7 +98,7 @@ def test_a_folded_resnet_18_rests_where_every_channel_is_balanced() -> None:
         atol=0,
     )
     assert sum(float(p.detach().square().sum()) for n, p in model.named_parameters() if n.endswith("weight")) < start
-    assert "has not come to rest" not in text
+    assert "has not converged" not in text
 
 
 def test_a_shared_norm_moves_nothing() -> None:
@@ -234,7 +234,7 @@ def test_what_an_unknown_optimizer_remembers_is_refused_and_nothing_changes() ->
     before = {k: v.clone() for k, v in model.state_dict().items()}
     balance_(model, optimizer=optimizer).undo_()
     optimizer.step()
-    with pytest.raises(NotApplicableError, match="what Odd remembers under 'memory' is of unknown scale"):
+    with pytest.raises(NotApplicableError, match="the unit of 'memory' in the state of Odd is unknown"):
         balance_(model, optimizer=optimizer)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 

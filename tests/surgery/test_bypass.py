@@ -75,7 +75,7 @@ def test_a_layer_that_a_plain_list_holds_too_is_said() -> None:
 
     model = Listed()
     text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
-    assert "stages still holds the module that was first: it is no registered child" in text
+    assert "stages still holds the module that was first: no edit reaches it there" in text
 
 
 class Doubled(nn.Conv2d):

@@ -56,7 +56,7 @@ def test_undo_twice_is_refused():
     model = nn.Sequential(nn.Linear(2, 2))
     edited = Edit(model, "demo_").done()
     edited.undo_()
-    with pytest.raises(UndoError, match=r"undo_\(\) of demo_ was asked for; it was undone before"):
+    with pytest.raises(UndoError, match=r"undo_: cannot undo demo_; it was undone before"):
         edited.undo_()
 
 

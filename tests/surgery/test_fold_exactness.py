@@ -16,7 +16,7 @@ from catalog import PARAMETRIZATIONS, seeded
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import NoMatchError, NotApplicableError
-from gonio.surgery import fold_, fold_norm
+from gonio.surgery import fold, fold_
 from laws.snapshot import Snapshot, assert_restored
 from laws.support import first_of_kind
 from networks import ResNet18, images
@@ -97,8 +97,8 @@ def test_rounding_that_the_model_enlarges_is_no_mistake_of_the_fold() -> None:
 
 @pytest.mark.parametrize("make", [Enlarging, lambda: nn.Sequential(nn.Conv2d(2, 4, 1), trained(nn.BatchNorm2d(4)))])
 def test_a_mistake_of_the_fold_is_found_and_taken_back(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    affine = fold_norm._affine
-    monkeypatch.setattr(fold_norm, "_affine", lambda norm: tuple(1.01 * part for part in affine(norm)))
+    affine = fold._affine
+    monkeypatch.setattr(fold, "_affine", lambda norm: tuple(1.01 * part for part in affine(norm)))
     model, x = make().double().eval(), seeded(4, 2, 5, 5, dtype=torch.float64)
     before = Snapshot.of(model, x)
     with pytest.raises(NotApplicableError, match="the outputs changed: largest deviation"):
@@ -158,17 +158,17 @@ class Unused(nn.Sequential):
     [
         (
             nn.Sequential(Doubled(2, 2, 1), nn.BatchNorm2d(2)),
-            "what feeds it is no linear or convolutional layer of torch",
+            "its input is not the output of a linear or convolutional layer of torch",
         ),
         (nn.Sequential(nn.Conv2d(2, 2, 1), Activated(2)), "Activated computes something else than a batch norm"),
         (
             nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.BatchNorm2d(2)),
-            "what feeds it is no linear or convolutional",
+            "its input is not the output of a linear or convolutional",
         ),
         (nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)), "no running statistics"),
         (Hooked(), "it or the layer before it has forward hooks"),
         (Unused(), "it does not run"),
-        (nn.Sequential(nn.BatchNorm2d(2)), "what feeds it is no linear"),
+        (nn.Sequential(nn.BatchNorm2d(2)), "its input is not the output of a linear"),
     ],
 )
 def test_what_stays_is_said_with_the_reason_and_naming_it_is_an_error(model: nn.Module, reason: str) -> None:

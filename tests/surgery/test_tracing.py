@@ -12,8 +12,8 @@ from torch import nn
 from catalog import seeded
 from gonio.errors import NotApplicableError
 from gonio.surgery import activation_after, balance_, followed_by_norm
+from gonio.surgery.graph import trace
 from gonio.surgery.kinds import computes_as, is_norm
-from gonio.surgery.tracing import trace
 
 
 class Masked(nn.Module):
@@ -71,7 +71,7 @@ def test_arguments_keep_their_defaults() -> None:
 
 def test_what_training_does_otherwise_pins_the_scale() -> None:
     model = Auxiliary()
-    with pytest.raises(NotApplicableError, match="it is used otherwise in training than in evaluation"):
+    with pytest.raises(NotApplicableError, match="it is used differently in training and in evaluation"):
         balance_(model.eval())
     assert not model.training
 

@@ -9,7 +9,6 @@ from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
-from gonio.surgery.site import Site, select, sites
 from gonio.surgery.swap import swap_
 from gonio.surgery.where import (
     Everything,
@@ -18,8 +17,11 @@ from gonio.surgery.where import (
     Predicate,
     Regex,
     Selector,
+    Site,
     Where,
     as_selector,
+    select,
+    sites,
 )
 
 __all__ = [

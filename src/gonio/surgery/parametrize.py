@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,7 @@ from gonio.geometry.views import layout_of
 from gonio.parametrizations.base import Parametrization, attach, parametrization_of
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_holds, note_added, tell_
-from gonio.surgery.site import Site, select, sites
-from gonio.surgery.where import Where
+from gonio.surgery.where import Site, Where, select, sites
 from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["parametrize_"]
@@ -42,8 +42,9 @@ def parametrize_(
         template: copied for each layer.
         where: which layers; None for all that have such a tensor.
         tensor: the name of the tensor.
-        optimizer: told about added parameters. Without it, the next step of one that trains the tensor raises
-            :class:`gonio.errors.UntrainedParametersError`, if no optimizer has them.
+        optimizer: updated with the added parameters. Without it, the next step of one that trains the tensor
+            raises :class:`gonio.errors.UntrainedParametersError`, unless an optimizer with the added ones has
+            taken a step (the second step, for one of several optimizers).
 
     Raises:
         NoMatchError: if `where` selects no layer with such a tensor.
@@ -70,37 +71,20 @@ def parametrize_(
     _check_ties(model, found, tensor)
     check_holds(optimizer, model)
     shared: dict[int, Parametrization] = {}
-    present = list(model.parameters())
     with Edit(model, "parametrize_") as edit:
         for site in found:
-            raw = site.module._parameters[tensor]
-            one = shared.setdefault(id(raw), copy.deepcopy(template))
-            _parametrize_one_(edit, site, one, tensor, optimizer, present)
+            module, raw = site.module, site.module.get_parameter(tensor)
+            parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
+            before, value = list(module.parameters()), raw.detach().clone()
+            edit.snapshot_(module)
+            attach(module, tensor, parametrization)
+            if not torch.equal(value, raw):  # attaching changed it: an undo brings the old value back
+                edit.on_undo(partial(edit.overwrite_, raw, value))
+            edit.changed(site.path, f"{tensor} = {parametrization}")
+            tell_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if optimizer is None:
-            note_added(edit, present)
+            note_added(edit)
     return edit.done()
-
-
-def _parametrize_one_(
-    edit: Edit,
-    site: Site,
-    parametrization: Parametrization,
-    tensor: str,
-    optimizer: torch.optim.Optimizer | None,
-    present: list[nn.Parameter],
-) -> None:
-    module = site.module
-    before = list(module.parameters())
-    raw = module._parameters[tensor]
-    if raw is None:
-        raise NotApplicableError("parametrize_", site.path, f"its {tensor} is gone", "Choose another tensor.")
-    value = raw.detach().clone()
-    edit.snapshot_(module)
-    attach(module, tensor, parametrization)
-    if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
-        edit.on_undo(lambda: edit.overwrite_(raw, value))
-    edit.changed(site.path, f"{tensor} = {parametrization}")
-    tell_(edit, site.path, optimizer, before, dict(module.named_parameters()), present=present)
 
 
 def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
