@@ -177,7 +177,9 @@ def test_padding_and_stride_are_kept() -> None:
     ids=lambda value: str(value)[:12],
 )
 def test_what_has_no_filters_is_refused(module: nn.Module, name: str) -> None:
-    with pytest.raises(NotApplicableError, match=f"a matrix view was asked for .*{name}.*pass an explicit Layout"):
+    with pytest.raises(
+        NotApplicableError, match=rf"layout_of\(\): cannot be applied to .*{name}.*pass an explicit Layout"
+    ):
         layout_of(module, name)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen, widest
+from gonio.geometry.norms import widen, widest
 
 __all__ = ["least_scale", "scale_imbalance"]
 

@@ -91,11 +91,11 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
     layout = _layout(module, name)
     if layout is None:
         raise NotApplicableError(
-            "a matrix view",
+            "layout_of()",
             f"{type(module).__name__}.{name}",
-            "it is not a weight that this library knows how to read as filters",
+            "it is not a weight with filters of a known layer",
             "Known: Linear, Embedding, Conv1–3d, ConvTranspose1–3d, MultiheadAttention, RNN, LSTM, GRU; "
-            "for your own layer pass an explicit Layout.",
+            "for other layers pass an explicit Layout.",
         )
     return layout
 
