@@ -14,7 +14,7 @@ import gonio
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.geometry import layout_of, matrix_view
 from gonio.measuring import measure
-from gonio.measuring.bulk import bulk_of, defect_at_random, distance_at_random, largest_at_random
+from gonio.geometry.chance import (spectrum_deviation, random_orthogonality_defect, random_spectrum_distance, random_largest_singular_value)
 from references.spectra import defect, distance_from_marchenko_pastur
 from tolerances import close
 
@@ -29,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_distance_and_the_defect_follow_their_definitions(shape: tuple[int, int], scale: float) -> None:
     for matrix in (normal(*shape), normal(*shape) + 0.3, torch.eye(*shape, dtype=torch.float64)):
-        found = bulk_of(torch.linalg.svdvals(matrix * scale), *shape)
+        found = spectrum_deviation(torch.linalg.svdvals(matrix * scale), *shape)
         assert found is not None
         values = np.linalg.svd(matrix.numpy(), compute_uv=False)
         # The law is tabulated at 4097 points of a smooth variable; between them the share moves by at most 1/2000.
@@ -44,24 +44,24 @@ def test_they_are_figures_of_a_layer() -> None:
     assert found.orthogonality_defect == pytest.approx(defect(matrix), rel=close(torch.float32)["rtol"])
     values = np.linalg.svd(matrix, compute_uv=False)
     assert found.spectrum_distance == pytest.approx(distance_from_marchenko_pastur(values, 20, 54), abs=5e-4)
-    assert found.spectrum_distance_random == distance_at_random(20, 54)
+    assert found.spectrum_distance_random == random_spectrum_distance(20, 54)
     assert found.orthogonality_defect_random == pytest.approx(sqrt(21 / 54))
 
 
 @pytest.mark.parametrize("shape", [(4, 40), (16, 27), (64, 64), (200, 100), (100, 1500)])
 def test_random_matrices_show_what_is_said_of_them(shape: tuple[int, int]) -> None:
-    found = [bulk_of(torch.linalg.svdvals(normal(*shape, seed=seed)), *shape) for seed in range(60)]
+    found = [spectrum_deviation(torch.linalg.svdvals(normal(*shape, seed=seed)), *shape) for seed in range(60)]
     bulks = [bulk for bulk in found if bulk is not None]
     distances = torch.tensor([bulk.distance for bulk in bulks])
-    assert float(distances.mean()) == pytest.approx(distance_at_random(*shape), rel=0.15)
-    assert float(distances.max()) < 2 * distance_at_random(*shape)
+    assert float(distances.mean()) == pytest.approx(random_spectrum_distance(*shape), rel=0.15)
+    assert float(distances.max()) < 2 * random_spectrum_distance(*shape)
     squares = torch.tensor([bulk.defect**2 for bulk in bulks])
-    assert float(squares.mean().sqrt()) == pytest.approx(defect_at_random(*shape), rel=0.08)
+    assert float(squares.mean().sqrt()) == pytest.approx(random_orthogonality_defect(*shape), rel=0.08)
 
 
 def test_the_largest_of_random_matrices_stays_below_the_stated_value() -> None:
     """999 of 1000: among 1000 matrices 5 or more would be above in 4 of 1000 cases only."""
-    edge = largest_at_random(20, 30) * sqrt(30)
+    edge = random_largest_singular_value(20, 30) * sqrt(30)
     largest = torch.linalg.svdvals(normal(1000, 20, 30))[:, 0]
     assert int((largest > edge).sum()) < 5
     assert float(largest.max()) > 0.97 * edge  # and the value is no idle bound
@@ -72,11 +72,11 @@ def test_what_stands_out_is_counted() -> None:
     spike = 12 * torch.outer(normal(60, seed=1) / sqrt(60), normal(80, seed=2) / sqrt(80)) * sqrt(80) / 3
     two = matrix + spike + 4 * torch.outer(normal(60, seed=3), normal(80, seed=4)) / sqrt(60)
     values = torch.linalg.svdvals(two)
-    found = bulk_of(values, 60, 80)
+    found = spectrum_deviation(values, 60, 80)
     assert found is not None
     assert found.outliers == 2
     assert found.outlier_share == pytest.approx(float(values[:2].square().sum() / values.square().sum()))
-    plain = bulk_of(torch.linalg.svdvals(matrix), 60, 80)
+    plain = spectrum_deviation(torch.linalg.svdvals(matrix), 60, 80)
     assert plain is not None
     assert (plain.outliers, plain.outlier_share) == (0, 0.0)
     assert found.distance > 1.5 * plain.distance
@@ -111,7 +111,7 @@ def test_opposite_filters_are_told_from_equal_ones(monkeypatch: pytest.MonkeyPat
     weight[7], weight[8], weight[9] = 2 * weight[3], -weight[4], -3 * weight[5]
     found = measure({"w.weight": weight})["w"]
     assert (found.near_duplicates, found.near_antipodal) == (3, 2)
-    monkeypatch.setattr("gonio.measuring.pairs.SAMPLE", 50)
+    monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 50)
     assert (measure({"w.weight": weight})["w"].near_duplicates, found.near_antipodal) == (3, 2)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from gonio.measuring import measure
-from gonio.measuring.blocks import BLOCK
-from gonio.measuring.chance import angle_std_at_random, coherence_at_random, expected_above
-from gonio.measuring.gram import Gram
-from gonio.measuring.pairs import measure_pairs
+from gonio.geometry.blocks import BLOCK
+from gonio.geometry.chance import random_angle_std, random_coherence, expected_pairs_above
+from gonio.geometry.blocks import GramMatrix
+from gonio.geometry.pairs import pair_statistics
 from references.measuring import angle_std_by_chance, closest, coherence_by_chance, figures, groups_of
 from tolerances import close
 
@@ -71,9 +71,9 @@ def test_angles_from_the_gram_matrix_are_those_of_the_filters(shape: tuple[int, 
     """Sizes that are no multiple of the blocks, and entries whose squares have no place in float32."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     matrix[1] = 0.9 * matrix[0] + 0.1 * matrix[1]
-    gram = Gram.of(matrix * scale)
+    gram = GramMatrix.of(matrix * scale)
     assert gram.has_cosines
-    found, expected = (measure_pairs(matrix[None] * scale, name="x", gram=g) for g in (gram, None))
+    found, expected = (pair_statistics(matrix[None] * scale, name="x", gram=g) for g in (gram, None))
     assert found is not None
     assert expected is not None
     assert (found.count, found.closest, found.near) == (expected.count, expected.closest, expected.near)
@@ -85,20 +85,20 @@ def test_angles_from_the_gram_matrix_are_those_of_the_filters(shape: tuple[int, 
 
 def test_no_cosines_from_the_gram_matrix_of_columns_or_with_a_zero_filter() -> None:
     matrix = torch.randn(20, 30)
-    assert not Gram.of(matrix.T).has_cosines
+    assert not GramMatrix.of(matrix.T).has_cosines
     matrix[3] = 0
-    assert not Gram.of(matrix).has_cosines
-    found = measure_pairs(matrix[None], name="x", gram=Gram.of(matrix))
+    assert not GramMatrix.of(matrix).has_cosines
+    found = pair_statistics(matrix[None], name="x", gram=GramMatrix.of(matrix))
     assert found is not None
     assert found.count == 19 * 18 // 2
 
 
 def test_many_filters_take_blocks_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(1, 150, 20)
-    whole = measure_pairs(matrix, name="x")
+    whole = pair_statistics(matrix, name="x")
     for name, entries in (("BLOCK", 1000), ("PRODUCT", 1000), ("PART", 50)):
-        monkeypatch.setattr(f"gonio.measuring.pairs.{name}", entries)
-    parts = measure_pairs(matrix, name="x")
+        monkeypatch.setattr(f"gonio.geometry.pairs.{name}", entries)
+    parts = pair_statistics(matrix, name="x")
     assert BLOCK > 150 * 150
     assert whole is not None
     assert parts is not None
@@ -108,7 +108,7 @@ def test_many_filters_take_blocks_and_give_the_same(monkeypatch: pytest.MonkeyPa
 
 
 def test_very_many_filters_are_sampled_always_alike_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gonio.measuring.pairs.SAMPLE", 100)
+    monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 100)
     layer = nn.Embedding(1000, 12)
     first, second = measure(layer)["weight"], measure(layer)["weight"]
     assert first == second
@@ -121,7 +121,7 @@ def test_very_many_filters_are_sampled_always_alike_and_it_is_said(monkeypatch: 
 
 
 def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gonio.measuring.pairs.SAMPLE", 50)
+    monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 50)
     weight = torch.randn(6000, 40, generator=torch.Generator().manual_seed(0))
     weight[5987] = -3 * weight[11]
     found = measure({"w.weight": weight})
@@ -130,7 +130,7 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     assert found.findings[0].found == (
         "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more; the largest is 1.000, of filters 11 and 5987"
     )
-    monkeypatch.setattr("gonio.measuring.neighbours.SEARCHED", 0)
+    monkeypatch.setattr("gonio.geometry.duplicates.SEARCHED", 0)
     unsought = measure({"w.weight": weight})["w"]
     assert unsought.near_duplicates == 0
     assert "near duplicates sought among those drawn alone" in unsought.notes
@@ -148,7 +148,7 @@ def test_the_largest_singular_value_of_a_large_matrix_comes_from_products(monkey
     layer = nn.Linear(60, 40)
     exact = measure(layer)["weight"]
     for name in ("EXACT_WORK", "SMALL"):
-        monkeypatch.setattr(f"gonio.measuring.spectra.{name}", 0)
+        monkeypatch.setattr(f"gonio.geometry.spectra.{name}", 0)
     fast = measure(layer)["weight"]
     assert fast.effective_rank is None
     assert fast.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)
@@ -157,17 +157,17 @@ def test_the_largest_singular_value_of_a_large_matrix_comes_from_products(monkey
 
 @pytest.mark.parametrize("dim", [2, 3, 9, 100, 576])
 def test_the_spread_of_random_angles(dim: int) -> None:
-    assert angle_std_at_random(dim) == pytest.approx(angle_std_by_chance(dim), rel=1e-6)
+    assert random_angle_std(dim) == pytest.approx(angle_std_by_chance(dim), rel=1e-6)
 
 
 @pytest.mark.parametrize(("count", "dim"), [(1, 3), (10, 5), (2016, 27), (2016, 576), (10**7, 4096)])
 def test_the_largest_cosine_of_random_directions(count: int, dim: int) -> None:
-    assert coherence_at_random(count, dim) == pytest.approx(coherence_by_chance(count, dim), rel=2e-2)
+    assert random_coherence(count, dim) == pytest.approx(coherence_by_chance(count, dim), rel=2e-2)
 
 
 def test_the_number_expected_above_a_cosine() -> None:
-    assert expected_above(0.5, 1000, 3) == pytest.approx(500, rel=1e-6)  # in three dimensions |cos| is uniform
-    assert expected_above(0.95, 5, 1) == 5
+    assert expected_pairs_above(0.5, 1000, 3) == pytest.approx(500, rel=1e-6)  # in three dimensions |cos| is uniform
+    assert expected_pairs_above(0.95, 5, 1) == 5
 
 
 def test_random_weights_look_random_and_others_do_not() -> None:

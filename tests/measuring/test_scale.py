@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gonio.measuring import measure
-from gonio.measuring.blocks import count_nonfinite, norms_of, row_blocks, tiles
-from gonio.measuring.neighbours import NEAR, near_pairs
-from gonio.measuring.pairs import measure_pairs
-from gonio.measuring.spectra import lanczos_error, largest_singular_value, spectra_of
+from gonio.geometry.blocks import (count_nonfinite, row_norms, row_blocks, tiles)
+from gonio.geometry.duplicates import NEAR, near_pairs
+from gonio.geometry.pairs import pair_statistics
+from gonio.geometry.lanczos import lanczos_error, largest_singular_value
+from gonio.geometry.spectra import spectrum_estimate
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -59,7 +60,7 @@ def test_the_gram_of_blocks_agrees_with_lapack(shape: tuple[int, int], monkeypat
     for name, value in (("spectra.DECOMPOSED", 0), ("blocks.BLOCK", 1000)):
         monkeypatch.setattr(f"gonio.measuring.{name}", value)
     matrix = of_condition(*shape, 1e3).float()
-    found = spectra_of(matrix[None], name="x")
+    found = spectrum_estimate(matrix[None], name="x")
     assert found.values is not None
     expected = torch.linalg.svdvals(matrix.double())
     torch.testing.assert_close(found.values.sort(descending=True).values, expected, rtol=1e-5, atol=0)
@@ -101,11 +102,11 @@ def test_the_start_decides_by_chance_alone_that_the_error_is_larger() -> None:
 def test_the_error_of_a_sample_is_its_spread_over_samples(shared: float, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = normal(900, 40).float()
     matrix += shared * torch.linspace(0, 8, 900)[:, None]  # filters that are alike by different degrees
-    whole = measure_pairs(matrix[None], name="x")
+    whole = pair_statistics(matrix[None], name="x")
     assert whole is not None
     assert (whole.sampled, whole.error) == (None, 0.0)
-    monkeypatch.setattr("gonio.measuring.pairs.SAMPLE", 90)
-    drawn = [measure_pairs(matrix[None], name=str(seed)) for seed in range(200)]
+    monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 90)
+    drawn = [pair_statistics(matrix[None], name=str(seed)) for seed in range(200)]
     off = torch.tensor([d.mean_square_cosine - whole.mean_square_cosine for d in drawn if d is not None])
     stated = torch.tensor([d.error for d in drawn if d is not None])
     assert 0.8 < float(stated.mean() / off.std()) < 1.25
@@ -113,7 +114,7 @@ def test_the_error_of_a_sample_is_its_spread_over_samples(shared: float, monkeyp
 
 
 def test_long_filters_are_drawn_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gonio.measuring.pairs.LENGTH", 1000)
+    monkeypatch.setattr("gonio.geometry.pairs.LENGTH", 1000)
     found = measure({"w.weight": normal(60, 40).float()})["w"]
     assert found.pairs == 25 * 24 // 2
     assert "angles from 25 of 60 filters, drawn at random" in found.notes[0]
@@ -123,10 +124,10 @@ def test_very_long_filters_are_compared_part_by_part(monkeypatch: pytest.MonkeyP
     matrix = normal(8, 5000).float()
     matrix[3] = 0
     matrix[5] = -2 * matrix[1]
-    expected = measure_pairs(matrix[None], name="x")
-    monkeypatch.setattr("gonio.measuring.pairs.LONG", 100)
-    monkeypatch.setattr("gonio.measuring.pairs.BLOCK", 16 * 300)
-    found = measure_pairs(matrix[None], name="x")
+    expected = pair_statistics(matrix[None], name="x")
+    monkeypatch.setattr("gonio.geometry.pairs.LONG", 100)
+    monkeypatch.setattr("gonio.geometry.pairs.BLOCK", 16 * 300)
+    found = pair_statistics(matrix[None], name="x")
     assert expected is not None
     assert found is not None
     assert (
@@ -163,9 +164,9 @@ def test_blocks_are_the_matrix() -> None:
 
 
 def test_norms_and_counts_at_the_ends_of_the_range() -> None:
-    assert norms_of(torch.full((1, 4), 3e38)).tolist() == pytest.approx([6e38], rel=1e-6)
-    assert norms_of(torch.full((2, 4), 1e200, dtype=torch.float64)).tolist() == pytest.approx([2e200] * 2)
-    assert norms_of(torch.tensor([[float("inf"), 1.0]], dtype=torch.float64)).tolist() == [float("inf")]
+    assert row_norms(torch.full((1, 4), 3e38)).tolist() == pytest.approx([6e38], rel=1e-6)
+    assert row_norms(torch.full((2, 4), 1e200, dtype=torch.float64)).tolist() == pytest.approx([2e200] * 2)
+    assert row_norms(torch.tensor([[float("inf"), 1.0]], dtype=torch.float64)).tolist() == [float("inf")]
     assert count_nonfinite(torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")]])) == (2, (1, 0))
     assert count_nonfinite(torch.tensor(float("inf"))) == (1, ())
 

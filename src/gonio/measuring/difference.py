@@ -15,13 +15,13 @@ from torch import Tensor
 from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
+from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.measuring.reading.entry import Entry, numbers_of
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.exports import csv_of, frame_of, markdown_table
 from gonio.measuring.showing.page import render
-from gonio.measuring.spectra import rank_holding, spectra_of
 
 __all__ = ["Differences", "TensorDifference", "difference"]
 
@@ -298,9 +298,9 @@ def _ranks(change: Tensor, name: str) -> dict[str, Any]:
     total = float(torch.linalg.vector_norm(change, dtype=torch.float64))
     if not total:
         return {}
-    found = spectra_of(change, name=name)
+    found = spectrum_estimate(change, name=name)
     return {
-        "stable_rank": (total / found.largest) ** 2,
+        "stable_rank": found.stable_rank(total),
         "stable_rank_random": change.numel() / (n**0.5 + d**0.5) ** 2,
-        "rank_99": rank_holding(change, found, 0.99, name=name),
+        "rank_99": energy_rank(change, found, 0.99, name=name),
     }

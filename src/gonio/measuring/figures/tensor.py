@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import ceil, prod, sqrt
+from math import prod, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import GonioError
-from gonio.geometry import Layout, conv_spectral_norm_estimate, matrix_view, welch_bound
-from gonio.measuring.blocks import count_nonfinite, norms_of
-from gonio.measuring.bulk import bulk_of, defect_at_random, distance_at_random
-from gonio.measuring.chance import angle_std_at_random, coherence_at_random
-from gonio.measuring.gram import Gram
-from gonio.measuring.pairs import Pairs, measure_pairs
+from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
+from gonio.geometry.blocks import GramMatrix, NormSummary, count_nonfinite, row_norms
+from gonio.geometry.conv_operator import periodic_grid
+from gonio.geometry.pairs import PairStatistics, pair_statistics
+from gonio.geometry.spectra import shared_gram, spectrum_estimate
 from gonio.measuring.reading.entry import PART, Entry, numbers_of
-from gonio.measuring.spectra import gram_for, spectra_of
 
 __all__ = ["ALSO", "Also", "TensorMeasurement", "measure_tensor"]
 
@@ -178,17 +176,17 @@ def _row(entry: Entry, **values: Any) -> TensorMeasurement:
 def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) -> dict[str, Any]:
     matrices = matrix_view(tensor, layout)
     groups, n, d = matrices.shape
-    norms = torch.cat([norms_of(matrix) for matrix in matrices])
+    norms = torch.cat([row_norms(matrix) for matrix in matrices])
     fine = torch.isfinite(norms)
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, **_norms(norms[fine], d)}
     if not bool(fine.all()):
         notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
     whole = bool(fine.all()) and bool((norms > 0).any())
-    gram = gram_for(matrices) if whole else None
-    pairs = measure_pairs(matrices, name=name, gram=gram)
+    gram = shared_gram(matrices) if whole else None
+    pairs = pair_statistics(matrices, name=name, gram=gram)
     values |= _angles(pairs, n, d) if pairs else {"pairs": 0}
     if pairs is not None and pairs.sampled:
-        error = f"{2 * d * pairs.error:.2g}"
+        error = f"{2 * pairs.alignment_error:.2g}"
         where = "among all of them" if pairs.searched else "among those drawn alone"
         drawn = f"angles from {pairs.sampled} of {n} filters, drawn at random: alignment ± {error} (95 %)"
         notes = (*notes, drawn, f"near duplicates sought {where}")
@@ -200,40 +198,29 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
 def _norms(norms: Tensor, dim: int) -> dict[str, Any]:
     if not norms.numel():
         return {"zero_filters": 0}
-    most = float(norms.max())
-    frobenius = float(torch.linalg.vector_norm(norms / (most or 1.0))) * most  # the square of 1e200 overflows
-    points = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=norms.dtype, device=norms.device)
-    ordered = norms.sort().values
-    places = (points * (len(ordered) - 1)).round().long()  # torch.quantile refuses more than 2^24 numbers
+    found = NormSummary.of(norms, dim)
     return {
-        "rms": frobenius / sqrt(norms.numel() * dim),
-        "frobenius": frobenius,
-        "norm_mean": float(norms.mean()),
-        "norm_std": float(norms.std(correction=0)),
-        "norm_quantiles": tuple(ordered[places].tolist()),
-        "norm_nonzero_min": float(ordered[ordered > 0][0]) if bool((ordered > 0).any()) else None,
-        "zero_filters": int((norms == 0).sum()),
+        "rms": found.rms,
+        "frobenius": found.frobenius,
+        "norm_mean": found.mean,
+        "norm_std": found.std,
+        "norm_quantiles": found.quantiles,
+        "norm_nonzero_min": found.nonzero_min,
+        "zero_filters": found.zeros,
     }
 
 
-def _angles(pairs: Pairs, n: int, d: int) -> dict[str, Any]:
-    """The pairs' figures beside those of random directions.
-
-    Cosines of different pairs are pairwise independent with Var cos² = 2(d−1)/(d²(d+2)), so the standard
-    deviation of d·mean cos² over N unordered pairs is √(2(d−1)/((d+2)N)), exactly.
-    """
-    deviation = sqrt(2 * (d - 1) / ((d + 2) * pairs.count))
-    alignment = d * pairs.mean_square_cosine
+def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
     return {
         "pairs": pairs.count,
         "angle_mean": pairs.angle_mean,
         "angle_std": pairs.angle_std,
-        "angle_std_random": angle_std_at_random(d),
-        "alignment": alignment,
-        "alignment_error": d * pairs.error,
-        "alignment_z": (alignment - 1) / deviation if deviation else 0.0,
+        "angle_std_random": chance.random_angle_std(d),
+        "alignment": pairs.alignment,
+        "alignment_error": pairs.alignment_error,
+        "alignment_z": pairs.alignment_zscore,
         "coherence": pairs.coherence,
-        "coherence_random": coherence_at_random(pairs.count, d),
+        "coherence_random": chance.random_coherence(pairs.count, d),
         "welch_bound": welch_bound(n, d),
         "near_duplicates": pairs.near,
         "near_antipodal": pairs.opposite,
@@ -242,32 +229,30 @@ def _angles(pairs: Pairs, n: int, d: int) -> dict[str, Any]:
     }
 
 
-def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: Gram | None) -> dict[str, Any]:
+def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: GramMatrix | None) -> dict[str, Any]:
     _, n, d = matrices.shape
-    found = spectra_of(matrices, name=name, gram=gram)
-    edge = frobenius / sqrt(prod(matrices.shape)) * (sqrt(n) + sqrt(d))
+    found = spectrum_estimate(matrices, name=name, gram=gram)
+    edge = marchenko_pastur(n, d, std=frobenius / sqrt(prod(matrices.shape))).upper
     values: dict[str, Any] = {
         "sigma_max": found.largest,
         "sigma_error": found.error,
         "sigma_random": edge,
-        "stable_rank": (frobenius / found.largest) ** 2 if found.largest else 0.0,
+        "stable_rank": found.stable_rank(frobenius),
         "stable_rank_random": (frobenius / edge) ** 2,
     }
     if found.values is None:
         return values
-    share = found.values / found.values.sum()
-    values["sigma_min"] = float(found.values.min())
-    values["effective_rank"] = float(torch.special.entr(share).sum().exp())
-    bulk = bulk_of(found.values, n, d)
-    if bulk is None:
+    values |= {"sigma_min": float(found.values.min()), "effective_rank": found.effective_rank}
+    deviation = chance.spectrum_deviation(found.values, n, d)
+    if deviation is None:
         return values
     return values | {
-        "spectrum_distance": bulk.distance,
-        "spectrum_distance_random": distance_at_random(n, d),
-        "spectrum_outliers": bulk.outliers,
-        "spectrum_outlier_share": bulk.outlier_share,
-        "orthogonality_defect": bulk.defect,
-        "orthogonality_defect_random": defect_at_random(n, d),
+        "spectrum_distance": deviation.distance,
+        "spectrum_distance_random": chance.random_spectrum_distance(n, d),
+        "spectrum_outliers": deviation.outliers,
+        "spectrum_outlier_share": deviation.outlier_share,
+        "orthogonality_defect": deviation.defect,
+        "orthogonality_defect_random": chance.random_orthogonality_defect(n, d),
     }
 
 
@@ -282,9 +267,7 @@ def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float 
         return sigma_max, ""
     if "operator_norm" not in also:
         return None, ""
-    dilation, stride = layout.dilation or (1,) * len(kernel), layout.stride or (1,) * len(kernel)
-    spans = [2 * (d * (k - 1) + 1) for k, d in zip(kernel, dilation, strict=True)]
-    grid = tuple(s * ceil(max(GRID, span) / s) for span, s in zip(spans, stride, strict=True))
+    grid = periodic_grid(tensor.shape, layout, least=GRID)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     try:
         found = conv_spectral_norm_estimate(wide, grid, layout=replace(layout, padding_mode="circular"))

@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 from gonio.errors import UnknownNameError
-from gonio.measuring.chance import expected_above
+from gonio.geometry.chance import expected_pairs_above
+from gonio.geometry.duplicates import NEAR
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.advice import ADVICE, Setting
 from gonio.measuring.findings.finding import LEVELS, Finding, Rule, by_code
-from gonio.measuring.neighbours import NEAR
 from gonio.measuring.reading.entry import PADDING
 
 __all__ = ["RULES", "WEIGHT_RULES", "explain", "findings_of"]
@@ -115,7 +115,7 @@ def _shared(t: TensorMeasurement) -> str | None:
 
 def _alike(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
-    if not t.near_duplicates or not t.closest or not t.dim or expected_above(NEAR, total, t.dim) > 1e-4:
+    if not t.near_duplicates or not t.closest or not t.dim or expected_pairs_above(NEAR, total, t.dim) > 1e-4:
         return None
     first, second = t.closest
     return (
