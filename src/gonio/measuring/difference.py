@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError, listing
+from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -20,8 +19,8 @@ from gonio.measuring.reading.entry import Entry, numbers_of
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import Column
-from gonio.measuring.showing.exports import csv_of, frame_of, markdown_table
 from gonio.measuring.showing.page import render
+from gonio.measuring.showing.table import Table, markdown_table
 
 __all__ = ["Differences", "TensorDifference", "difference"]
 
@@ -56,9 +55,6 @@ class TensorDifference:
     rank_99: int | None = None
 
 
-EXPORTED = tuple(f.name for f in fields(TensorDifference))
-
-
 def _degrees(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}°"
 
@@ -78,7 +74,7 @@ KEPT = ("relative", "norm_ratio", "angle_mean", "angle_max", "rank_99", "stable_
 
 
 @dataclass(frozen=True, repr=False)
-class Differences:
+class Differences(Table[TensorDifference]):
     """Every tensor of either source; a mapping by path that prints as a table.
 
     Attributes:
@@ -86,21 +82,11 @@ class Differences:
         tensors: one :class:`TensorDifference` each, in the order of `before`, then those only in `after`.
     """
 
+    ROW: ClassVar = TensorDifference
+
     before: str
     after: str
     tensors: tuple[TensorDifference, ...]
-
-    def __getitem__(self, path: str) -> TensorDifference:
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
-
-    def __iter__(self) -> Iterator[TensorDifference]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
     @property
     def moved(self) -> tuple[TensorDifference, ...]:
@@ -119,22 +105,6 @@ class Differences:
         """Everything as JSON-able data; `schema` names its version."""
         return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self)}
 
-    def to_json(self) -> str:
-        """:meth:`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-
-    def to_csv(self) -> str:
-        """One line per tensor; no cell can run as a formula in a spreadsheet."""
-        return csv_of(self.tensors, EXPORTED)
-
-    def to_frame(self) -> Any:
-        """A `pandas.DataFrame` with one row per tensor.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return frame_of(self.tensors, EXPORTED)
-
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
         head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
@@ -151,9 +121,6 @@ class Differences:
 
     def _repr_html_(self) -> str:
         return render("differences.html.j2", whole=False, d=self, columns=COLUMNS)
-
-    def __str__(self) -> str:
-        return terminal.as_text(self)
 
     def __repr__(self) -> str:
         return f"<Differences of {len(self.tensors)} tensors>"

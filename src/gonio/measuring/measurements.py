@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from gonio.errors import UnknownNameError, listing
+from gonio.errors import listing
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
@@ -20,17 +19,16 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.finding import Finding, Suppressed
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
-from gonio.measuring.showing.exports import csv_of, frame_of, markdown_table
 from gonio.measuring.showing.page import render
+from gonio.measuring.showing.table import Table, markdown_table
 
 __all__ = ["Measurements"]
 
 SCHEMA = "gonio.measurements/1"
-EXPORTED = tuple(f.name for f in fields(TensorMeasurement) if f.name != "angle_histogram")  # the columns of a CSV file
 
 
 @dataclass(frozen=True, repr=False)
-class Measurements:
+class Measurements(Table[TensorMeasurement]):
     """Every tensor of a model with its figures or the reason why it has none; a mapping by path.
 
     Printing it gives a table as wide as the terminal; a notebook shows a page.
@@ -54,6 +52,8 @@ class Measurements:
         'Measured: 2 of 4 tensors. Checked only for NaN and infinity: 2 (2 vectors). Skipped: none.'
     """
 
+    ROW: ClassVar = TensorMeasurement
+
     source: str
     tensors: tuple[TensorMeasurement, ...]
     findings: tuple[Finding, ...] = ()
@@ -63,26 +63,6 @@ class Measurements:
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     suppressed: Suppressed | None = None
-
-    def __getitem__(self, path: str) -> TensorMeasurement:
-        """The tensor of this path; `conv1` and `conv1.weight` are the same.
-
-        Raises:
-            UnknownNameError: with the nearest paths.
-        """
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
-
-    def __iter__(self) -> Iterator[TensorMeasurement]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __contains__(self, path: object) -> bool:
-        return any(path in (tensor.path, tensor.name) for tensor in self.tensors)
 
     @property
     def layers(self) -> tuple[TensorMeasurement, ...]:
@@ -99,9 +79,6 @@ class Measurements:
             said += f" Checked only for NaN and infinity: {without.total()} ({kinds})."
         skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
         return f"{said} Skipped: {f'{len(skipped)} ({listing(skipped, limit=5)})' if skipped else 'none'}."
-
-    def __str__(self) -> str:
-        return terminal.as_text(self)
 
     def __repr__(self) -> str:
         return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"
@@ -172,22 +149,6 @@ class Measurements:
             }
         )
         return made
-
-    def to_json(self) -> str:
-        """:meth:`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-
-    def to_csv(self) -> str:
-        """One line per tensor; no cell can run as a formula in a spreadsheet."""
-        return csv_of(self.tensors, EXPORTED)
-
-    def to_frame(self) -> Any:
-        """A `pandas.DataFrame` with one row per tensor and the columns of :meth:`to_csv`.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return frame_of(self.tensors, EXPORTED)
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""

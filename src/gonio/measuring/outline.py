@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from gonio.errors import GonioError, UnknownNameError
+from gonio.errors import GonioError
 from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
 from gonio.measuring.reading.entry import Entry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.showing.terminal import as_text, bare_table
+from gonio.measuring.showing.table import Table
+from gonio.measuring.showing.terminal import bare_table
 
 __all__ = ["Outline", "TensorHeader", "outline"]
 
@@ -49,28 +50,18 @@ class TensorHeader:
 
 
 @dataclass(frozen=True, repr=False)
-class Outline:
+class Outline(Table[TensorHeader]):
     """Every tensor of a model or file with its shape, dtype and size; a mapping by path that prints as a table.
 
     Attributes:
         source: the name of the model or file. `notes`: how it was read.
     """
 
+    ROW: ClassVar = TensorHeader
+
     source: str
     tensors: tuple[TensorHeader, ...]
     notes: tuple[str, ...] = ()
-
-    def __getitem__(self, path: str) -> TensorHeader:
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
-
-    def __iter__(self) -> Iterator[TensorHeader]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
     @property
     def entries(self) -> int:
@@ -92,9 +83,6 @@ class Outline:
             "bytes": self.bytes,
             "tensors": [{k: plain(v) if isinstance(v, str) else v for k, v in asdict(t).items()} for t in self.tensors],
         }
-
-    def __str__(self) -> str:
-        return as_text(self)
 
     def __repr__(self) -> str:
         return f"<Outline of {plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers>"

@@ -6,6 +6,7 @@ import csv
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gonio.escaping import csv_cell, plain
 from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.showing.exports import frame_from
+from gonio.measuring.showing.table import frame_from
 from gonio.surgery import Where, as_selector, sites
 
 __all__ = ["FIGURES", "Tracker"]
@@ -144,24 +145,20 @@ Send = Callable[[int, Rows], None]
 
 
 def sender_of(logger: Any) -> Send:
-    """The function that sends figures to a logger, by the first of the four methods that it has.
-
-    Args:
-        logger: a TensorBoard writer, a W&B run or the module, the MLflow module, a Lightning logger, the path of a CSV
-            file, or a function of the step and the figures of each layer.
+    """The function that sends figures to a logger: see :class:`Tracker`.
 
     Raises:
-        InvalidArgumentError: for anything else, and for an existing CSV file with other columns.
+        InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
     """
     if isinstance(logger, (str, os.PathLike)):
         return _to_csv(Path(logger))
     if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
-        for method, sender in _METHODS.items():
-            if callable(getattr(logger, method, None)):
-                return sender(logger)
+        for name, send in _METHODS.items():
+            method = getattr(logger, name, None)
+            if callable(method):
+                return partial(send, method)
         if callable(logger):
-            send: Send = logger
-            return send
+            return logger
     raise InvalidArgumentError(
         "a logger has add_scalar, log_metrics, log_metric or log, or is a function or the path of a CSV file",
         type(logger).__name__,
@@ -174,28 +171,21 @@ def _flat(rows: Rows) -> dict[str, float]:
     return {f"gonio/{name}/{plain(layer)}": value for layer, row in rows.items() for name, value in row.items()}
 
 
-def _add_scalar(logger: Any) -> Send:
-    def send(step: int, rows: Rows) -> None:
-        for tag, value in _flat(rows).items():
-            logger.add_scalar(tag, value, step)
-
-    return send
+def _add_scalar(method: Callable[..., object], step: int, rows: Rows) -> None:
+    for tag, value in _flat(rows).items():
+        method(tag, value, step)
 
 
-def _log_metric(logger: Any) -> Send:
-    def send(step: int, rows: Rows) -> None:
-        for tag, value in _flat(rows).items():
-            logger.log_metric(tag, value, step=step)
-
-    return send
+def _log_metric(method: Callable[..., object], step: int, rows: Rows) -> None:
+    for tag, value in _flat(rows).items():
+        method(tag, value, step=step)
 
 
-_METHODS: dict[str, Callable[[Any], Send]] = {
-    "add_scalar": _add_scalar,
-    "log_metrics": lambda logger: lambda step, rows: logger.log_metrics(_flat(rows), step=step),
-    "log_metric": _log_metric,
-    "log": lambda logger: lambda step, rows: logger.log(_flat(rows), step=step),
-}
+def _log_all(method: Callable[..., object], step: int, rows: Rows) -> None:
+    method(_flat(rows), step=step)
+
+
+_METHODS = {"add_scalar": _add_scalar, "log_metrics": _log_all, "log_metric": _log_metric, "log": _log_all}
 
 
 def _to_csv(path: Path) -> Send:

@@ -77,8 +77,7 @@ class Structure:
 def structure_of(model: nn.Module) -> Structure:
     """Trace the model once and read its structure; never raises because of the model."""
     model = unwrapped(model)
-    norms = [site for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)]
-    mixtures = {site.path: site.module.mixture() for site in norms}
+    mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)}
     try:
         return _traced(model, mixtures)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from gonio.errors import InvalidArgumentError, listing
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import Structure
-from gonio.measuring.findings.finding import Rule, by_code
+from gonio.measuring.findings.finding import Rule, rule
 from gonio.parametrizations.base import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.kinds import SWITCHABLE_NORMS
@@ -180,12 +180,34 @@ def _samples(norm: NormUse, batch: int | None) -> float:
     return batch * (dist.get_world_size() if several else 1)
 
 
+@rule(
+    "G401",
+    "warn",
+    "batch normalisation over fewer than 8 samples",
+    means="Statistics over few samples are noisy and differ from those used in evaluation. Harmless for "
+    "frozen norms (in evaluation mode while the rest trains), which the rule leaves out.",
+    exact="the batch size is read from the loader.",
+    do="Use larger batches; SyncBatchNorm over several processes; or a norm without batch statistics "
+    "(gonio.swap_ with gonio.nn.to_group_norm, or SwitchableNorm with use_batch=False).",
+    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, table 2: top-1 error of a ResNet-50 with "
+    "batch norm 23.6 % at 32 images per process, 24.8 % at 8, 27.3 % at 4, 34.7 % at 2; with group norm 24.1 to 24.2 %.",
+)
 def _small_batches(setting: Setting) -> str | None:
     batch = setting.training.batch
     norms = [norm for norm in setting.norms if norm.averages_over_batches and _samples(norm, batch) < SMALL]
     return f"batch norms compute statistics over {batch} samples: {_listed(norms)}" if norms else None
 
 
+@rule(
+    "G402",
+    "warn",
+    "a last batch of one sample under batch normalisation",
+    means="With one value per channel torch raises an error, at the end of the first epoch. With more (a map "
+    "of one image) the variance of a single image enters the running statistics.",
+    exact="the number of samples and the batch size are read from the loader.",
+    do="Use drop_last=True, a batch size with another remainder, or a norm without batch statistics.",
+    source="pytorch issue 7716 ('Expected more than 1 value per channel when training').",
+)
 def _last_batch(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.averages_over_batches and _samples(norm, setting.training.last) < 2]
     if not norms:
@@ -198,22 +220,68 @@ def _last_batch(setting: Setting) -> str | None:
     return f"{said}; training will raise an error if the inputs of {_listed(unknown)} are (N, C)" if unknown else said
 
 
+@rule(
+    "G403",
+    "warn",
+    "a normalisation over single values",
+    means="A value minus itself is 0: the output of the layer is its shift, for every input, and no gradient "
+    "passes. A group norm with one channel per group does this on 1×1 maps, a layer norm on one feature.",
+    exact="for one value x the output is (x − x)/√(0 + ε)·γ + β = β; the group's size is read from the layer "
+    "and from the measured batch.",
+    do="Use fewer groups, so that each has several values; or remove the norm.",
+    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, equation (7).",
+)
 def _single_values(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.values == 1]
     return f"each statistic is over one value, so that the input is lost: {_listed(norms)}" if norms else None
 
 
+@rule(
+    "G404",
+    "warn",
+    "batch statistics shared by several calls",
+    means="A batch norm that runs more than once per forward (at each time step of a recurrent net, or in each "
+    "branch of a shared one) normalises each call by its own statistics in training and all of them by "
+    "one running average in evaluation. Harmless if all inputs have the same distribution.",
+    exact="the calls are counted in the model's graph, or in the measured batch.",
+    do="Use layer norm in recurrent nets, or one batch norm per call, with shared weights around it.",
+    source="T. Cooijmans et al., 'Recurrent batch normalization', 2017, arXiv 1603.09025, section 3; J. L. Ba "
+    "et al., 'Layer normalization', 2016, arXiv 1607.06450, section 2.",
+)
 def _several_uses(setting: Setting) -> str | None:
     reused = [norm for norm in setting.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
     uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
     return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
 
 
+@rule(
+    "G406",
+    "warn",
+    "batch normalisation inside activation checkpointing",
+    means="The forward pass is repeated during the backward pass and updates the running statistics a second "
+    "time: their momentum is larger than configured, and batches are counted twice.",
+    exact="torch's batch norm updates its buffers in every forward in training mode, the repeated one too.",
+    do="Use the momentum 1 − √(1 − m) instead of m, or a layer that handles this (SwitchableNorm), or call "
+    "calibrate_ before evaluating.",
+    source="pytorch issue 96136.",
+)
 def _recomputed(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
     return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
 
 
+@rule(
+    "G405",
+    "info",
+    "weight decay on weights whose scale has no effect",
+    means="Such a weight is followed by a normalisation, or parametrized by its direction: decay cannot make "
+    "the function simpler. It does keep the effective learning rate lr/‖w‖² high, which is often intended.",
+    exact="the function is the same for every positive multiple of such a weight, up to the norm's ε.",
+    do="Keep it as a schedule of the effective learning rate, or set it to 0 there; do not rely on it as "
+    "regularisation, and do not add a penalty on the scale.",
+    source="T. van Laarhoven, 'L2 regularization versus batch and weight normalization', 2017, "
+    "arXiv 1706.05350, sections 2 and 3.",
+)
 def _decayed(setting: Setting) -> str | None:
     free = setting.decayed
     if not free:
@@ -221,91 +289,6 @@ def _decayed(setting: Setting) -> str | None:
     return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
 
 
-_GROUP_NORM = (
-    "Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, table 2: top-1 error of a ResNet-50 with batch "
-    "norm 23.6 % at 32 images per process, 24.8 % at 8, 27.3 % at 4, 34.7 % at 2; with group norm 24.1 to 24.2 %."
-)
-
-ADVICE: Mapping[str, Rule[Setting]] = by_code(
-    (
-        Rule(
-            "G401",
-            "warn",
-            "batch normalisation over fewer than 8 samples",
-            _small_batches,
-            chance="",
-            means="Statistics over few samples are noisy and differ from those used in evaluation. Harmless for "
-            "frozen norms (in evaluation mode while the rest trains), which the rule leaves out.",
-            exact="the batch size is read from the loader.",
-            do="Use larger batches; SyncBatchNorm over several processes; or a norm without batch statistics "
-            "(gonio.swap_ with gonio.nn.to_group_norm, or SwitchableNorm with use_batch=False).",
-            source=_GROUP_NORM,
-        ),
-        Rule(
-            "G402",
-            "warn",
-            "a last batch of one sample under batch normalisation",
-            _last_batch,
-            chance="",
-            means="With one value per channel torch raises an error, at the end of the first epoch. With more (a map "
-            "of one image) the variance of a single image enters the running statistics.",
-            exact="the number of samples and the batch size are read from the loader.",
-            do="Use drop_last=True, a batch size with another remainder, or a norm without batch statistics.",
-            source="pytorch issue 7716 ('Expected more than 1 value per channel when training').",
-        ),
-        Rule(
-            "G403",
-            "warn",
-            "a normalisation over single values",
-            _single_values,
-            chance="",
-            means="A value minus itself is 0: the output of the layer is its shift, for every input, and no gradient "
-            "passes. A group norm with one channel per group does this on 1×1 maps, a layer norm on one feature.",
-            exact="for one value x the output is (x − x)/√(0 + ε)·γ + β = β; the group's size is read from the layer "
-            "and from the measured batch.",
-            do="Use fewer groups, so that each has several values; or remove the norm.",
-            source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, equation (7).",
-        ),
-        Rule(
-            "G404",
-            "warn",
-            "batch statistics shared by several calls",
-            _several_uses,
-            chance="",
-            means="A batch norm that runs more than once per forward (at each time step of a recurrent net, or in each "
-            "branch of a shared one) normalises each call by its own statistics in training and all of them by "
-            "one running average in evaluation. Harmless if all inputs have the same distribution.",
-            exact="the calls are counted in the model's graph, or in the measured batch.",
-            do="Use layer norm in recurrent nets, or one batch norm per call, with shared weights around it.",
-            source="T. Cooijmans et al., 'Recurrent batch normalization', 2017, arXiv 1603.09025, section 3; J. L. Ba "
-            "et al., 'Layer normalization', 2016, arXiv 1607.06450, section 2.",
-        ),
-        Rule(
-            "G405",
-            "info",
-            "weight decay on weights whose scale has no effect",
-            _decayed,
-            chance="",
-            means="Such a weight is followed by a normalisation, or parametrized by its direction: decay cannot make "
-            "the function simpler. It does keep the effective learning rate lr/‖w‖² high, which is often intended.",
-            exact="the function is the same for every positive multiple of such a weight, up to the norm's ε.",
-            do="Keep it as a schedule of the effective learning rate, or set it to 0 there; do not rely on it as "
-            "regularisation, and do not add a penalty on the scale.",
-            source="T. van Laarhoven, 'L2 regularization versus batch and weight normalization', 2017, "
-            "arXiv 1706.05350, sections 2 and 3.",
-        ),
-        Rule(
-            "G406",
-            "warn",
-            "batch normalisation inside activation checkpointing",
-            _recomputed,
-            chance="",
-            means="The forward pass is repeated during the backward pass and updates the running statistics a second "
-            "time: their momentum is larger than configured, and batches are counted twice.",
-            exact="torch's batch norm updates its buffers in every forward in training mode, the repeated one too.",
-            do="Use the momentum 1 − √(1 − m) instead of m, or a layer that handles this (SwitchableNorm), or call "
-            "calibrate_ before evaluating.",
-            source="pytorch issue 96136.",
-        ),
-    )
-)
+ADVICE: Mapping[str, Rule[Setting]] = {
+    found.code: found for found in (_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed)
+}

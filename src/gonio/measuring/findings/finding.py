@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["LEVELS", "Finding", "Rule", "Suppressed", "by_code"]
+__all__ = ["LEVELS", "Finding", "Rule", "Suppressed", "rule"]
 
 LEVELS = ("info", "warn", "error")
 
@@ -38,9 +38,9 @@ class Rule(Generic[Subject]):
     Attributes:
         check: what it found in its subject (a tensor, or the setting of a training), in words; None for nothing.
         means: the meaning of the figure, and when it is harmless.
-        chance: the value for random weights.
         do: the recommended action.
         source: a reference.
+        chance: the value for random weights.
         exact: why the rule has no false alarms, for one that reads facts instead of judging a figure; the rate of
             the others is measured.
     """
@@ -50,9 +50,9 @@ class Rule(Generic[Subject]):
     title: str
     check: Callable[[Subject], str | None]
     means: str
-    chance: str
     do: str
     source: str
+    chance: str = ""
     exact: str = ""
 
     def finding(self, subject: Subject, path: str) -> Finding | None:
@@ -62,8 +62,11 @@ class Rule(Generic[Subject]):
         return None if found is None else Finding(self.code, self.level, path, found, chance, self.do)
 
 
-def by_code(rules: Iterable[Rule[Subject]]) -> Mapping[str, Rule[Subject]]:
-    return {rule.code: rule for rule in rules}
+def rule(
+    code: str, level: str, title: str, *, means: str, do: str, source: str, chance: str = "", exact: str = ""
+) -> Callable[[Callable[[Subject], str | None]], Rule[Subject]]:
+    """A decorator that makes a :class:`Rule` of its check."""
+    return lambda check: Rule(code, level, title, check, means, do, source, chance, exact)
 
 
 @dataclass(frozen=True)

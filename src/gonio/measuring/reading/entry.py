@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -81,10 +82,14 @@ def header_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 def in_memory(tensors: Mapping[Any, Any]) -> dict[str, Stored]:
     """The tensors of a mapping; other values are left out."""
     return {
-        str(name): Stored(*header_of(value), lambda value=value: value)
+        str(name): Stored(*header_of(value), partial(_same, value))
         for name, value in tensors.items()
         if isinstance(value, Tensor)
     }
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 PACKED = {torch.uint8, torch.int8, torch.int32}

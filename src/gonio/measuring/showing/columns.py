@@ -103,6 +103,14 @@ def _near(t: TensorMeasurement) -> str:
     return _form("{} ({})" if t.near_antipodal else "{}", t.near_duplicates, t.near_antipodal)
 
 
+def _angle_random(t: TensorMeasurement) -> str:
+    return _form("±{:.1f}", t.angle_std_random)
+
+
+def _coherence_random(t: TensorMeasurement) -> str:
+    return _form("{:.2f}", t.coherence_random)
+
+
 C = Column[TensorMeasurement]
 COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     C("shape", "shape", "of the tensor", 14, _shape),
@@ -112,57 +120,18 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     C("norm_range", "min–max", "smallest and largest norm of a filter", 13, _norm_range),
     C("zero_filters", "zero", "filters whose entries are all 0", 4, lambda t: str(t.zero_filters or "–")),
     C("angle", "angle", "between filters, in degrees: mean ± standard deviation", 10, _angle),
-    C(
-        "angle_std_random",
-        "chance",
-        "standard deviation of the angle between random directions",
-        6,
-        lambda t: _form("±{:.1f}", t.angle_std_random),
-    ),
+    C("angle_std_random", "chance", "standard deviation of angles of random directions", 6, _angle_random),
     C("alignment", "align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", 6),
     C("alignment_z", "z", "distance of align from 1 in standard deviations of random weights", 7, _z),
     C("coherence", "coher.", "largest |cos|", 6),
-    C(
-        "coherence_random",
-        "chance",
-        "median of the largest |cos| of random directions",
-        6,
-        lambda t: _form("{:.2f}", t.coherence_random),
-    ),
+    C("coherence_random", "chance", "median of the largest |cos| of random directions", 6, _coherence_random),
     C("welch_bound", "Welch", "least possible largest |cos|", 6),
     C("sigma", "σ/σ₀", "spectral norm over that of random weights of the same size", 6, _sigma, spectral=True),
     C("stable_rank", "s.rank", "stable rank ‖W‖²/σ²", 6, spectral=True),
-    C(
-        "effective_rank",
-        "e.rank",
-        "effective rank: exponential of the entropy of the singular values",
-        6,
-        spectral=True,
-    ),
-    C(
-        "spectrum_distance",
-        "bulk",
-        "distance of the spectrum from the Marchenko–Pastur law, 0 to 1 · that of random weights",
-        9,
-        _bulk,
-        spectral=True,
-    ),
-    C(
-        "spectrum_outliers",
-        "beyond",
-        "singular values above the largest of random weights: how many, and their share of ‖W‖²",
-        8,
-        _beyond,
-        spectral=True,
-    ),
-    C(
-        "orthogonality_defect",
-        "orth.",
-        "deviation of σ² from its mean, 0 for orthogonal weights · that of random ones",
-        9,
-        _defect,
-        spectral=True,
-    ),
+    C("effective_rank", "e.rank", "effective rank: exp of the entropy of the singular values", 6, spectral=True),
+    C("spectrum_distance", "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9, _bulk, spectral=True),
+    C("spectrum_outliers", "beyond", "σ above those of random weights (share of ‖W‖²)", 8, _beyond, spectral=True),
+    C("orthogonality_defect", "orth.", "spread of σ², 0 if orthogonal · by chance", 9, _defect, spectral=True),
     C("near_duplicates", "near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones", 6, _near),
     C("operator_norm", "‖layer‖", "operator norm of the layer", 7, spectral=True),
 )
