@@ -22,8 +22,6 @@ from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.page import render
 from gonio.measuring.showing.table import Table, markdown_table
 
-__all__ = ["Differences", "TensorDifference", "difference"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:

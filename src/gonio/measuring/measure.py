@@ -23,8 +23,6 @@ from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, contents_of, name_of
 
-__all__ = ["measure"]
-
 Progress = Callable[[int, int], None] | None
 
 

@@ -22,8 +22,6 @@ from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
 from gonio.measuring.showing.table import Table, markdown_table
 
-__all__ = ["Measurements"]
-
 SCHEMA = "gonio.measurements/1"
 
 

@@ -20,8 +20,6 @@ from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table
 from gonio.measuring.showing.terminal import bare_table
 
-__all__ = ["Outline", "TensorHeader", "outline"]
-
 SCHEMA = "gonio.outline/1"
 
 

@@ -21,8 +21,6 @@ from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.surgery import Where, as_selector, sites
 
-__all__ = ["FIGURES", "Tracker"]
-
 FIGURES = (  # the columns of a CSV file, in this order
     *("frobenius", "norm_mean", "norm_std", "norm_min", "norm_max", "zero_filters", "nonfinite"),
     *("angle_mean", "angle_std", "alignment", "alignment_z", "coherence"),

@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 from gonio.seeding import generator
 from gonio.surgery.equivalent import call
 
-__all__ = ["Gradient", "leads_to", "measure_gradients"]
-
 
 @dataclass
 class Gradient:

@@ -22,8 +22,6 @@ from gonio.surgery import Site, sites
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.wrapping import run_eagerly, unwrapped
 
-__all__ = ["Signal", "measure_signals"]
-
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
 
 

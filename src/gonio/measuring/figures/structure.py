@@ -15,8 +15,6 @@ from gonio.surgery.graph import ScaleVariable, trace
 from gonio.surgery.kinds import SWITCHABLE_NORMS
 from gonio.surgery.wrapping import unwrapped
 
-__all__ = ["MovableScale", "Structure", "structure_of"]
-
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
 CONVERGED = 1e-4  # of a log scale: the figure is shown with three digits

@@ -18,8 +18,6 @@ from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import shared_gram, spectrum_estimate
 from gonio.measuring.reading.entry import PART, Entry, numbers_of
 
-__all__ = ["ALSO", "Also", "TensorMeasurement", "measure_tensor"]
-
 Also = Collection[Literal["operator_norm"]]
 ALSO = ("operator_norm",)  # figures measured on request
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm

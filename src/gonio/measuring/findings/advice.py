@@ -21,8 +21,6 @@ from gonio.parametrizations.base import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.kinds import SWITCHABLE_NORMS
 
-__all__ = ["ADVICE", "NormUse", "Setting", "Training"]
-
 
 @dataclass(frozen=True)
 class Training:
@@ -189,8 +187,9 @@ def _samples(norm: NormUse, batch: int | None) -> float:
     exact="the batch size is read from the loader.",
     do="Use larger batches; SyncBatchNorm over several processes; or a norm without batch statistics "
     "(gonio.swap_ with gonio.nn.to_group_norm, or SwitchableNorm with use_batch=False).",
-    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, table 2: top-1 error of a ResNet-50 with "
-    "batch norm 23.6 % at 32 images per process, 24.8 % at 8, 27.3 % at 4, 34.7 % at 2; with group norm 24.1 to 24.2 %.",
+    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, table 2: top-1 error of a ResNet-50 "
+    "with batch norm 23.6 % at 32 images per process, 24.8 % at 8, 27.3 % at 4, 34.7 % at 2; with group norm "
+    "24.1 to 24.2 %.",
 )
 def _small_batches(setting: Setting) -> str | None:
     batch = setting.training.batch

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["LEVELS", "Finding", "Rule", "Suppressed", "rule"]
-
 LEVELS = ("info", "warn", "error")
 
 Subject = TypeVar("Subject")

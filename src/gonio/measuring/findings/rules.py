@@ -22,8 +22,6 @@ from gonio.measuring.findings.advice import ADVICE, Setting
 from gonio.measuring.findings.finding import LEVELS, Finding, Rule, rule
 from gonio.measuring.reading.entry import PADDING
 
-__all__ = ["RULES", "WEIGHT_RULES", "explain", "findings_of"]
-
 
 def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = None) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""

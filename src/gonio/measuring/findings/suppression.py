@@ -13,8 +13,6 @@ from gonio.measuring.findings.rules import RULES
 from gonio.measuring.measurements import Measurements
 from gonio.surgery import as_selector, sites
 
-__all__ = ["Suppression"]
-
 
 @dataclass(frozen=True)
 class Suppression:

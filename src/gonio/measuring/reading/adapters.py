@@ -16,8 +16,6 @@ from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import Entry, Stored
 
-__all__ = ["Adapter", "adapters_in", "entries_of_adapted", "entries_of_adapters"]
-
 _PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?A(?:\.([^.]+))??(?:\.weight)?")
 _KOHYA = re.compile(r"(.+)\.lora_down\.weight")
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 
-__all__ = ["PADDING", "PART", "Entry", "Numbers", "Stored", "dtype_named", "header_of", "in_memory", "numbers_of"]
-
 PART = "part"  # the kind of a tensor that is one of several parts of a quantised weight
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
 

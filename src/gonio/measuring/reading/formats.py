@@ -17,8 +17,6 @@ from gonio.errors import UnreadableFileError
 from gonio.measuring.reading.entry import Stored, dtype_named, header_of
 from gonio.measuring.reading.state_dict import Found, state_in
 
-__all__ = ["SUFFIXES", "stored_in_safetensors", "stored_in_torch"]
-
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch checkpoints
 REMAP = 256 << 20  # bytes
 

@@ -19,8 +19,6 @@ from gonio.parametrizations.base import parametrization_of
 from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
 
-__all__ = ["entries_of_model"]
-
 
 def entries_of_model(model: nn.Module) -> list[Entry]:
     """One entry per parameter and buffer, tied ones once, and one per weight that a layer computes."""

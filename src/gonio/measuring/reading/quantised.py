@@ -19,8 +19,6 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.measuring.reading.entry import Stored, dtype_named
 
-__all__ = ["Packed", "packed_weights"]
-
 
 @dataclass(frozen=True)
 class Packed:

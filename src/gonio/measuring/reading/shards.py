@@ -14,8 +14,6 @@ from gonio.escaping import plain
 from gonio.measuring.reading.entry import Stored
 from gonio.measuring.reading.formats import stored_in_safetensors, stored_in_torch
 
-__all__ = ["Shards", "are_parts", "stored_in_shards", "stored_without_index"]
-
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
 

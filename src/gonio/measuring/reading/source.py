@@ -28,8 +28,6 @@ from gonio.measuring.reading.state_dict import (
     state_in,
 )
 
-__all__ = ["Source", "contents_of", "name_of"]
-
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands

@@ -16,19 +16,6 @@ from gonio.measuring.reading.adapters import Adapter, adapters_in
 from gonio.measuring.reading.entry import PART, Entry, Stored, in_memory
 from gonio.measuring.reading.quantised import Packed, packed_weights
 
-__all__ = [
-    "Configs",
-    "Contents",
-    "Found",
-    "clean_names",
-    "entries_of_mapping",
-    "entries_of_stored",
-    "infer",
-    "other_entries",
-    "packed_linears",
-    "state_in",
-]
-
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights", "state")
 _AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema", "shadow_params")

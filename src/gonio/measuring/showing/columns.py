@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import TensorMeasurement
 
-__all__ = ["COLUMNS", "KEPT", "SIGNALS", "Column", "columns_for", "number", "signals_for"]
-
 Subject = TypeVar("Subject")
 
 

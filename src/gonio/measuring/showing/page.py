@@ -17,8 +17,6 @@ from gonio.escaping import plain
 from gonio.geometry import random_angle_density
 from gonio.measuring.figures.tensor import TensorMeasurement
 
-__all__ = ["render"]
-
 
 def render(template: str, *, whole: bool, **values: Any) -> str:
     """A template of this folder with these values: one self-contained page, or a fragment with its own style.

@@ -17,8 +17,6 @@ from gonio.escaping import csv_cell, markdown_cell
 from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.terminal import as_text
 
-__all__ = ["Table", "frame_from", "markdown_table"]
-
 
 class Named(Protocol):
     """A row: a frozen dataclass with the tensor's name, and its path."""

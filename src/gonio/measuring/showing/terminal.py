@@ -17,8 +17,6 @@ from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.findings.finding import Finding, Suppressed
 from gonio.measuring.showing.columns import Column, columns_for, number, signals_for
 
-__all__ = ["as_text", "bare_table", "findings", "scale_sentence", "signal_table", "tensor_table"]
-
 TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
 
