@@ -1,4 +1,4 @@
-"""Rules on normalisation and training: each finds its case, is silent beside it, and what it says is so."""
+"""Advice on normalisation and training: each rule finds its case, is silent beside it, and says what is true."""
 
 from __future__ import annotations
 
@@ -168,8 +168,6 @@ def test_what_is_said() -> None:
 
 
 # --- what the rules say is so ---------------------------------------------------------------------
-
-
 def epoch(model: nn.Module, data: Tensor, batch: int) -> None:
     for (x,) in DataLoader(TensorDataset(data), batch_size=batch):
         model(x)
@@ -284,8 +282,6 @@ def test_checkpointing_moves_batch_statistics_twice() -> None:
 
 
 # --- loaders and optimizers -----------------------------------------------------------------------
-
-
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield torch.zeros(1)

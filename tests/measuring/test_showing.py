@@ -1,4 +1,4 @@
-"""How measurements are shown and exported."""
+"""Measurements on the terminal, as a page, and exported; the JSON holds the keys and types that its page lists."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import io
 import json
 import math
 import pickle
+import re
 import sys
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
+import gonio
+from docs.pages import ROOT
 from gonio.errors import MissingExtraError
-from gonio.measuring import Tracker, difference, measure
-from gonio.measuring.showing.columns import number
+from gonio.measuring import Suppression, Tracker, difference, measure, outline
+from gonio.measuring.showing import page
+from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
 from report.html_reader import Page
 from report.test_page import PAYLOADS, TAGS
 
@@ -140,6 +145,22 @@ def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
     assert moved["status"].tolist() == ["equal"] * 2 + ["not compared"] * (len(found) - 2)
 
 
+def test_a_page_without_jinja_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    page._environment.cache_clear()
+    for source in (measure(model()), difference(model(), model())):
+        with pytest.raises(MissingExtraError, match=r"^The page needs the package 'jinja2', .*'gonio\[lab\]'$"):
+            source.to_html()
+    page._environment.cache_clear()
+
+
+def test_columns_have_names_of_their_own_and_those_that_are_kept_exist() -> None:
+    for columns, kept in ((COLUMNS, KEPT), (SIGNALS, ())):
+        names = [column.name for column in columns]
+        assert len(set(names)) == len(names)
+        assert set(kept) <= set(names)
+
+
 def test_a_frame_without_pandas_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker(nn.Linear(3, 2), every=1)
     tracker.step()
@@ -175,3 +196,104 @@ def test_a_narrow_page_can_name_each_cell_of_a_finding() -> None:
     read = Page(measure({"a.weight": torch.zeros(2, 2)}).to_html())
     titles = [a["data-title"] for tag, a in read.tags if tag == "td" and "data-title" in a]
     assert titles == ["Code", "Tensor", "Found", "By chance", "What to do"]
+
+
+ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", flags=re.M)
+
+TYPES = {
+    "text": lambda v: isinstance(v, str),
+    "integer": lambda v: type(v) is int,
+    "number": lambda v: type(v) in (int, float),
+    "object": lambda v: isinstance(v, dict),
+    "null": lambda v: v is None,
+    "list of text": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "list of integers": lambda v: isinstance(v, list) and all(type(x) is int for x in v),
+    "list of two integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int, int],
+    "list of 180 integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int] * 180,
+    "list of numbers": lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v),
+    "list of objects": lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
+}
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Heading → key → type."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    parts = re.split(r"^##+ (.+)$", page, flags=re.M)[1:]
+    return {title: dict(ROW.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def check(found: dict[str, Any], heading: str) -> None:
+    expected = documented()[heading]
+    assert list(found) == list(expected), heading
+    for key, value in found.items():
+        kinds = expected[key].strip().split(" or ")
+        assert any(TYPES[kind](value) for kind in kinds), f"{heading}: {key} is {expected[key]}, found {value!r}"
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    """A measurement in which every object of the schema has a member, and figures of every kind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), gonio.nn.SwitchableNorm2d(8), nn.Conv2d(8, 8, 3, groups=8)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)),
+    )
+    x = torch.randn(16, 3, 8, 8)
+    model(x)
+    with torch.no_grad():
+        model.register_buffer("spare", torch.full((2,), float("nan")))  # takes no part in the signal
+        model[9].weight[0] = 0
+        model[9].weight[1] = 0
+    found = measure(model, batch=x, also=("operator_norm",))
+    read: dict[str, Any] = json.loads(Suppression(ignore=("G102", "G405")).applied(found, model).to_json())
+    return read
+
+
+def test_measurements(everything: dict[str, Any]) -> None:
+    check(everything, "gonio.measurements/1")
+    assert everything["schema"] == "gonio.measurements/1"
+    for heading in ("tensors", "findings", "signals"):
+        assert everything[heading], heading
+        for row in everything[heading]:
+            check(row, heading)
+    check(everything["scale"], "scale")
+    check(everything["suppressed"], "suppressed")
+    for row in everything["suppressed"]["findings"]:
+        check(row, "findings")
+    (shares,) = everything["mixtures"].values()
+    assert list(shares) == ["mean", "var"]
+    assert all(sum(share.values()) == pytest.approx(1) for share in shares.values())
+    assert list(everything["versions"]) == ["gonio", "torch", "python"]
+
+
+def test_every_figure_occurs_in_the_example(everything: dict[str, Any]) -> None:
+    """Or else a wrong type in the table would not be seen."""
+    for heading in ("tensors", "signals"):
+        empty = {key for key in documented()[heading] if all(row[key] is None for row in everything[heading])}
+        assert not empty, heading
+
+
+def test_a_difference() -> None:
+    after = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    found = json.loads(difference(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), after).to_json())
+    check(found, "gonio.difference/1")
+    assert found["schema"] == "gonio.difference/1"
+    for row in found["tensors"]:
+        check(row, "tensors of a difference")
+
+
+def test_an_outline() -> None:
+    found = json.loads(json.dumps(outline(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).to_dict()))
+    check(found, "gonio.outline/1")
+    assert found["schema"] == "gonio.outline/1"
+    for row in found["tensors"]:
+        check(row, "tensors of an outline")
+
+
+def test_a_key_that_is_not_documented_is_found() -> None:
+    """Negative control."""
+    found = {**dict.fromkeys(documented()["findings"], ""), "more": 1}
+    with pytest.raises(AssertionError, match="findings"):
+        check(found, "findings")
+    with pytest.raises(AssertionError, match="code is text"):
+        check({**dict.fromkeys(documented()["findings"], ""), "code": 1}, "findings")
