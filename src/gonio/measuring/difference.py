@@ -184,35 +184,26 @@ def difference(before: Source, after: Source, *, progress: Callable[[int, int], 
 
 @torch.no_grad()
 def _compare(name: str, before: Entry | None, after: Entry | None) -> TensorDifference:
+    known: dict[str, Any] = {"name": name, "path": name.removesuffix(".weight"), "status": "not compared"}
     if before is None or after is None:
-        return _left_out(name, f"only {'after' if before is None else 'before'}")
+        return TensorDifference(**known, reason=f"only {'after' if before is None else 'before'}")
     a, b = _numbers(before, "before"), _numbers(after, "after")
     if isinstance(a, str) or isinstance(b, str):
-        return _left_out(name, a if isinstance(a, str) else str(b))
+        return TensorDifference(**known, reason=a if isinstance(a, str) else str(b))
     if a.shape != b.shape:
-        return _left_out(name, f"shape {tuple(a.shape)} before, {tuple(b.shape)} after")
-    shape, dtype = tuple(a.shape), torch.promote_types(a.dtype, b.dtype)
+        return TensorDifference(**known, reason=f"shape {tuple(a.shape)} before, {tuple(b.shape)} after")
+    dtype = torch.promote_types(a.dtype, b.dtype)
     a, b = a.to(dtype), b.to(a.device, dtype)
     if torch.equal(a, b):
-        return TensorDifference(name=name, path=_path(name), status="equal", shape=shape, relative=0.0)
-    values = _filters(a, b, _better(before, after), name)
-    return TensorDifference(
-        name=name, path=_path(name), status="compared", shape=shape, relative=_relative(a, b), **values
-    )
-
-
-def _path(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
-def _left_out(name: str, reason: str) -> TensorDifference:
-    return TensorDifference(name=name, path=_path(name), status="not compared", reason=reason)
-
-
-def _better(before: Entry, after: Entry) -> Entry:
-    """The entry whose layout is known from its layer, if the other's was inferred from its shape."""
-    inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)
-    return after if inferred else before
+        return TensorDifference(**{**known, "status": "equal"}, shape=tuple(a.shape), relative=0.0)
+    size, moved = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (a, b - a))
+    values: dict[str, Any] = {"shape": tuple(a.shape), "relative": moved / size if size else None}
+    inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)  # from its shape
+    layout = after.layout if inferred else before.layout
+    if layout is not None and a.ndim > 1:
+        old, new = matrix_view(a, layout), matrix_view(b, layout)
+        values |= _turned(old.flatten(0, 1), new.flatten(0, 1)) | _ranks(new - old, name)
+    return TensorDifference(**{**known, "status": "compared"}, **values)
 
 
 def _numbers(entry: Entry, when: str) -> Tensor | str:
@@ -228,19 +219,6 @@ def _numbers(entry: Entry, when: str) -> Tensor | str:
     if not bool(torch.isfinite(found.tensor).all()):
         return f"NaN or infinite values {when}"
     return found.tensor.to(torch.promote_types(found.tensor.dtype, torch.float32))
-
-
-def _relative(a: Tensor, b: Tensor) -> float | None:
-    size = float(torch.linalg.vector_norm(a, dtype=torch.float64))
-    moved = float(torch.linalg.vector_norm(b - a, dtype=torch.float64))
-    return moved / size if size else None
-
-
-def _filters(a: Tensor, b: Tensor, entry: Entry, name: str) -> dict[str, Any]:
-    if entry.layout is None or a.ndim < 2:
-        return {}
-    before, after = (matrix_view(tensor, entry.layout) for tensor in (a, b))
-    return {**_turned(before.flatten(0, 1), after.flatten(0, 1)), **_ranks(after - before, name)}
 
 
 def _turned(before: Tensor, after: Tensor) -> dict[str, float]:

@@ -131,13 +131,14 @@ class Measurements(Table[TensorMeasurement]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version, a non-finite number is None."""
+        scale = self.scale
         made: dict[str, Any] = _finite(
             {
                 "schema": SCHEMA,
                 "source": self.source,
                 "coverage": self.coverage,
                 "notes": self.notes,
-                "scale": self.scale and _scale(self.scale),
+                "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
                 "mixtures": self.mixtures,
                 "signals": [asdict(signal) for signal in self.signals],
                 "findings": [asdict(finding) for finding in self.findings],
@@ -163,10 +164,6 @@ class Measurements(Table[TensorMeasurement]):
 def _plural(reason: str, n: int) -> str:
     noun = reason.removeprefix("a ")
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
-
-
-def _scale(scale: MovableScale) -> dict[str, float]:
-    return {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer}
 
 
 def _finite(value: Any) -> Any:

@@ -112,15 +112,12 @@ class Tracker:
         return frame_from(self.rows, ["step", "layer", *FIGURES])
 
     def _entries(self) -> list[Entry]:
+        """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
-        return [entry for entry in entries_of_model(self._model) if self._takes(entry, modules)]
-
-    def _takes(self, entry: Entry, modules: dict[str, nn.Module]) -> bool:
-        """Whether it is a weight with filters, of a selected layer."""
-        if entry.layout is None or entry.load is None:
-            return False
-        owner = entry.name.rpartition(".")[0]
-        return self._selector(owner, modules.get(owner, self._model))
+        weights = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
+        owners = [entry.name.rpartition(".")[0] for entry in weights]
+        pairs = zip(weights, owners, strict=True)
+        return [entry for entry, owner in pairs if self._selector(owner, modules.get(owner, self._model))]
 
 
 def _first() -> bool:

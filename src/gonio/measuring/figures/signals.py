@@ -89,9 +89,10 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
     layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
     with run_eagerly(plain), evaluating(plain), _first_statistics(plain):
-        forward = _forward(plain, batch, layers)
+        forward = _Outputs(layers).run(plain, batch)
         backward, why = measure_gradients(plain, batch, list(forward))
-    dead = [backward[m].node for m, s in forward.items() if m in backward and _is_dead(m, s)]
+    zero = [m for m, s in forward.items() if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
+    dead = [backward[module].node for module in zero if module in backward]
     signals = [_joined(m, s, backward.get(m), dead) for m, s in forward.items()]
     return tuple(signals), (f"Gradients were not measured: {why}.",) if why else ()
 
@@ -123,19 +124,6 @@ def _use_batch(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     norm.track_running_stats = not several  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def _forward(model: nn.Module, batch: Any, layers: dict[nn.Module, Site]) -> dict[nn.Module, Signal]:
-    seen = _Outputs(layers)
-    handles = [layer.register_forward_pre_hook(seen.before) for layer in layers]
-    handles += [layer.register_forward_hook(seen.after) for layer in layers]
-    try:
-        call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen.found
-
-
 class _Outputs:
     """Hooks that measure each layer's first call; its input first, because a layer may overwrite it in place."""
 
@@ -143,6 +131,18 @@ class _Outputs:
         self.layers = layers
         self.found: dict[nn.Module, Signal] = {}
         self.fed: dict[nn.Module, tuple[float, int]] = {}  # rms and number of entries
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, batch: Any) -> dict[nn.Module, Signal]:
+        """Call the model once; the signals of all layers that ran."""
+        handles = [layer.register_forward_pre_hook(self.before) for layer in self.layers]
+        handles += [layer.register_forward_hook(self.after) for layer in self.layers]
+        try:
+            call(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self.found
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         source = _first_tensor(inputs)
@@ -163,10 +163,6 @@ class _Outputs:
             ends = figures["rms"] == 0 and figures["gain"] == 0 and zero
             path, kind = self.layers[module].path, type(module).__name__
             self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)
-
-
-def _is_dead(module: nn.Module, signal: Signal) -> bool:
-    return signal.rms == 0 and signal.branch == "" and next(module.parameters(), None) is None
 
 
 def _joined(module: nn.Module, signal: Signal, gradient: Gradient | None, dead: list[Any]) -> Signal:
@@ -227,7 +223,12 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
     None for modules without running statistics or before their first batch, for a batch without a variance (one value
     per channel), and over several processes. The norm's statistics do not change.
     """
-    if not _has_statistics(norm) or not isinstance(output, Tensor) or output.numel() < 2 or _several_processes():
+    mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if mean is None or var is None or norm.training or several:
+        return None
+    fresh = not bool(mean.any()) and not bool((var != 1).any())  # num_batches_tracked is not used by all norms
+    if fresh or not isinstance(output, Tensor) or output.numel() < 2:
         return None
     trained = _in_training(norm, inputs)
     if trained is None:
@@ -236,18 +237,6 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
     gap = (trained.double() - output.double()).square().mean().sqrt()
     found = float(gap / size)
     return found if size > 0 and found < float("inf") else None
-
-
-def _has_statistics(norm: nn.Module) -> bool:
-    """Whether it uses running statistics that at least one batch has updated."""
-    mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
-    if mean is None or var is None or norm.training:
-        return False
-    return bool(mean.any()) or bool((var != 1).any())  # an instance norm counts no batches
-
-
-def _several_processes() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
@@ -290,7 +279,10 @@ def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, fl
     layout = layout_of(module)
     filters = matrix_view(weight, layout)
     count = filters.shape[1]
-    x = _channels_second(output, module)
+    if isinstance(module, nn.Linear):
+        x = output.reshape(-1, output.shape[-1])
+    else:  # without a batch dimension for a single input
+        x = output if output.ndim == weight.ndim else output.unsqueeze(0)
     samples = min(SAMPLES, x.numel() // max(1, x.shape[1]))
     readable = samples >= 3 and x.shape[1] == layout.groups * count and bool(torch.isfinite(x).all())
     if not 2 <= count <= MOST_FILTERS or not readable:
@@ -300,10 +292,3 @@ def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, fl
     off = ~torch.eye(count, dtype=torch.bool, device=filters.device)
     exact = (angles(filters).rad2deg() - RIGHT)[:, off]
     return read, float(exact.square().mean().sqrt())
-
-
-def _channels_second(output: Tensor, module: nn.Module) -> Tensor:
-    if isinstance(module, nn.Linear):
-        return output.reshape(-1, output.shape[-1])
-    spatial = len(module.kernel_size)  # type: ignore[arg-type]
-    return output if output.ndim == spatial + 2 else output.unsqueeze(0)

@@ -51,15 +51,14 @@ def stored_in_safetensors(path: Path) -> dict[str, Stored]:
         with path.open("rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
             header = json.loads(raw.read(length))
-        return {name: _stored(path, 8 + length, header[name]) for name in names}
+        stored = {}
+        for name in names:
+            shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
+            dtype = _DTYPES.get(header[name]["dtype"], header[name]["dtype"])
+            stored[name] = Stored(shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape))
+        return stored
     except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
         raise _damaged(path, error) from error
-
-
-def _stored(path: Path, start: int, of: dict[str, Any]) -> Stored:
-    shape, (begin, end) = tuple(of["shape"]), of["data_offsets"]
-    dtype = _DTYPES.get(of["dtype"], of["dtype"])
-    return Stored(shape, dtype, partial(_read, path, start + begin, end - begin, dtype, shape))
 
 
 def _read(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:
