@@ -96,6 +96,8 @@ def test_gradients_are_those_of_the_formula(function) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values_equal_the_references(dtype: torch.dtype) -> None:
     matrix = torch.randn(6, 5, dtype=torch.float64).to(dtype)
+    tall = torch.randn(9, 4, dtype=torch.float64)  # of which the other side of the Gram matrix is taken
+    torch.testing.assert_close(alignment(tall).item(), reference.alignment(tall.numpy()), **exact(torch.float64))
     array, tolerance = matrix.double().numpy(), close(torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(cosines(matrix).double(), torch.from_numpy(reference.cosines(array)), **tolerance)
     torch.testing.assert_close(coherence(matrix).item(), reference.coherence(array), **tolerance)
@@ -103,11 +105,6 @@ def test_values_equal_the_references(dtype: torch.dtype) -> None:
     for i in range(6):
         for j in range(6):
             assert abs(float(angles(matrix)[i, j]) - reference.exact_angle(array[i], array[j])) < 3e-7
-
-
-def test_both_sides_of_the_gram_give_one_alignment() -> None:
-    tall = torch.randn(9, 4, dtype=torch.float64)
-    torch.testing.assert_close(alignment(tall).item(), reference.alignment(tall.numpy()), **exact(torch.float64))
 
 
 def test_cosines_stay_within_one_and_keep_their_gradient() -> None:
@@ -121,13 +118,6 @@ def test_cosines_stay_within_one_and_keep_their_gradient() -> None:
     moved = (duplicate + torch.outer(torch.tensor([0.0, 1.0]), target)).requires_grad_()
     (gradient,) = torch.autograd.grad(cosines(moved)[0, 1], moved)
     assert float(gradient.norm()) > 0.1
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_self_cosines_never_exceed_one(seed: int) -> None:
-    matrix = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-    assert float(cosines(matrix).abs().max()) <= 1
-    assert float(coherence(torch.cat([matrix, matrix]))) <= 1
 
 
 def test_zero_filters() -> None:
@@ -178,17 +168,6 @@ def test_bounds_hold_for_any_matrix(n: int, d: int, seed: int) -> None:
     assert welch_bound(n, d) - 1e-12 <= mu <= 1
     assert max(0.0, (n - d) / (n - 1)) - 1e-9 <= a <= d + 1e-9
     assert sqrt(a / d) <= mu + 1e-9
-
-
-@REPEATABLE
-@given(rows=st.lists(st.lists(st.floats(-1e9, 1e9, width=32), min_size=3, max_size=3), min_size=2, max_size=5))
-def test_finite_for_any_entries(rows: list[list[float]]) -> None:
-    matrix = torch.tensor(rows).requires_grad_()
-    for function in (cosines, angles, coherence, alignment):
-        value = function(matrix)
-        (gradient,) = torch.autograd.grad(value.sum(), matrix)
-        assert value.isfinite().all()
-        assert gradient.isfinite().all()
 
 
 def test_invariances_and_their_limits() -> None:

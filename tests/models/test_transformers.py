@@ -22,7 +22,7 @@ from gonio.errors import (
     UnknownNameError,
     UnreadableFileError,
 )
-from gonio.models import from_transformers, resolve
+from gonio.models import libraries, resolve
 
 TINY = {
     "model_type": "vit",
@@ -65,7 +65,7 @@ def test_a_type_and_a_class_have_default_sizes(monkeypatch: pytest.MonkeyPatch) 
         pass
 
     classes = {"BertModel": Recorded, "BertForSequenceClassification": RecordedForSequenceClassification}
-    monkeypatch.setattr(from_transformers, "_attribute", lambda library, spec, name: classes[name])
+    monkeypatch.setattr(libraries, "_attribute", lambda library, spec, name: classes[name])
     assert resolve("transformers:bert")(num_classes=3).out_features == 5
     assert resolve("transformers:BertModel")(num_classes=3).out_features == 5
     assert resolve("transformers:BertForSequenceClassification")(num_classes=3).out_features == 3
@@ -115,7 +115,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_transformers, "_memory", lambda: 2**20)
+    monkeypatch.setattr(libraries, "_memory", lambda: 2**20)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 
@@ -123,10 +123,10 @@ def test_wrong_names_say_what_is_there(
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", UnreadableFileError, "it is no JSON"),
-        ("[" * 100_000, UnreadableFileError, "it is no JSON"),
-        ("\xff", UnreadableFileError, "it is no JSON"),
-        ("[]", UnreadableFileError, "it holds no mapping"),
+        ("{", UnreadableFileError, "it is not JSON"),
+        ("[" * 100_000, UnreadableFileError, "it is not JSON"),
+        ("\xff", UnreadableFileError, "it is not JSON"),
+        ("[]", UnreadableFileError, "it does not contain a mapping"),
         ("{}", UnknownNameError, "no transformers model named ''"),
         ('{"model_type": "mine"}', UnknownNameError, "no transformers model named 'mine'"),
         ('{"model_type": "vit", "quantization_config": {}}', NotApplicableError, "of a quantised model"),
@@ -152,7 +152,7 @@ def test_a_class_that_cannot_be_imported_is_said_to_be_one(monkeypatch: pytest.M
 
     library = ModuleType("transformers")
     library.models, library.__getattr__ = transformers().models, broken
-    monkeypatch.setattr(from_transformers, "load_library", lambda package, spec: library)
-    monkeypatch.setattr(from_transformers, "_class_names", lambda library: {"BertModel"})
+    monkeypatch.setattr(libraries, "load_library", lambda package, spec: library)
+    monkeypatch.setattr(libraries, "_class_names", lambda library: {"BertModel"})
     with pytest.raises(NotApplicableError, match=r"cannot be imported .*operator nms does not exist"):
         resolve("transformers:BertModel")

@@ -57,10 +57,9 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
     .. math::
         \lVert K \rVert = \max_{\omega \in \text{grid}} s_{\max}(F(\omega)), \; F(\omega) = \sum_t W_t e^{-i \omega t}
 
-    over half of the frequencies, which determines the other half; the result is computed in float64, other
-    frequencies are ruled out in float32. Groups are independent blocks, so their maximum is taken. Strided
-    and transposed convolutions are exact too, and dilation is allowed. The amount of padding has no effect:
-    it shifts the periodic output.
+    Half of the frequencies determines the other half. Frequencies are ruled out in float32, and the result is
+    computed in float64. Groups are independent blocks, so their maximum is taken. Strided, transposed and
+    dilated convolutions are exact too. The amount of padding has no effect: it shifts the periodic output.
 
     With zero padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a
     periodic grid approaches from below; :func:`conv_spectral_norm_bound` bounds that supremum.

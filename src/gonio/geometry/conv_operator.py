@@ -240,7 +240,7 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
         raise InvalidArgumentError(
             f"unview_operator() to {tuple(shape)} on the grid {tuple(size)} needs a matrix of {tuple(view.shape)}",
             f"{tuple(matrix.shape)}",
-            "Pass what operator_matrix() returned for the same grid and layout.",
+            "Pass the result of operator_matrix() with the same grid and layout.",
         )
     used = operator_matrix(torch.ones_like(zero), size, layout)
     if bool((used > 1.5).any()):

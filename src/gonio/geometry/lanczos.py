@@ -28,8 +28,8 @@ CERTAINTY = 0.99  # of lanczos_error
 # Note [Golub–Kahan]
 # k steps from a start vector u on the smaller side give orthonormal bases U (k + 1 vectors) and V (k) with
 # W V = U B, B lower bidiagonal. The top singular value of B is the best lower bound in the two Krylov
-# spaces; power iteration keeps one vector of the same spaces, and needs the square of the number of steps
-# for the same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
+# spaces. Power iteration uses one vector of the same spaces, and needs the square of the number of steps for the
+# same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
 
 
 def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
@@ -41,7 +41,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 
     Args:
         matrix: see Shape.
-        steps: products; more tighten the bound.
+        steps: number of products; more steps tighten the bound.
         seed: of the start vector.
 
     Shape:
@@ -82,7 +82,7 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix; W has n ≤ d."""
     least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
     scale = torch.maximum(-least, most)
-    scale = scale.masked_fill(scale == 0, 1)  # products near 1, whatever unit the weights are in
+    scale = scale.masked_fill(scale == 0, 1)  # products near 1 at every scale of the weights
     start = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
     left = [normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)]
     right: list[Tensor] = []
@@ -109,13 +109,12 @@ def _top_of_bidiagonal(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _next_direction(x: Tensor, basis: list[Tensor], alphas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norm and unit vector of the part of the column `x` outside the basis; zero if that is rounding.
+    """Norm and unit vector of the component of the column `x` outside the basis; zero if it is rounding.
 
-    A residual of rounding size means that the Krylov space is complete; scaled up to a unit vector it would
-    be noise inside the basis.
+    A residual of rounding size means that the Krylov space is complete; normalised it would be noise.
     """
     scale = torch.stack([*alphas, safe_norm(x, -2)]).amax(0)
-    for _ in range(2 if basis else 0):  # "twice is enough": one pass leaves what cancellation left
+    for _ in range(2 if basis else 0):  # one pass leaves a component from cancellation; two are enough
         known = torch.cat(basis, -1)
         x = x - known @ (known.mT @ x)
     norm = safe_norm(x, -2)
@@ -138,7 +137,7 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> flo
     References:
         [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
     """
-    scale, basis, diagonal, beside = safe_scale(matrix), [], [], []
+    scale, basis, diagonal, off_diagonal = safe_scale(matrix), [], [], []
     start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
     v = normalize(start).to(matrix.device, torch.promote_types(matrix.dtype, torch.float32))
     for _ in range(min(steps, *matrix.shape)):
@@ -151,9 +150,9 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> flo
         size = float(torch.linalg.vector_norm(image))
         if size <= 1e-6 * max(diagonal):  # the Krylov space is complete
             break
-        beside.append(size)
+        off_diagonal.append(size)
         v = image / size
-    off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
+    off = torch.tensor(off_diagonal[: len(diagonal) - 1], dtype=torch.float64)
     tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
     return sqrt(max(0.0, float(torch.linalg.eigvalsh(tridiagonal)[-1]))) * scale
 

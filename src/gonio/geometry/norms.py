@@ -181,7 +181,7 @@ def check_finite(matrix: Tensor, function: str) -> None:
         raise InvalidArgumentError(
             f"{function}() needs finite entries",
             f"{bad} of {matrix.numel()} NaN or infinite",
-            "Find the training step that produced them; such a weight has no spectrum.",
+            "Find the training step that produced them.",
         )
 
 

@@ -42,7 +42,7 @@ class PairStatistics:
         opposite: pairs among `near` with a negative cosine.
         histogram: pairs per degree.
         sampled: filters drawn from each matrix, if there are too many for all pairs; else None.
-        searched: whether all filters were searched for near duplicates, beside the sample.
+        searched: whether near duplicates were searched among all filters instead of the sample.
     """
 
     count: int
@@ -143,7 +143,7 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
 
 
 def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of those of these rows that have a direction, and the numbers of these rows."""
+    """Unit vectors of these rows, without rows that have no direction, and the row numbers."""
     unit = torch.empty(len(order), matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
     alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
     step = max(1, BLOCK // max(1, matrix.shape[1]))

@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 # Note [Gram or SVD]
-# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but squares the
-# condition number: a singular value s is off by about 1e-15·s_max²/s. Below this ratio of eigenvalues
-# (s/s_max < 3e-6) the matrix is handed to the SVD, so every s > 1e-4·s_max is right to 1e-6 relative
-# and every smaller one to 1e-9·s_max absolute.
+# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but squares the condition
+# number: the error of a singular value s is about 1e-15·s_max²/s. If the ratio of eigenvalues is below this limit
+# (s/s_max < 3e-6) the SVD is used, so the relative error is below 1e-6 for s > 1e-4·s_max, and the absolute error
+# below 1e-9·s_max for smaller ones.
 GRAM_LIMIT = 1e-11
 
 # Of spectrum_estimate:
@@ -60,7 +60,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         Permuting, flipping and rotating rows or columns.
 
     Raises:
-        InvalidArgumentError: for non-finite entries, which have no spectrum, or another rank.
+        InvalidArgumentError: for non-finite entries or another rank.
 
     Example:
         >>> gonio.geometry.singular_values(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
@@ -74,7 +74,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         if 0 in matrix.shape:
             return wide.new_zeros((*matrix.shape[:-2], min(matrix.shape[-2:])), dtype=widen(matrix).dtype)
         scale = wide.detach().abs().amax((-2, -1), keepdim=True)
-        scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 is no float64
+        scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 overflows
         return (_singular_values(wide / scale) * scale.squeeze(-1)).to(widen(matrix).dtype)
 
 
@@ -82,7 +82,7 @@ def _singular_values(matrix: Tensor) -> Tensor:
     eigenvalues = torch.linalg.eigvalsh(_small_gram(matrix)).flip(-1)
     if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
         return torch.linalg.svdvals(matrix)
-    zero = eigenvalues <= 0  # only where every eigenvalue is 0, or the Gram limit would have applied
+    zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
     return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
@@ -93,7 +93,7 @@ def _small_gram(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OrthogonalityDefect:
-    """Three sizes of the Gram matrix's deviation from the identity; see :func:`orthogonality_defect`."""
+    """Three norms of the deviation of the Gram matrix from the identity; see :func:`orthogonality_defect`."""
 
     entrywise: Tensor  # mean squared entry
     frobenius: Tensor
@@ -102,7 +102,7 @@ class OrthogonalityDefect:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values, computed once, and the figures that follow from them.
+    """Singular values, computed once, and the quantities that follow from them.
 
     Example:
         >>> gonio.geometry.spectrum(torch.diag(torch.tensor([2.0, 1.0]))).stable_rank
@@ -113,7 +113,7 @@ class Spectrum:
 
     @property
     def _relative(self) -> Tensor:
-        """Values over the largest, whose square may overflow; 0 for a zero matrix."""
+        """Values divided by the largest, so that squares do not overflow; 0 for a zero matrix."""
         top = self.values[..., :1]
         return self.values / top.masked_fill(top == 0, 1)
 
@@ -146,7 +146,7 @@ class Spectrum:
 
 
 def spectrum(matrix: Tensor) -> Spectrum:
-    """All figures of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
+    """All quantities of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
 
     Raises:
         InvalidArgumentError: as :func:`singular_values`, and for a matrix without entries.
@@ -158,7 +158,7 @@ def spectrum(matrix: Tensor) -> Spectrum:
     """
     if matrix.numel() == 0:
         raise InvalidArgumentError(
-            "spectrum() needs a matrix with entries", f"shape {tuple(matrix.shape)}", "Leave empty layers out."
+            "spectrum() needs a matrix with entries", f"shape {tuple(matrix.shape)}", "Exclude empty layers."
         )
     return Spectrum(singular_values(matrix))
 
@@ -174,10 +174,10 @@ def _entropy_rank(values: Tensor) -> Tensor:
 def stable_rank(matrix: Tensor) -> Tensor:
     r"""Squared Frobenius over squared spectral norm, :math:`\lVert W \rVert_F^2 / s_{\max}^2`.
 
-    Between 1 (all filters parallel) and min(n, d) (orthogonal of equal norms); never above the rank, and
-    insensitive to small singular values. A zero matrix has stable rank 0. For an :math:`n \times d` random
-    matrix it is near :math:`nd / (\sqrt n + \sqrt d)^2`. Its gradient grows as :math:`1/s_{\max}`: beyond
-    float16 for weights below about 1e-4, which are to be differentiated in float32.
+    Between 1 (all filters parallel) and min(n, d) (orthogonal filters of equal norm); never above the rank, and
+    insensitive to small singular values. A zero matrix has stable rank 0, an :math:`n \times d` random matrix
+    about :math:`nd / (\sqrt n + \sqrt d)^2`. The gradient grows as :math:`1/s_{\max}` and overflows float16 for
+    weights below about 1e-4; differentiate these in float32.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -199,8 +199,8 @@ def stable_rank(matrix: Tensor) -> Tensor:
 def effective_rank(matrix: Tensor) -> Tensor:
     r"""Exponential of the entropy of the singular values, :math:`\exp(-\sum p_i \ln p_i)`, :math:`p_i = s_i / \sum s`.
 
-    Between 1 and min(n, d), both attained as by :func:`stable_rank`; unlike it, small singular values
-    count. A zero matrix has effective rank 0. Its gradient grows as that of :func:`stable_rank`.
+    Between 1 and min(n, d), attained as for :func:`stable_rank`; unlike it, sensitive to small singular
+    values. A zero matrix has effective rank 0. The gradient grows as that of :func:`stable_rank`.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -220,8 +220,8 @@ def effective_rank(matrix: Tensor) -> Tensor:
 def condition_number(matrix: Tensor) -> Tensor:
     r"""Largest over smallest singular value, :math:`s_{\max} / s_{\min} \ge 1`.
 
-    1 for (semi-)orthogonal matrices times a number; about :math:`n` for a square Gaussian matrix, however
-    near to orthogonal its entries look. Infinite where the smaller singular value is 0.
+    1 for multiples of (semi-)orthogonal matrices; about :math:`n` for a square Gaussian matrix. Infinite if the
+    smallest singular value is 0.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -235,17 +235,17 @@ def condition_number(matrix: Tensor) -> Tensor:
 
 
 def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
-    r"""How far a matrix is from semi-orthogonal: :math:`E = G - I`, in three norms that disagree.
+    r"""Distance of a matrix from semi-orthogonal, :math:`E = G - I`, in three norms.
 
     :math:`G` is the Gram matrix of the smaller side, :math:`WW^\top` for :math:`n \le d`, of size
-    :math:`m = \min(n, d)`. All three are 0 exactly for semi-orthogonal matrices.
+    :math:`m = \min(n, d)`. All three are 0 exactly for semi-orthogonal matrices. They disagree on random ones:
 
     ============= ========================================== ==============================================
-    field         is                                         square Gaussian, variance 1/n
+    field         definition                                 square Gaussian, variance 1/n
     ============= ========================================== ==============================================
-    ``entrywise`` mean of :math:`E_{ij}^2`                   :math:`1/n`: nearer to orthogonal as n grows
-    ``frobenius`` :math:`\lVert E \rVert_F`                  :math:`\sqrt n`: farther
-    ``spectral``  :math:`\max_i |s_i^2 - 1|`                 3, whatever n: never orthogonal
+    ``entrywise`` mean of :math:`E_{ij}^2`                   :math:`1/n`, decreases with n
+    ``frobenius`` :math:`\lVert E \rVert_F`                  :math:`\sqrt n`, increases with n
+    ``spectral``  :math:`\max_i |s_i^2 - 1|`                 3 for every n
     ============= ========================================== ==============================================
 
     Shape:
@@ -354,8 +354,8 @@ def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name
     small; it is exact for a weight of lower rank, and None if so many directions hold less.
 
     Args:
-        matrices: of which `found` is the :func:`spectrum_estimate`.
-        found: see above.
+        matrices: (groups, n, d).
+        found: their :func:`spectrum_estimate`.
         share: of the squared Frobenius norm, in [0, 1].
         name: seeds the random vectors.
 
