@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NotApplicableError
-
 from gonio.nn import switchable_norm as module
 from gonio.nn.switchable_function import switchable_norm as plain
 from nn.operators import gradients

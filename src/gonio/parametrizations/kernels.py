@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gonio.geometry.matrix_vector import matrix_vector
-from gonio.geometry.norms import safe_norm
+from gonio.geometry.norms import matrix_vector, safe_norm
 from gonio.parametrizations.torch_internals import is_plain_eager, weight_norm_kernel
 
 __all__ = ["STALE", "DividedBySpectralNorm", "apply_to", "rescaled"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.parametrizations.parametrization import Parametrization
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnsetStateError
-from gonio.geometry.precision import full_precision, widen
+from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout
 
 __all__ = ["Parametrization", "describe", "kind_of"]

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import full_precision, whole, widen
+from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations import kernels
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of

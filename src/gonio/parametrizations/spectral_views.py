@@ -19,10 +19,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gonio.geometry.conv_lanczos import conv_spectral_norm_estimate
+from gonio.geometry.conv_norm import conv_spectral_norm_estimate
+from gonio.geometry.conv_operator import frequencies
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import least_norm, normalize, safe_norm
-from gonio.geometry.symbol import frequencies
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.seeding import generator

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import safe_norm, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import by_filter, filter_size, rescaled
 from gonio.parametrizations.parametrization import Parametrization

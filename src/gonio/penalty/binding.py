@@ -13,8 +13,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.views import Layout, layout_of
 from gonio.penalty.surroundings import HOMOGENEOUS, Surroundings
 from gonio.regularizers import OutputRegularizer, Regularizer, ScaleShift, WeightRegularizer
-from gonio.surgery.site import Site, select
-from gonio.surgery.where import Where, as_selector
+from gonio.surgery.where import Site, Where, as_selector, select
 
 __all__ = ["TABLES", "Binding", "Slot", "bind", "slots_of", "unwrapped"]
 

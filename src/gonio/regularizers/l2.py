@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import widest
+from gonio.geometry.norms import widest
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import ClosedFormRegularizer, require
 from gonio.regularizers.closed_form import Closed, Formula

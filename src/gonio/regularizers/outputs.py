@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import full_precision
+from gonio.geometry.norms import full_precision
 from gonio.regularizers.base import Evaluation, Regularizer, require
 
 if TYPE_CHECKING:

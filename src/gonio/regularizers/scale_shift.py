@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import full_precision
+from gonio.geometry.norms import full_precision
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import ClosedFormRegularizer, Evaluation, can_add_directly, require
 from gonio.regularizers.closed_form import Closed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, require
 from gonio.regularizers.closed_form import apply
 from gonio.regularizers.outputs import OutputRegularizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import widest
+from gonio.geometry.norms import widest
 from gonio.regularizers.gram import accumulate_symmetric, mirror
 
 if TYPE_CHECKING:

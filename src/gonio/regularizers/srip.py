@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gonio.geometry.matrix_vector import matrix_vector
-from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import full_precision
+from gonio.geometry.norms import full_precision, matrix_vector, normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, can_add_directly, require, shares_memory
 from gonio.regularizers.closed_form import Formula, apply

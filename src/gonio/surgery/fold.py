@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
-from gonio.parametrizations.base import detach, is_parametrized
+from gonio.parametrizations.mechanism import detach, is_parametrized
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, evaluating, outputs
 from gonio.surgery.graph import trace

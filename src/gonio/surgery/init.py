@@ -12,9 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
-from gonio.geometry.precision import whole
+from gonio.geometry.norms import whole
 from gonio.geometry.views import layout_of
-from gonio.init.draws import write_
+from gonio.init.variance import write_
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after

@@ -11,7 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
-from gonio.parametrizations.base import Parametrization, attach, parametrization_of
+from gonio.parametrizations.mechanism import attach, parametrization_of
+from gonio.parametrizations.parametrization import Parametrization
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, select, sites

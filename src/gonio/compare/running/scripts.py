@@ -22,7 +22,7 @@ from gonio.compare.running.training import kept_generators, seed_everything
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.models.user_code import load_script
 from gonio.recipes import Recipe
-from gonio.recipes.applied import Applied
+from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
 
 _LOG, _OUTCOME, _PLAN, _RESUME, _PROBED = "log.jsonl", "outcome.json", "plan.txt", "resume", "probed.json"

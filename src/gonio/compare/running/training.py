@@ -18,7 +18,7 @@ from gonio.compare.tasks.task import Split, Task
 from gonio.errors import InvalidArgumentError
 from gonio.models import resolve as resolve_model
 from gonio.recipes import Recipe
-from gonio.recipes.applied import Applied
+from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed, generator
 
 OPTIMIZERS = ("sgd", "adamw")

@@ -17,7 +17,7 @@ from torch import Tensor
 from gonio.compare.planning.plan import AttackConfig, Training
 from gonio.compare.tasks.task import Split, Task
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
-from gonio.models.library import unusable
+from gonio.models.libraries import unusable
 from gonio.seeding import generator
 
 _SHARES = (0.6, 0.8)  # of each class, for data without splits: up to here train, validation

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.measuring.figures.gradients import Gradient, leads_to, measure_gradients
-from gonio.parametrizations.base import Parametrization
+from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites

@@ -17,7 +17,7 @@ from gonio.errors import InvalidArgumentError, listing
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import Structure
 from gonio.measuring.findings.finding import Rule, rule
-from gonio.parametrizations.base import parametrization_of
+from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.kinds import SWITCHABLE_NORMS
 

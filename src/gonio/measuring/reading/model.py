@@ -15,7 +15,7 @@ from gonio.geometry import Layout, layout_of
 from gonio.measuring.reading.adapters import entries_of_adapted
 from gonio.measuring.reading.entry import PADDING, Entry, header_of
 from gonio.measuring.reading.state_dict import infer
-from gonio.parametrizations.base import parametrization_of
+from gonio.parametrizations.mechanism import parametrization_of
 from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
 
