@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,15 +98,18 @@ def test_a_layer_class_is_no_converter():
         gonio.swap_(network(), nn.ReLU)
 
 
-def test_a_class_that_takes_a_layer_is_a_converter():
-    class Twice(nn.Module):
-        def __init__(self, inner: nn.Linear) -> None:
+@pytest.mark.parametrize("annotation", [nn.Linear, nn.Linear | None, nn.Module, Any, Callable[..., Any], object, None])
+def test_a_class_that_takes_a_layer_is_a_converter(annotation):
+    class Around(nn.Module):
+        def __init__(self, inner) -> None:
             super().__init__()
             self.inner = inner
 
+    if annotation is not None:
+        Around.__init__.__annotations__["inner"] = annotation
     model = network()
-    gonio.swap_(model, Twice)
-    assert [path for path, m in model.named_modules() if isinstance(m, Twice)] == ["4", "6"]
+    gonio.swap_(model, Around, where=nn.Linear)
+    assert [path for path, m in model.named_modules() if isinstance(m, Around)] == ["4", "6"]
 
 
 def encoder(layers: int = 2) -> nn.Module:

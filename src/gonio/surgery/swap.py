@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -102,11 +103,11 @@ def swap_(
     return edit.done()
 
 
-def _accepted(factory: Callable[..., nn.Module]) -> type[nn.Module] | tuple[type[nn.Module], ...]:
-    """The classes that annotate the factory's first parameter; nn.Module if there is no annotation.
+def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
+    """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
 
     Raises:
-        InvalidArgumentError: for a layer class, whose first parameter is annotated with something else.
+        InvalidArgumentError: for a layer class, whose first parameter is a number, say.
     """
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)
@@ -114,30 +115,29 @@ def _accepted(factory: Callable[..., nn.Module]) -> type[nn.Module] | tuple[type
     try:
         annotation = typing.get_type_hints(function).get(parameters[0], nn.Module) if parameters else nn.Module
     except (NameError, TypeError):  # an annotation that cannot be evaluated
-        return nn.Module
-    if isinstance(annotation, type) and issubclass(annotation, nn.Module):
-        return annotation
-    members = tuple(arm for arm in typing.get_args(annotation) if isinstance(arm, type) and issubclass(arm, nn.Module))
-    if is_class and not members:
+        annotation = nn.Module
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = [k for k in (typing.get_args(annotation) if is_union else [annotation]) if isinstance(k, type)]
+    layers = tuple(kind for kind in kinds if issubclass(kind, nn.Module))
+    if is_class and kinds and not layers and not any(issubclass(nn.Module, k) or k is Any for k in kinds):
         name = factory.__name__
         converters = [f"{name}.{method}" for method in dir(factory) if method.startswith("from_")]
         do = f"Use {' or '.join(converters)}." if converters else f"Pass a function, e.g. lambda layer: {name}(…)."
         found = f"{name}, which is a layer class, not a converter"
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", found, do)
-    return members or nn.Module
+    return layers or (nn.Module,)
 
 
 def _found(
     model: nn.Module,
     factory: Callable[..., nn.Module],
-    accepted: type[nn.Module] | tuple[type[nn.Module], ...],
+    accepted: tuple[type[nn.Module], ...],
     where: Where,
 ) -> tuple[list[Site], list[Site]]:
     """The sites to replace, and those that are left out because their parents do not call them."""
 
     def refuse(module: nn.Module) -> str | None:
-        kinds = accepted if isinstance(accepted, tuple) else (accepted,)
-        names = " or ".join(kind.__name__ for kind in kinds)
+        names = " or ".join(kind.__name__ for kind in accepted)
         return None if isinstance(module, accepted) else f"it is a {type(module).__name__}, not a {names}"
 
     verb = f"swap_ to {_name(factory)}"
@@ -168,14 +168,14 @@ def _check_replaceable(site: Site) -> None:
 
 def _made(
     factory: Callable[..., Any],
-    accepted: type[nn.Module] | tuple[type[nn.Module], ...],
+    accepted: tuple[type[nn.Module], ...],
     site: Site,
     options: dict[str, Any],
 ) -> list[nn.Module]:
     """The factory's layer for a site; for a norm with its activation inside, followed by that activation."""
     old, plain = site.module, without_tail(site.module)
     tail = [part for part in norm_tail(old) if not isinstance(part, nn.Identity)]
-    splits = plain is not old and accepted is not nn.Module and isinstance(plain, accepted)
+    splits = plain is not old and accepted != (nn.Module,) and isinstance(plain, accepted)
     parts = [factory(plain, **options), *tail] if splits else [factory(old, **options)]
     if not isinstance(parts[0], nn.Module):
         found = f"a {type(parts[0]).__name__} for {site.path!r}"
