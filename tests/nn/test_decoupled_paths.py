@@ -32,16 +32,18 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @kinds
-def test_in_place_and_plain_operations_agree(
+def test_second_and_plain_forms_agree(
     kind: Any, arguments: Any, shape: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "LARGE", 0)  # the product is scaled in place
     for options in OPERATORS:
         layer = kind(*arguments, **options).to(dtype).eval()
         x = seeded(*shape, dtype=dtype)
         expected = results(layer, x)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "ordinary_eager", lambda _: False)
-            patch.delattr(kernels._Scale, "forward")  # a control: the plain form does not use it
+            for second in ("scale_", "window_sum"):
+                patch.delattr(kernels, second)  # a control: the plain form uses none of them
             found = results(layer, x)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, **close(dtype))
@@ -72,8 +74,10 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     torch.testing.assert_close(gradients(layer(y), [y])[0], full[1], **close(torch.float32))
 
 
+@pytest.mark.parametrize("large", [0, kernels.LARGE])
 @kinds
-def test_second_derivatives(kind: Any, arguments: Any, shape: Any) -> None:
+def test_second_derivatives(kind: Any, arguments: Any, shape: Any, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LARGE", large)
     for options in (
         {},
         {"magnitude": magnitude.Ball(learn_radius=True)},

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry.precision import widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Number, Tanh, scaled
-from gonio.nn.patches import LinearMap, wide
+from gonio.nn.patches import LinearMap
 from gonio.nn.running import RunningStatistics, several_ranks, total
 
 __all__ = ["COSINE", "TANH", "Decoupled", "Gradient", "Weighted"]
@@ -88,10 +89,10 @@ class Decoupled(RunningStatistics):
                 found = found if isinstance(found, Tensor) else torch.full_like(norm, found)
                 return found if self.magnitude.continuous_at_zero else found * (norm > shortest)
 
-            if kernels.ordinary_eager(x) and not self._needs_product:
+            if kernels.scales_in_place(product) and not self._needs_product:
                 return kernels.scale_(product, norm, (c.alpha, c.beta, c.radius), slope, patches.group).to(x.dtype)
             ratio = slope(norm, c.alpha, c.beta, c.radius)
-            out = self.angular.combine(wide(patches.group(product)), norm, ratio)
+            out = self.angular.combine(widen(patches.group(product)), norm, ratio)
             if self.weighted == "linear" and not self._length_cancels:
                 out = out * patches.seen_norms(self.weight, x)
         if self.blend is not None:

@@ -91,7 +91,7 @@ class DecoupledLinear(Decoupled, nn.Linear):
         synchronize: bool = True,
     ) -> Self:
         """A decoupled layer on the same Parameter objects; the options are those of the constructor."""
-        check_plain(linear, nn.Linear, asked="from_linear")
+        check_plain(linear, nn.Linear, verb="from_linear")
         new = share_(cls(linear.in_features, linear.out_features, linear.bias is not None, "meta"), linear)
         new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
         return new
@@ -101,7 +101,7 @@ class DecoupledLinear(Decoupled, nn.Linear):
         return share_(nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta"), self)
 
     def to_plain(self) -> nn.Linear:
-        """A torch layer that computes the same, with parameters of its own; refused where none does."""
+        """A torch layer with parameters of its own that computes the same; raises where none does."""
         return with_weight_(self.to_linear(), self._folded_weight())
 
     @property
@@ -134,7 +134,7 @@ class _DecoupledConvNd(Decoupled, nn.modules.conv._ConvNd):
 
     @classmethod
     def _around(cls, conv: nn.modules.conv._ConvNd, *operator: Any) -> Self:
-        check_plain(conv, cls.plain, asked="from_conv")
+        check_plain(conv, cls.plain, verb="from_conv")
         new = share_(cls(**cls._arguments(conv)), conv)
         new._set_operator(*operator)
         return new
@@ -149,7 +149,7 @@ class _DecoupledConvNd(Decoupled, nn.modules.conv._ConvNd):
         return share_(self.plain(**self._arguments(self)), self)
 
     def to_plain(self) -> nn.modules.conv._ConvNd:
-        """A torch layer that computes the same, with parameters of its own; refused where none does."""
+        """A torch layer with parameters of its own that computes the same; raises where none does."""
         return with_weight_(self.to_conv(), self._folded_weight())
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -312,8 +312,7 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
         >>> bool((bounded(1000 * x).abs() <= 1).all())
         True
 
-    Cost: one pass over the input for the patch norms and one over the output; about a tenth of a dense
-    convolution, as much again as a depthwise one.
+    Cost: about a tenth of a dense convolution; of a depthwise one several times.
 
     Folding: exact for the magnitude Linear with the cosine, else impossible.
 
@@ -437,11 +436,7 @@ class _DecoupledConvTranspose(_DecoupledConvNd):
 class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d):
     r"""A 1-D transposed convolution whose product is split into a magnitude and an angular part.
 
-    Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`. Its patch :math:`x` is the
-    inputs that reach it, and its filter :math:`w` the taps by which they do; which taps those are depends
-    on the output's phase in the stride and, at the border, on where the input ends, and so do both
-    norms. An output that no input reaches is :math:`b`. The options are those of
-    :class:`DecoupledConv2d`.
+    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
 
     Shape:
         - input: (N, in_channels, L) or (in_channels, L).
@@ -482,10 +477,9 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
     r"""A 2-D transposed convolution whose product is split into a magnitude and an angular part.
 
     Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`. Its patch :math:`x` is the
-    inputs that reach it, and its filter :math:`w` the taps by which they do; which taps those are depends
-    on the output's phase in the stride and, at the border, on where the input ends, and so do both
-    norms. An output that no input reaches is :math:`b`. The options are those of
-    :class:`DecoupledConv2d`.
+    inputs that reach it, and its filter :math:`w` the taps that connect them; both depend on the output's phase in
+    the stride and, at the border, on where the input ends, and so do both norms. An output that no input reaches
+    is :math:`b`. The options are those of :class:`DecoupledConv2d`.
 
     Shape:
         - input: (N, in_channels, H, W) or (in_channels, H, W).
@@ -525,11 +519,7 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
 class DecoupledConvTranspose3d(_DecoupledConvTranspose, nn.ConvTranspose3d):
     r"""A 3-D transposed convolution whose product is split into a magnitude and an angular part.
 
-    Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`. Its patch :math:`x` is the
-    inputs that reach it, and its filter :math:`w` the taps by which they do; which taps those are depends
-    on the output's phase in the stride and, at the border, on where the input ends, and so do both
-    norms. An output that no input reaches is :math:`b`. The options are those of
-    :class:`DecoupledConv2d`.
+    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
 
     Shape:
         - input: (N, in_channels, D, H, W) or (in_channels, D, H, W).

@@ -21,15 +21,13 @@ from torch import Tensor
 
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.norms import least_norm
+from gonio.geometry.precision import widen
+from gonio.nn import kernels
 
-__all__ = ["NARROW", "ConvMap", "ConvTransposeMap", "DenseMap", "LinearMap", "wide"]
+__all__ = ["NARROW", "ConvMap", "ConvTransposeMap", "DenseMap", "LinearMap"]
 
 NARROW = (torch.float16, torch.bfloat16)
-
-
-def wide(x: Tensor) -> Tensor:
-    """`x` in at least float32: squares of float16 overflow beyond 256."""
-    return x.float() if x.dtype in NARROW else x
+FEW = 8  # groups; over more channels a convolution is faster than an average pooling
 
 
 class LinearMap(ABC):
@@ -99,7 +97,7 @@ class DenseMap(LinearMap):
         return F.linear(x, filters)
 
     def energy(self, x: Tensor) -> Tensor:
-        x = wide(x)
+        x = widen(x)
         return (x * x).sum(-1, keepdim=True)
 
     def group(self, y: Tensor) -> Tensor:
@@ -145,11 +143,18 @@ class ConvMap(LinearMap):
         )
 
     def energy(self, x: Tensor) -> Tensor:
-        squares = wide(x)
+        squares = widen(x)
         squares = squares * squares
         squares = squares.sum(1, keepdim=True) if self.groups == 1 else squares.unflatten(1, (self.groups, -1)).sum(2)
-        ones = squares.new_ones(self.groups, 1, *self.kernel)
-        return self.group(self._multiply(squares, ones))
+        if self._pools and kernels.ordinary_eager(x):
+            return self.group(kernels.window_sum(squares, self.kernel, self.stride, self.padding))
+        return self.group(self._multiply(squares, squares.new_ones(self.groups, 1, *self.kernel)))
+
+    @property
+    def _pools(self) -> bool:
+        """Whether sums over patches are those of an average pooling, which knows no dilation and no wide padding."""
+        few = all(2 * p <= k for p, k in zip(self.padding, self.kernel, strict=True)) and self.groups <= FEW
+        return few and len(self.kernel) == 2 and not self.transposed and self.dilation == (1, 1)
 
     def group(self, y: Tensor) -> Tensor:
         return y.unsqueeze(1) if self.groups == 1 else y.unflatten(1, (self.groups, -1))
@@ -203,7 +208,7 @@ class ConvTransposeMap(ConvMap):
 
     def _seen_energy(self, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """‖w‖² as each output sees it, with 1 in place of 0, and where that is; in the grouped layout."""
-        squares = wide(self._by_group(weight))
+        squares = widen(self._by_group(weight))
         squares = (squares * squares).sum(1)
         ones = squares.new_ones(1, self.groups, *x.shape[2:])
         energy = self.group(self._multiply(ones, squares))

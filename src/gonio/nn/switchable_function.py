@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gonio.nn.patches import wide
+from gonio.geometry.precision import widen
 from gonio.nn.running import total
 
 __all__ = [
@@ -66,7 +66,7 @@ class Mixed:
 
 def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor | None, settings: Settings) -> Found:
     """The normalised x, and the statistics of the batch unless they are given as `running`."""
-    values, dims = wide(x), tuple(range(2, x.dim()))
+    values, dims = widen(x), tuple(range(2, x.dim()))
     pivot = pivot_of(values)
     centred = values - spread(pivot, values)
     instance = moments(centred.mean(dims), (centred * centred).mean(dims), pivot)
