@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from catalog import seeded
 from gonio import parametrizations as P
@@ -142,6 +143,43 @@ def test_a_weight_that_torch_parametrizes_is_refused(norm: str, package: object)
     layer = getattr(package, norm)(make("linear"))
     with pytest.raises(AlreadyAppliedError, match="torch's own"):
         P.attach(layer, "weight", P.Sphere())
+
+
+TORCHS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "register_parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "delattr": lambda layer: delattr(layer, "weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("how", ["itself", "copied", "loaded"])
+def test_torch_cannot_replace_a_parametrized_tensor(name: str, kind: str, how: str) -> None:
+    layer = make(kind)
+    P.attach(layer, "weight", P.Sphere())
+    if how == "copied":
+        layer = copy.deepcopy(layer)
+    elif how == "loaded":
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    before = [(key, id(p)) for key, p in layer.named_parameters()]
+    state = {key: value.clone() for key, value in layer.state_dict().items()}
+    own, attributes, x = type(layer), set(vars(layer)), sample(layer)
+    expected = layer(x)
+    with pytest.raises(NotApplicableError, match=r"parametrizes it, and torch's .* cannot be added. Fold it first"):
+        TORCHS[name](layer)
+    assert type(layer) is own
+    assert set(vars(layer)) == attributes
+    assert [(key, id(p)) for key, p in layer.named_parameters()] == before
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+    assert torch.equal(layer(x), expected)
+    assert not layer._forward_pre_hooks
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

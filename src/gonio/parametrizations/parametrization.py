@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -39,6 +40,9 @@ class Parametrization(nn.Module, ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Keywords of the constructor; each is also an attribute with a value that JSON can represent."""
 
+    bound_to: weakref.ref[nn.Parameter] | None = None
+    """The Parameter to which `attach` bound this object; not in copies and pickles."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _KINDS[cls.__name__] = cls
@@ -46,7 +50,6 @@ class Parametrization(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.layout: Layout | None = None
-        self.raw_id: int | None = None  # id() of the Parameter to which it is bound
         self._unset = False  # whether the state was allocated by to_empty() and not initialised since
 
     @abstractmethod
@@ -108,6 +111,9 @@ class Parametrization(nn.Module, ABC):
     def bound_layout(self) -> Layout:
         """The layout of the tensor; for a template the default layout."""
         return self.layout or Layout()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "bound_to"}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
