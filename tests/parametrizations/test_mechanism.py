@@ -241,13 +241,27 @@ def test_a_reachable_weight_is_assigned_exactly(member: str, name: str) -> None:
 
 @ONE
 def test_an_assigned_parameter_is_the_one_that_is_trained(member: str) -> None:
-    layer = parametrized(member, "linear")
-    given = nn.Parameter(seeded(4, 6, seed=6))
-    tensor = parametrized(member, "linear")
-    tensor.weight = given.detach().clone()
+    layer, other = parametrized(member, "linear"), parametrized(member, "linear", seed=6)
+    given = nn.Parameter(other.weight.detach().clone())
     layer.weight = given
     assert layer._parameters["weight"] is given
-    assert torch.equal(layer.weight, tensor.weight)
+    torch.testing.assert_close(layer.weight, other.weight)
+
+
+@ONE
+def test_a_parameter_that_cannot_be_reached_is_refused(member: str) -> None:
+    """torch.nn.utils.fuse_conv_bn_eval assigns one; the nearest weight would be another function."""
+    layer, norm = parametrized(member, "conv2d").eval(), nn.BatchNorm2d(6).eval()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 3, 6))
+    x, state = sample(layer), copy.deepcopy(layer.state_dict())
+    expected = norm(layer(x))
+    if member.startswith("WeightNorm") or "learn_gain=True" in member:
+        torch.testing.assert_close(nn.utils.fuse_conv_bn_eval(layer, norm)(x), expected, rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"found values that .* would change. Fold the layer first"):
+            nn.utils.fuse_conv_bn_eval(layer, norm)
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
 
 
 def test_another_shape_is_refused() -> None:

@@ -401,10 +401,18 @@ def _assign_(layer: Parametrized, name: str, value: Tensor) -> None:
             f"{tuple(value.shape)} for {None if raw is None else tuple(raw.shape)}",
             "Detach the parametrization first to assign a tensor of another shape.",
         )
+    parametrization = _parametrization(layer, name)
     if isinstance(value, nn.Parameter):
+        if not parametrization.reaches(value):
+            raise InvalidArgumentError(
+                f"assigning a Parameter to a parametrized {name!r} needs values that the parametrization can reach",
+                f"values that {parametrization} would change",
+                f"Fold the layer first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight'). "
+                "A plain tensor sets the nearest weight.",
+            )
         layer._parameters[name] = raw = value
         layer._note_parameters()
-    _set_weight_(_parametrization(layer, name), raw, value.detach())
+    _set_weight_(parametrization, raw, value.detach())
 
 
 @torch.no_grad()

@@ -97,6 +97,17 @@ class Parametrization(nn.Module, ABC):
             mine.copy_(new)
         self._unset = False
 
+    @torch.no_grad()
+    def reaches(self, weight: Tensor) -> bool:
+        """Whether binding to `weight` keeps its values, up to 0.1 % of the largest (1 % in half precision)."""
+        weight = weight.detach()
+        if weight.is_meta:
+            return True
+        fresh = self.unbound()
+        fresh.bind(weight, self.bound_layout)
+        tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        return bool((fresh(fresh.right_inverse(weight)) - weight).abs().max() <= tolerance * weight.abs().max())
+
     def reset_parameters(self) -> None:
         """Do nothing: the state follows from the weight, and `reset_parameters` of the layer sets both.
 
