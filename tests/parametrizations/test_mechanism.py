@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from catalog import seeded
 from gonio import parametrizations as P
@@ -144,6 +145,43 @@ def test_a_weight_that_torch_parametrizes_is_refused(norm: str, package: object)
         P.attach(layer, "weight", P.Sphere())
 
 
+TORCHS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "register_parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "delattr": lambda layer: delattr(layer, "weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("how", ["itself", "copied", "loaded"])
+def test_torch_cannot_replace_a_parametrized_tensor(name: str, kind: str, how: str) -> None:
+    layer = make(kind)
+    P.attach(layer, "weight", P.Sphere())
+    if how == "copied":
+        layer = copy.deepcopy(layer)
+    elif how == "loaded":
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    before = [(key, id(p)) for key, p in layer.named_parameters()]
+    state = {key: value.clone() for key, value in layer.state_dict().items()}
+    own, attributes, x = type(layer), set(vars(layer)), sample(layer)
+    expected = layer(x)
+    with pytest.raises(NotApplicableError, match=r"parametrizes it, and torch's .* cannot be added. Fold it first"):
+        TORCHS[name](layer)
+    assert type(layer) is own
+    assert set(vars(layer)) == attributes
+    assert [(key, id(p)) for key, p in layer.named_parameters()] == before
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+    assert torch.equal(layer(x), expected)
+    assert not layer._forward_pre_hooks
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_scripted_layer_is_refused() -> None:
     with pytest.raises(NotApplicableError, match="compiled forward"):
@@ -203,13 +241,27 @@ def test_a_reachable_weight_is_assigned_exactly(member: str, name: str) -> None:
 
 @ONE
 def test_an_assigned_parameter_is_the_one_that_is_trained(member: str) -> None:
-    layer = parametrized(member, "linear")
-    given = nn.Parameter(seeded(4, 6, seed=6))
-    tensor = parametrized(member, "linear")
-    tensor.weight = given.detach().clone()
+    layer, other = parametrized(member, "linear"), parametrized(member, "linear", seed=6)
+    given = nn.Parameter(other.weight.detach().clone())
     layer.weight = given
     assert layer._parameters["weight"] is given
-    assert torch.equal(layer.weight, tensor.weight)
+    torch.testing.assert_close(layer.weight, other.weight)
+
+
+@ONE
+def test_a_parameter_that_cannot_be_reached_is_refused(member: str) -> None:
+    """torch.nn.utils.fuse_conv_bn_eval assigns one; the nearest weight would be another function."""
+    layer, norm = parametrized(member, "conv2d").eval(), nn.BatchNorm2d(6).eval()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 3, 6))
+    x, state = sample(layer), copy.deepcopy(layer.state_dict())
+    expected = norm(layer(x))
+    if member.startswith("WeightNorm") or "learn_gain=True" in member:
+        torch.testing.assert_close(nn.utils.fuse_conv_bn_eval(layer, norm)(x), expected, rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"found values that .* would change. Fold the layer first"):
+            nn.utils.fuse_conv_bn_eval(layer, norm)
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
 
 
 def test_another_shape_is_refused() -> None:

@@ -111,8 +111,23 @@ def test_what_cannot_be_folded_is_refused() -> None:
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
     with pytest.raises(InvalidArgumentError, match=r"found parametrizations\.weight of another kind"):
         P.plain_state_dict(layer.state_dict())
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\)"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"load_state_dict\(\) converts .*; found parametrizations\.weight of"
+    ):
         parametrized(next(iter(MEMBERS)), "linear").load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("form", ["old spectral norm", "new spectral norm"])
+def test_torchs_spectral_norm_of_groups_is_refused(form: str) -> None:
+    """It is one matrix there; the groups' own norms are below 1."""
+    layer = make("grouped conv2d")
+    P.attach(layer, "weight", P.SpectralNorm())
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    with pytest.raises(
+        InvalidArgumentError, match=r"spectral norm of 2 groups, .* loading it would rescale the weight"
+    ):
+        layer.load_state_dict(torchs(form, "grouped conv2d").state_dict())
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
 
 def test_unknown_kinds_and_newer_versions_are_refused() -> None:

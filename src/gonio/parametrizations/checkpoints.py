@@ -51,6 +51,8 @@ def translate_(parametrization: Parametrization, state_dict: dict[str, Any], pre
         if raw is not None:
             _fill_(state_dict, weight_key, fresh, raw)
             return
+    elif any(key.startswith(f"{prefix}parametrizations.{name}.") for key in state_dict):
+        raise _unknown("load_state_dict() converts", f"{prefix}parametrizations.{name}")
     else:
         weight = state_dict.get(weight_key)
     if isinstance(weight, Tensor) and weight.dim() >= 2:
@@ -93,14 +95,18 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     for prefix, name in list(_torch_weights(found)):
         keys = _torch_keys(found, prefix, name)
         if keys is None:
-            raise InvalidArgumentError(
-                "plain_state_dict() folds the formats of gonio and of torch's weight norm and spectral norm",
-                f"{prefix}parametrizations.{name} of another kind",
-                "Fold it in the model: torch.nn.utils.parametrize.remove_parametrizations().",
-            )
+            raise _unknown("plain_state_dict() folds", f"{prefix}parametrizations.{name}")
         tensors = {meaning: found.pop(key) for meaning, key in keys.items()}
         found[prefix + name] = _effective(tensors, transposed=None)
     return found
+
+
+def _unknown(verb: str, path: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{verb} the formats of gonio and of torch's weight norm and spectral norm",
+        f"{path} of another kind, whose formula a state dict does not tell",
+        "Fold it in its own model and save that: torch.nn.utils.parametrize.remove_parametrizations().",
+    )
 
 
 def _pop_own_(state_dict: dict[str, Any], weight_key: str) -> Tensor:

@@ -15,6 +15,7 @@ keys, Parameter objects and their order stay.
 from __future__ import annotations
 
 import copyreg
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -71,7 +72,7 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
     layout = layout_of(module, name)
     if parametrization.layout is None:
         _bind_(parametrization, raw, module, name)
-    elif parametrization.raw_id != id(raw):
+    elif parametrization.bound_to is None or parametrization.bound_to() is not raw:
         raise InvalidArgumentError(
             "attach() needs a template, or a parametrization that is bound to the same Parameter",
             f"one that is bound to another tensor, of layout {parametrization.layout}",
@@ -126,7 +127,7 @@ def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Modul
     inverse = parametrization.right_inverse(weight)
     if inverse is not weight:
         raw.copy_(inverse)
-    parametrization.raw_id = id(raw)
+    parametrization.bound_to = weakref.ref(raw)
     for parameter in parametrization.parameters():
         parameter.requires_grad_(raw.requires_grad)
 
@@ -226,10 +227,37 @@ class Parametrized:
         if name not in self.parametrized_names or not isinstance(value, Tensor):
             super().__setattr__(name, value)
         elif name not in self._parameters:
-            # DataParallel and FSDP 1 remove the Parameter and assign a view in its place.
+            # A replica of DataParallel has no Parameters; a view is assigned in the place of each.
             self.__dict__[name] = value
         else:
             _assign_(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse for a parametrized tensor: torch's parametrizations and old spectral norm begin with this."""
+        if name in self.parametrized_names:
+            raise self._is_taken(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse the Parameters with which torch's pruning and old weight norm replace a parametrized tensor."""
+        for taken in self.parametrized_names:
+            if name in (f"{taken}_orig", f"{taken}_g"):
+                raise self._is_taken(taken)
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def _is_taken(self, name: str) -> NotApplicableError:
+        parametrization, rest = _parametrization(self, name), dict(self._parameters)
+        raw = None if parametrization.bound_to is None else parametrization.bound_to()
+        if name not in rest and raw is not None:  # old weight norm has removed it already
+            self._parameters.clear()
+            self._parameters.update({name: raw, **rest})
+        return NotApplicableError(
+            "removing or replacing a Parameter",
+            f"{self.parametrized_base.__name__}.{name}",
+            f"gonio's {type(parametrization).__name__} parametrizes it, and torch's parametrizations, norms and "
+            "pruning cannot be added",
+            f"Fold it first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight').",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         new, arguments, *state = cast(tuple[Any, ...], super().__reduce_ex__(max(int(protocol), 2)))
@@ -255,6 +283,17 @@ class Parametrized:
             translate_(_parametrization(self, name), state_dict, prefix, name)
         with as_own_class(self) as layer:
             layer._load_from_state_dict(state_dict, prefix, *arguments)
+        self._note_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
+        for name in self.parametrized_names:
+            raw = self._parameters.get(name)
+            _parametrization(self, name).bound_to = None if raw is None else weakref.ref(raw)
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """As for any module. FSDP 2 registers one when it shards a parameter, and then learns where it is."""
@@ -362,9 +401,18 @@ def _assign_(layer: Parametrized, name: str, value: Tensor) -> None:
             f"{tuple(value.shape)} for {None if raw is None else tuple(raw.shape)}",
             "Detach the parametrization first to assign a tensor of another shape.",
         )
+    parametrization = _parametrization(layer, name)
     if isinstance(value, nn.Parameter):
+        if not parametrization.reaches(value):
+            raise InvalidArgumentError(
+                f"assigning a Parameter to a parametrized {name!r} needs values that the parametrization can reach",
+                f"values that {parametrization} would change",
+                f"Fold the layer first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight'). "
+                "A plain tensor sets the nearest weight.",
+            )
         layer._parameters[name] = raw = value
-    _set_weight_(_parametrization(layer, name), raw, value.detach())
+        layer._note_parameters()
+    _set_weight_(parametrization, raw, value.detach())
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -39,6 +40,9 @@ class Parametrization(nn.Module, ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Keywords of the constructor; each is also an attribute with a value that JSON can represent."""
 
+    bound_to: weakref.ref[nn.Parameter] | None = None
+    """The Parameter to which `attach` bound this object; not in copies and pickles."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _KINDS[cls.__name__] = cls
@@ -46,7 +50,6 @@ class Parametrization(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.layout: Layout | None = None
-        self.raw_id: int | None = None  # id() of the Parameter to which it is bound
         self._unset = False  # whether the state was allocated by to_empty() and not initialised since
 
     @abstractmethod
@@ -94,6 +97,17 @@ class Parametrization(nn.Module, ABC):
             mine.copy_(new)
         self._unset = False
 
+    @torch.no_grad()
+    def reaches(self, weight: Tensor) -> bool:
+        """Whether binding to `weight` keeps its values, up to 0.1 % of the largest (1 % in half precision)."""
+        weight = weight.detach()
+        if weight.is_meta:
+            return True
+        fresh = self.unbound()
+        fresh.bind(weight, self.bound_layout)
+        tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        return bool((fresh(fresh.right_inverse(weight)) - weight).abs().max() <= tolerance * weight.abs().max())
+
     def reset_parameters(self) -> None:
         """Do nothing: the state follows from the weight, and `reset_parameters` of the layer sets both.
 
@@ -108,6 +122,9 @@ class Parametrization(nn.Module, ABC):
     def bound_layout(self) -> Layout:
         """The layout of the tensor; for a template the default layout."""
         return self.layout or Layout()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "bound_to"}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())

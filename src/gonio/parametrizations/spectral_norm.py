@@ -161,10 +161,15 @@ class SpectralNorm(Parametrization):
     def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Take over torch's u and v, if the layer has one matrix and the norm is torch's, 1."""
         u, v, original = (tensors.get(name) for name in ("u", "v", "original"))
-        if u is None or v is None or self.u is None or self.v is None or self.norm != 1:
+        if u is None or v is None or self.u is None or self.v is None or self.norm != 1 or self.view != "filters":
             return None
-        if self.view != "filters" or u.numel() != self.u.numel() or v.numel() != self.v.numel():
-            return None
+        if self.bound_layout.matrices > 1:
+            raise InvalidArgumentError(
+                "SpectralNorm normalises each group of a layer as a matrix of its own",
+                f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups, which is one matrix "
+                "there: loading it would rescale the weight",
+                "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm.",
+            )
         self.u, self.v = u.detach().clone().view_as(self.u), v.detach().clone().view_as(self.v)
         return original
 
