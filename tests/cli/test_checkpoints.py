@@ -159,6 +159,7 @@ def write_for_ever(path: str) -> None:
         write(Checkpoint(path, {"weight": torch.full((2_000_000,), float(value))}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_prints_the_verdicts_and_the_page(finished) -> None:
     folder, result = finished
     assert result.returncode == 0, result.stderr
-    assert result.stdout.rstrip().endswith("study/report.html")
+    assert result.stdout.endswith("\n\npage: study/report.html\n")
     for name in ("scale-shift", "orthogonal-init"):
         assert name in result.stdout
     assert (folder / "study" / "report.html").read_text().startswith("<!")
@@ -46,7 +46,7 @@ def test_it_prints_the_verdicts_and_the_page(finished) -> None:
 
 def test_talk_goes_to_stderr_in_few_lines(finished) -> None:
     _, result = finished
-    assert "6 runs" in result.stderr
+    assert result.stderr.startswith("study study: 3 recipes (with the baseline) × 2 seeds = 6 runs;")
     assert len(result.stderr.splitlines()) < 12
     assert "\x1b" not in result.stderr + result.stdout
 
@@ -60,12 +60,15 @@ def test_the_same_command_again_trains_nothing(finished) -> None:
     assert _rows(folder / "study") == before
 
 
-def test_another_plan_in_the_same_folder_is_refused(finished) -> None:
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_another_plan_in_the_same_folder_is_refused(finished, monkeypatch: pytest.MonkeyPatch, dry: list[str]) -> None:
     folder, _ = finished
+    monkeypatch.chdir(folder)
     words = ["compare", "scale-shift", "--task", "tiny.py:tiny", "--model", "tiny.py:linear", "--seeds", "2"]
-    result = shell(*words, "-o", "study", cwd=folder)
-    assert result.returncode == 3
-    assert "digits-cnn in the study and tiny.py:linear in the command" in result.stderr
+    result = invoke(*words, "-o", "study", *dry)
+    assert (result.exit_code, result.stdout) == (3, "")
+    (row,) = [line.split() for line in result.stderr.splitlines() if line.startswith("  model")]
+    assert row == ["model", "digits-cnn", "tiny.py:linear"]
 
 
 def test_status_shows_a_grid(finished) -> None:
@@ -114,7 +117,8 @@ def test_a_folder_that_cannot_be_written_is_refused(finished, tmp_path: Path) ->
 def test_what_is_no_study_is_refused(command: str, tmp_path: Path) -> None:
     result = invoke(command, tmp_path / "nothing")
     assert result.exit_code == 3
-    assert "there is no plan.json in it" in result.stderr
+    assert "there is no such folder" in result.stderr
+    assert "there is no plan.json in it" in invoke(command, tmp_path).stderr
 
 
 @pytest.mark.parametrize("command", ["status", "report"])

@@ -180,7 +180,7 @@ def test_what_a_verb_leaves_out_is_no_success() -> None:
     rules = recipe(parametrize=[{"where": "fc1", "use": "Sphere"}])
     rules.apply_(model)
     before = state(model)
-    with pytest.raises(NotApplicableError, match=r"rule 1 of init \(fc\*: orthogonal_\) .*'fc1'; init_ refused"):
+    with pytest.raises(NotApplicableError, match=r"rule 1 of init \(fc\*: orthogonal_\).*'fc1'; init_ refused"):
         recipe(init=[{"where": "fc*", "use": "orthogonal_"}]).apply_(model)
     assert state(model) == before
 

@@ -1,15 +1,23 @@
-"""The YAML reader: what it reads, and that everything else of YAML is refused with a line."""
+"""Reading recipe files: the format, hostile and damaged input, one error for all problems."""
 
 from __future__ import annotations
 
 import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gonio.errors import RecipeError
+from gonio.recipes import Recipe, built_in_names
+from gonio.recipes.catalogue import VERBS, catalogue
 from gonio.recipes.document import dump, from_data, parse, read
+from gonio.recipes.rule import _backtracks
 
 PRINTABLE = st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"]) | st.just(" "))
 SCALARS = (
@@ -125,3 +133,199 @@ def test_files_that_cannot_be_recipes_are_refused(tmp_path) -> None:
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path) -> None:
     (tmp_path / "bom.yaml").write_bytes("﻿name: a".encode())
     assert read(tmp_path / "bom.yaml") == "name: a"
+
+
+SWAP = "name: x\nswap:\n  - {{where: null, use: {}}}\n"
+PENALTY = "name: x\npenalty:\n  - {{where: null, use: L2, strength: {}}}\n"
+WHERE = "name: x\npenalty:\n  - {{where: {}, use: L2, strength: 1}}\n"
+
+# (what it tries, text, what the error says)
+PAYLOADS = [
+    # code through tags
+    ("os.system", "!!python/object/apply:os.system ['touch CANARY']", "the tag"),
+    ("subprocess", "name: !!python/object/apply:subprocess.check_output [[touch, CANARY]]", "the tag"),
+    ("eval", 'name: x\nsource: !!python/object/apply:eval [\'open("CANARY", "w")\']', "the tag"),
+    ("tag directive", "%TAG ! tag:yaml.org,2002:python/object/apply:\n---\n!os.system [touch CANARY]", "the tag"),
+    # code through names
+    ("dotted path", SWAP.format("os.system"), "no name for swap.*'os.system'"),
+    ("dunder", SWAP.format("__import__"), "no name for swap"),
+    ("torch class method", SWAP.format("DecoupledConv2d.register_forward_hook"), "no name for swap"),
+    ("hydra target", "name: x\n_target_: os.system", "no key '_target_'"),
+    ("dunder option", "name: x\npenalty:\n  - {use: L2, strength: 1, __class__: x}", "no option '__class__'"),
+    ("self as option", "name: x\npenalty:\n  - {use: L2, strength: 1, self: 1}", "no option 'self'"),
+    (
+        "object that is none",
+        "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, magnitude: os}",
+        "no magnitude named 'os'",
+    ),
+    (
+        "object of another kind",
+        "name: x\nswap:\n  - {use: DecoupledConv2d.from_conv, magnitude: Cosine}",
+        "no magnitude named",
+    ),
+    # time and memory
+    ("billion laughs", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "the anchor &a"),
+    ("self reference", "name: x\nswap: &s [*s]", "the anchor &s"),
+    ("merge key", "name: x\n<<: {swap: []}", "no key '<<'"),
+    ("deep lists", "[" * 50_000, "nested more than"),
+    ("large", "name: " + "x" * 300_000, "larger than 256 KiB"),
+    ("catastrophic regex", WHERE.format("'re:(a+)+$'"), "exponential time"),
+    ("catastrophic alternatives", WHERE.format("'re:(a|a)*b'"), "exponential time"),
+    ("catastrophic chain", WHERE.format("'re:" + 5 * "[^b]*" + "'"), "at most 4 repetitions"),
+    ("huge count", WHERE.format("'re:a{4294967295}'"), "where: "),
+    ("long where", WHERE.format("a*" * 300), "where: must be text"),
+    # text that would act elsewhere
+    ("html", "name: <script>alert(1)</script>", "name: must begin with"),
+    ("long name", "name: " + "x" * 65, "name: must begin with"),
+    ("bidi override", 'name: x\nsource: "\\u202egnp.exe"', "printable"),
+    ("reserved", "name: baseline\ninit: [{use: orthogonal_}]", "`baseline` is the name of the unchanged model"),
+    # mistakes
+    ("empty", "", "a recipe is a mapping"),
+    ("name is a number", "name: 5", "name: must be text"),
+    ("unknown key", "name: x\npenalties: []", "no key 'penalties'. Did you mean penalty"),
+    ("verb is no list", "name: x\nswap: {where: a, use: b}", "swap: must be a list"),
+    ("rule is no mapping", "name: x\nswap: [DecoupledConv2d]", "a rule is a mapping"),
+    ("use is a list", "name: x\nswap: [{use: [a, b]}]", "needs `use`"),
+    ("where is a list", WHERE.format("[a, b]"), "where: must be text"),
+    ("where is empty", WHERE.format("''"), "where: must be text"),
+    ("where is no regex", WHERE.format("'re:('"), "where: .*regular expression"),
+    ("strength is text", PENALTY.format("'1'"), "strength: found '1'; expected a valid number"),
+    ("strength is true", PENALTY.format("true"), "strength: found True; expected a valid number"),
+    ("strength is negative", PENALTY.format("-1"), "finite strength >= 0"),
+    ("every is zero", "name: x\npenalty: [{use: L2, strength: 1, every: 0}]", "every"),
+    (
+        "object's value",
+        "name: x\nswap: [{use: DecoupledConv2d, magnitude: {Tanh: {learn_radius: 2}}}]",
+        "learn_radius: found 2",
+    ),
+    ("tensor is a path", "name: x\nparametrize: [{use: WeightNorm, tensor: a.b}]", "tensor: must be a name"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), [row[1:] for row in PAYLOADS], ids=[row[0] for row in PAYLOADS])
+def test_each_is_one_error_that_names_the_file(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "payload.yaml").write_text(text, encoding="utf-8")
+    Recipe.load("scale-shift")  # so that only what the payload imports is new afterwards
+    before, start = set(sys.modules), time.process_time()
+    with pytest.raises(RecipeError, match=rf"(?s)^payload\.yaml[: ].*{message}") as caught:
+        Recipe.load("payload.yaml")
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 2000
+    assert set(sys.modules) <= before
+    assert [path.name for path in tmp_path.iterdir()] == ["payload.yaml"]
+
+
+SEEDS = [Recipe.load(name).to_yaml() for name in built_in_names()]
+PIECES = [
+    "&a ", "*a", "!!python/name:os.system ", "{", "}", "[", "]", ": ", "- ", "\n", "  ", "\t", "'", '"', "|\n", "<<: ",
+    "null", "1e999", "-.inf", "true", "keep", "use", "where", "strength", "re:(a+)+", "type:", "stem", "#", "---\n",
+    "\u202e", "\x00", "é", "\ud800", "%YAML 1.1\n", "? ", "@", "`", "0x1f", "1_0", "~", "Cosine", "Tanh", "L2",
+    "__class__",
+]  # fmt: skip
+
+
+def mutated(text: str, choice: random.Random) -> str:
+    for _ in range(choice.randint(1, 6)):
+        start = choice.randrange(len(text) + 1)
+        end = min(len(text), start + choice.choice([0, 0, 1, 3, 12]))
+        text = text[:start] + choice.choice([*PIECES, ""]) + text[end:]
+    return text
+
+
+def attempt(read: Callable[[], Recipe]) -> Recipe | RecipeError:
+    """What reading gives; any other exception fails the test."""
+    try:
+        return read()
+    except RecipeError as error:
+        return error
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_text_is_a_recipe_or_a_recipe_error(seed: int) -> None:
+    choice = random.Random(seed)
+    refused = 0
+    for _ in range(150):
+        text = mutated(choice.choice(SEEDS), choice)
+        found = attempt(lambda text=text: Recipe.from_yaml(text, origin="fuzz.yaml"))
+        if isinstance(found, RecipeError):
+            refused += 1
+            assert found.problems
+            assert all(problem.startswith("fuzz.yaml") for problem in found.problems)
+        else:
+            assert Recipe.from_yaml(found.to_yaml()) == found
+    assert 10 < refused < 150
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PIECES),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["where", "use", "strength", "magnitude", "Tanh", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["name", "source", *VERBS, "other"]), ANYTHING | st.lists(ANYTHING, max_size=3)))
+@settings(max_examples=100, deadline=None)
+def test_any_data_is_a_recipe_or_a_recipe_error(data: dict[str, object]) -> None:
+    found = attempt(lambda: Recipe.from_dict(data))
+    if isinstance(found, RecipeError):
+        assert found.problems
+    else:
+        assert Recipe.from_dict(found.to_dict()) == found
+
+
+RULES = st.builds(
+    lambda where, strength, use, every: {"where": where, "use": use, "strength": strength, "every": every},
+    st.sampled_from([None, "stem", "classifier", "type:Conv2d", "conv*", "re:fc[12]"]),
+    st.floats(0, 1e6, allow_subnormal=False),
+    st.sampled_from([use for use in catalogue("penalty") if "." not in use]),
+    st.integers(1, 1000),
+)
+
+
+@given(st.lists(RULES, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_valid_rules_survive_every_form(rules: list[dict[str, object]]) -> None:
+    recipe = Recipe.from_dict({"name": "valid", "penalty": rules})
+    again = Recipe.from_yaml(recipe.to_yaml())
+    assert (again, again.hash) == (recipe, recipe.hash)
+    assert [rule.to_data() for rule in again.penalty] == [dict(rule) for rule in rules]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "explodes"),
+    [
+        ("(a+)+", True),
+        ("(a*)*", True),
+        ("((a|b)+c)*", True),
+        ("(?:a+b?)+", True),
+        ("(a{2,})+", True),
+        ("([a-z.]+)*", True),
+        ("(a|a)*b", True),
+        ("(a|ab?){9}", True),
+        ("((a?)(b))+", True),
+        ("(?x)(a+) +", True),
+        ("a*" * 5, True),
+        ("(a|a)" * 25, True),
+        ("a?" * 25 + "a" * 25, True),
+        ("|".join(f"layer{i}" for i in range(60)), False),
+        (r".*\.(q|k|v|o)_proj\.(weight|bias)?", False),
+        (r"(?:\d{2})+", False),
+        (r"layer[34]\..*", False),
+        (r"(conv|fc)\d+", False),
+        ("(a+)b+", False),
+        (r"(\(+)b", False),
+        ("[(a+)]+", False),
+        ("[]+)]+", False),
+        (r"(\+a)+", False),
+        ("a{2}b{3}", False),
+        ("(a?)?", False),
+    ],
+)
+def test_nested_repetitions_are_found(pattern: str, explodes: bool) -> None:
+    assert _backtracks(pattern) == explodes

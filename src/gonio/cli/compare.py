@@ -205,8 +205,11 @@ def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
     from gonio import compare as comparing
     from gonio.cli.inputs import build_model
+    from gonio.compare.plan import extended
     from gonio.recipes import Recipe
 
+    if (study / "plan.json").exists():
+        extended(comparing.Study.open(study).plan, plan, path=str(study), finished=0)  # refuses another plan
     print_out(f"study {study}\n{comparing.dry_run(plan, jobs=jobs or comparing.default_jobs())}\n")
     if not plan.scripted:
         model = build_model(plan.model, **comparing.tasks.resolve(plan.task).sizes)
@@ -233,6 +236,8 @@ def _run(plan: Plan, study: Path, engine: Engine, *, self_test: bool) -> None:
     for package in ("jinja2", "matplotlib"):
         if find_spec(package) is None:
             raise MissingExtraError("the page of a study", package, "lab")
+    size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
+    print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = comparing.watcher_for(sys.stderr)
     results = comparing.run(plan, study, engine=engine, watcher=watcher).results()
     show(text(results))

@@ -78,7 +78,7 @@ def explain(
         list_names(Kind.rules)
         return
     word = name.strip().lower()
-    columns = [c for c in COLUMNS if word == c.title.lower()] or [
+    columns = [c for c in COLUMNS if word in (c.title.lower(), getattr(c, "name", None))] or [
         c for c in COLUMNS if len(c.title) > 2 and word.startswith(c.title.lower().rstrip("."))
     ]
     if name.strip().upper() in RULES:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from gonio.cli.output import print_err
-from gonio.errors import GonioError, Interrupted, InvalidArgumentError, UnknownNameError
+from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
 
 __all__ = ["Commands", "ExitCode"]
 
@@ -84,9 +84,20 @@ def _exit_code(error: GonioError | OSError) -> ExitCode:
 
 def _message(error: GonioError | OSError) -> str:
     """The message with the notes that were added to the error."""
+    if isinstance(error, PlanChangedError):
+        return _plan_changes(error)
     named = isinstance(error, OSError) and error.filename is not None
     text = f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[union-attr]
     return "\n".join([text, *getattr(error, "__notes__", [])])
+
+
+def _plan_changes(error: PlanChangedError) -> str:
+    """The differences of two plans as a table."""
+    rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    do = "Repeat the study's settings to resume it, or choose another folder; only seeds and recipes can be added."
+    return "\n  ".join(["the study has another plan:", *lines]) + f"\n{do}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from gonio.cli.output import print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Differences, Measurements
+    from gonio.measuring import Differences, Measurements, Outline
 
 __all__ = ["Level", "measure"]
 
@@ -108,9 +108,8 @@ def measure(
 ) -> None:
     """Measure norms, angles and spectra of the weights, compared with random weights.
 
-    Checkpoints are read as data: no code in them runs. With a batch the signals in all layers are measured too.
-    Findings can be suppressed by code (ignore = ["G405"]) and by layer ([per-layer-ignores] with
-    "head.*" = ["G101"]) in a configuration file; the summary counts suppressed findings.
+    Checkpoints are read as data: no code in them runs. A configuration file can suppress findings by code
+    (ignore = ["G405"]) and by layer ([per-layer-ignores] with "head.*" = ["G101"]).
     """
     from gonio import measuring
     from gonio.cli.checkpoint import read, restored_model
@@ -123,22 +122,16 @@ def measure(
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not Engine.local}
     if after is not None:
         _refuse("two sources", {**whole, "--headers": headers})
-        sources = [read_source(word, seed=seed) for word in (source, after)]
+        first, second = (read_source(word, seed=seed) for word in (source, after))
         with progress("comparing") as update:
-            difference = measuring.difference(*sources, progress=update)
+            difference = measuring.difference(first, second, progress=update)
         _write(difference, targets)
         return
-    if headers:
-        _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md})
-    if model is not None:
-        _refuse("--model", {"--base": base, "--engine": engine is not Engine.local})
+    _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
+    _refuse("--model", {"--base": base, "--engine": engine is not Engine.local} if model else {})
     first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
     if headers:
-        outline = measuring.outline(first)
-        if json is None:
-            show(outline)
-        else:
-            save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
+        _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
     example = None if batch is None else read_batch(batch, option="--batch")
@@ -170,6 +163,13 @@ def _write(found: Measurements | Differences, targets: dict[str, str | None]) ->
     if not saved:
         show(found)
     return saved
+
+
+def _write_outline(outline: Outline, json: str | None) -> None:
+    if json is None:
+        show(outline)
+    else:
+        save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
 
 
 def _summarise(found: Measurements) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.output import print_out, save_formats, show
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def report(
     from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
+    for study in studies:
+        _check_folder(study)
     found = [Study.open(study).results() for study in studies]
     if len(found) == 1:
         formats = {
@@ -63,8 +65,14 @@ def status(study: Annotated[Path, typer.Argument(help="The study's folder.", met
     """Show which runs of a study are done: one line per recipe, one sign per seed."""
     from gonio.compare import Study
 
+    _check_folder(study)
     opened = Study.open(study)
     print_out(_grid(opened.plan, opened.runs()))
+
+
+def _check_folder(study: Path) -> None:
+    if not study.is_dir():
+        raise StudyError(str(study), "there is no such folder", "Check the path.")
 
 
 def _grid(plan: Plan, runs: tuple[RunRecord, ...]) -> str:

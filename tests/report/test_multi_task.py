@@ -11,24 +11,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compare.test_verdict import runs_of
 from rich.console import Console
 from scipy import stats
 
 import gonio
 from cli.shell import invoke
 from compare.plans import plan_of
-from gonio.compare import Across, Results, Study, across
-from gonio.compare.judging.multi_task import interquartile_mean
-from gonio.compare.judging.summary import summarise
+from gonio.compare import Across, Results, RunRecord, Study, across
+from gonio.compare.several import interquartile_mean
+from gonio.compare.summary import summarise
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import tex_cell
 from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
+from report.samples import run
 
 SCORES = {
     "easy": ([90.0, 91.0, 92.0, 93.0], [91.0, 91.5, 93.0, 92.5]),
     "hard": ([50.0, 52.0, 48.0, 51.0], [56.0, 55.0, 49.0, 50.0]),
 }
+
+
+def runs_of(name: str, scores: list[float]) -> list[RunRecord]:
+    return [run(name, seed, score=score) for seed, score in enumerate(scores)]
 
 
 def study_of(task: str, **changes: object) -> Results:
