@@ -219,8 +219,8 @@ class Losing:
         self.losses -= 1
         return _Job(None if self.losses >= 0 else (function, arguments))
 
-    def wait(self, jobs: Any) -> list[Any]:
-        return list(jobs)
+    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
+        return list(futures)
 
     def close(self) -> None:
         self.closed = True

@@ -31,8 +31,8 @@ class Here:
     def start(self, function: Any, *arguments: Any) -> Any:
         return _Called(function(*arguments))
 
-    def wait(self, jobs: Any) -> list[Any]:
-        return list(jobs)
+    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
+        return list(futures)
 
     def close(self) -> None: ...
 

@@ -22,6 +22,7 @@ from compare.own_training import noisy
 from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
 from gonio.compare import Lines, Plan, Run, RunRecord, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import Local
+from gonio.compare.running import scheduler
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
@@ -91,6 +92,51 @@ def test_a_process_that_dies_loses_only_its_run(tmp_path: Path) -> None:
 def test_jobs_must_be_positive(tmp_path: Path, jobs: int) -> None:
     with pytest.raises(InvalidArgumentError, match="jobs must be at least 1"):
         run(plan_of(), tmp_path, jobs=jobs)
+
+
+def test_a_run_that_does_not_end_is_stopped_after_its_time(tmp_path: Path) -> None:
+    plan = make_script_plan(["scale-shift"], script=f"{OWN}:hangs", seeds=3)
+    study = run(plan, tmp_path, jobs=2, run_timeout=4)
+    errors = {(r.recipe, r.seed): r.error for r in study.runs() if r.status == "failed"}
+    assert errors == dict.fromkeys([("baseline", 1), ("scale-shift", 1)], "took longer than 4 s and was stopped")
+    assert [seed for _, seed in study.missing()] == [1, 1]
+    with pytest.raises(InvalidArgumentError, match="run_timeout must be a positive number of seconds; found 0"):
+        run(plan, tmp_path, run_timeout=0)
+
+
+class Slow:
+    """Runs at once, in this process; the fourth call seems to take half a second, all others 10 ms."""
+
+    shares_files, slots, calls, waits = True, 1, 0, 0
+
+    def start(self, function: Any, *arguments: Any) -> Any:
+        self.calls += 1
+        self.waits = 0
+        return _Done(function(*arguments))
+
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
+        self.waits += 1
+        time.sleep(0.01 if self.calls < 4 else 0.05)
+        return list(futures) if self.calls < 4 or self.waits > 10 else []
+
+    def close(self) -> None: ...
+
+
+class _Done:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def result(self) -> Any:
+        return self.found
+
+    def stop(self) -> None: ...
+
+
+def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_SHORT", 0.2)
+    log = io.StringIO()
+    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=Slow(), watcher=Lines(log))
+    assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
 
 
 def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
@@ -231,7 +277,7 @@ class Impatient:
     def start(self, function: Any, *arguments: Any) -> _Job:
         return _Job(self)
 
-    def wait(self, jobs: Collection[Any]) -> list[Any]:
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         os.kill(os.getpid(), self.first)
         return []
 
@@ -289,7 +335,7 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it(noise_plan: Plan, tmp_path: Path
 
 
 class _GoesOn(Impatient):
-    def wait(self, jobs: Collection[Any]) -> list[Any]:
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         os.kill(os.getpid(), signal.SIGINT)
         raise GonioError("it went on")
 

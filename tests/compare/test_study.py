@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import shutil
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -133,7 +136,7 @@ def test_database_of_a_newer_version(tmp_path: Path) -> None:
     Study.create(tmp_path, plan_of())
     with closing(sqlite3.connect(tmp_path / "study.db")) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 2. Use a newer gonio"):
+    with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 3. Use a newer gonio"):
         Study.open(tmp_path)
 
 
@@ -259,9 +262,9 @@ def test_a_study_of_format_1_is_continued_in_todays(tmp_path: Path) -> None:
     before = {row[:2]: row for row in database_of(folder)[2]}
     study = run(Study.open(folder).plan, folder, jobs=1)
     version, names, rows = database_of(folder)
-    assert version == 2
+    assert version == 3
     assert {"runs", "costs", "trials", "choices", "artifacts"} <= names
-    kept = {row[:2]: row for row in rows}
+    kept = {row[:2]: row[:-1] for row in rows}  # without the checksum
     done = [key for key, row in before.items() if row[2] == "finished"]
     assert len(done) == 4
     assert {key: kept[key] for key in done} == {key: before[key] for key in done}  # bit for bit
@@ -278,3 +281,83 @@ def test_a_study_of_format_1_keeps_what_it_was_planned_for(tmp_path: Path) -> No
     with pytest.raises(PlanChangedError, match="self_test"):
         run(self_test_plan(plan, size=3), tmp_path / "study")
     assert len(Study.open(tmp_path / "study").runs()) == 6
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """A small study with rows in most tables."""
+    study = Study.create(tmp_path_factory.mktemp("damage") / "study", plan_of(seeds=3))
+    for entry, seed in study.plan.grid:
+        curve = {"val_score": [float(seed + i) for i in range(30)]}
+        record = RunRecord(entry.name, seed, "finished", 10.0 + seed, curve=curve, seconds=1.5)
+        study.add(entry, record, {"torch": "2.13"})
+    study.add_costs([("r0", "step_time", i, 1.0 + i / 10) for i in range(5)])
+    return study
+
+
+def copy_of(study: Study, folder: Path) -> Study:
+    shutil.copytree(study.path, folder)
+    return Study(folder, study.plan)
+
+
+def test_a_flipped_bit_changes_no_result_and_raises_nothing_raw(whole: Study, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    intact = (whole.path / "study.db").read_bytes()
+    wanted = {(run.recipe, run.seed): run for run in whole.runs()}
+    costs = {effect.recipe: effect.step_time for effect in whole.results().effects}
+    copy = copy_of(whole, tmp_path / "copy")
+    outcomes: Counter[str] = Counter()
+    for _ in range(150):
+        content = bytearray(intact)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        for left in copy.path.glob("study.db*"):
+            left.unlink()
+        (copy.path / "study.db").write_bytes(content)
+        try:
+            found = {(run.recipe, run.seed): run for run in copy.runs()}
+            results = copy.results()
+        except StudyError:
+            outcomes["refused"] += 1
+            continue
+        assert all(wanted[key] == run for key, run in found.items())
+        assert found.keys() == wanted.keys() or copy.damaged()
+        assert all(e.step_time == costs[e.recipe] or copy.damaged() for e in results.effects)
+        outcomes["named" if copy.damaged() else "as it was"] += 1
+    assert min(outcomes["named"], outcomes["as it was"], outcomes["refused"]) > 0, outcomes
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("record = json_set(record, '$.score', 99)", "runs: r0, seed 1"),
+        ("status = 'strange'", "runs: r0, seed 1"),
+        ("record = substr(record, 1, 40)", "runs: r0, seed 1"),
+        ("checksum = NULL", "runs: r0, seed 1"),
+        ("seed = 77", "runs: r0, seed 77"),
+    ],
+)
+def test_a_damaged_row_is_named_and_its_run_done_again(whole: Study, tmp_path: Path, change: str, name: str) -> None:
+    study = copy_of(whole, tmp_path / "copy")
+    with closing(sqlite3.connect(study.path / "study.db")) as database, database:
+        database.execute(f"UPDATE runs SET {change} WHERE hash = 'r0' AND seed = 1")
+    assert [(entry.name, seed) for entry, seed in study.missing()] == [("r0", 1)]
+    assert study.results().notes[-1] == f"Damaged in study.db and left out: {name}."
+    opened = Study.create(study.path, study.plan)
+    assert (opened.discarded, opened.damaged()) == ((name,), [])
+    opened.add(opened.plan.recipes[1], RunRecord("r0", 1, "finished", 1.0), {})
+    assert opened.missing() == []
+
+
+def test_a_damaged_row_of_an_older_format_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    written_by_format_1(folder, seeds=2, done=2)
+    with closing(sqlite3.connect(folder / "study.db")) as database, database:
+        database.execute("UPDATE runs SET record = 'no JSON' WHERE rowid = 1")
+    before = Study.open(folder)
+    assert (len(before.damaged()), len(before.runs())) == (1, 3)
+    again = Study.create(folder, before.plan)
+    assert (again.discarded, again.damaged(), len(again.runs())) == (("runs: baseline, seed 0",), [], 3)
+    assert [seed for _, seed in again.missing()] == [0, 1, 1]

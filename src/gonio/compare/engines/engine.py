@@ -41,8 +41,8 @@ class Engine(Protocol):
     def start(self, function: Callable[..., Any], *arguments: Any) -> Future:
         """Call `function`, which must be importable, in a process of its own."""
 
-    def wait(self, futures: Collection[Future]) -> list[Future]:
-        """Wait until at least one of the calls has ended; returns those that have."""
+    def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
+        """Wait until at least one of the calls has ended, or `timeout` seconds; returns those that have ended."""
 
     def close(self) -> None:
         """Release the engine's resources; its calls have ended or were stopped."""

@@ -51,10 +51,10 @@ class Local:
         """A process forked from a server that has imported torch."""
         return Worker(function, *arguments)
 
-    def wait(self, futures: Collection[Future]) -> list[Future]:
-        """Those that have ended, at least one."""
+    def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
+        """Those that have ended: at least one, or none after `timeout` seconds."""
         workers = [cast(Worker, future) for future in futures]  # `start` makes nothing else
-        ready = connection.wait([handle for worker in workers for handle in worker.handles])
+        ready = connection.wait([handle for worker in workers for handle in worker.handles], timeout)
         return [worker for worker in workers if any(handle in ready for handle in worker.handles)]
 
     def close(self) -> None:

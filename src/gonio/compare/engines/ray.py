@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, cast
@@ -93,11 +94,12 @@ class Ray:
         """A task; it waits in the cluster's queue until a node has room."""
         return _Task(self._ray, self._task.remote(os.getcwd(), function, arguments))
 
-    def wait(self, futures: Collection[Future]) -> list[Future]:
-        """Those that have ended, at least one."""
+    def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
+        """Those that have ended: at least one, or none after `timeout` seconds."""
         tasks = {cast(_Task, future).reference: future for future in futures}
         ready: list[Any] = []
-        while not ready:
+        began = time.monotonic()
+        while not ready and (timeout is None or time.monotonic() - began < timeout):
             ready, _ = self._ray.wait(list(tasks), num_returns=1, timeout=_POLL)
         return [tasks[reference] for reference in ready]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from gonio.compare.running.progress import Quiet, Watcher
 from gonio.compare.running.study import Study, locked
 from gonio.errors import Interrupted, InvalidArgumentError
 
+_POLL = 1.0  # seconds between two looks at the running jobs
+_FEW, _SHORT = 3, 30.0  # finished runs that say what is usual; seconds that are never remarkable
 _LOSSES = 3  # lost nodes after which a job counts as failed; the next command tries it again
 
 
@@ -32,6 +36,7 @@ def run(
     jobs: int | None = None,
     engine: Engine | None = None,
     watcher: Watcher | None = None,
+    run_timeout: float | None = None,
 ) -> Study:
     """Do every trial and run of the plan that the study in `path` lacks, then measure the costs of the recipes.
 
@@ -44,8 +49,11 @@ def run(
         jobs: how many runs at a time on this machine; None is one per core.
         engine: where the runs are computed; None is this machine. It is closed at the end.
         watcher: receives the progress; see :func:`watcher_for`.
+        run_timeout: seconds after which a run or trial is stopped and counts as failed; None: never. Without it the
+            watcher is told about a run that takes ten times as long as the others.
 
     Raises:
+        InvalidArgumentError: `run_timeout` is not positive.
         PlanChangedError: the folder's study has another plan.
         StudyLockedError: another process is running it.
         Interrupted: SIGTERM arrived. KeyboardInterrupt is passed on. In both cases the workers are
@@ -66,6 +74,8 @@ def run(
             f"jobs={jobs} and an engine",
             "Leave one of them out.",
         )
+    if run_timeout is not None and not run_timeout > 0:
+        raise InvalidArgumentError("run_timeout must be a positive number of seconds", repr(run_timeout), "Give 3600.")
     engine = engine or Local(jobs)
     require_scipy()
     watcher = watcher or Quiet()
@@ -74,7 +84,7 @@ def run(
     with locked(folder), _stopped_once(f"the study {str(path)!r}"):
         study = Study.create_locked(folder, plan)
         try:
-            Scheduler(study, engine, watcher).go()
+            Scheduler(study, engine, watcher, run_timeout).go()
             _measure(study, watcher)
         finally:
             watcher.stop()
@@ -85,11 +95,13 @@ def run(
 class Scheduler:
     """The waiting and the running jobs of a study."""
 
-    def __init__(self, study: Study, engine: Engine, watcher: Watcher) -> None:
-        self._study, self._engine, self._watcher = study, engine, watcher
+    def __init__(self, study: Study, engine: Engine, watcher: Watcher, run_timeout: float | None = None) -> None:
+        self._study, self._engine, self._watcher, self._run_timeout = study, engine, watcher, run_timeout
         self._waiting: list[Job] = []
         self._running: dict[Future, Job] = {}
         self._losses: Counter[str] = Counter()
+        self._ages: dict[Future, float] = {}  # seconds since the start
+        self._durations: list[float] = []
 
     def go(self) -> None:
         """All trials, then the examples of the transfer attack, then the runs, until each has its row."""
@@ -97,6 +109,8 @@ class Scheduler:
         tuning = self._study.plan.tuning
         total = len(self._study.plan.grid) + (tuning.trials * len(self._study.plan.recipes) if tuning else 0)
         self._watcher.start(total, total - trials - runs)
+        for name in self._study.discarded:
+            self._watcher.stage(f"damaged in the database, and made again: {name}")
         for jobs_of in (trial_jobs, transfer_jobs, run_jobs):
             self._compute(jobs_of(self._study))
 
@@ -108,11 +122,35 @@ class Scheduler:
                     job = self._waiting.pop()
                     function, arguments = job.call(self._study, shares_files=self._engine.shares_files)
                     self._running[self._engine.start(function, *arguments)] = job
-                for future in self._engine.wait(self._running):
+                began = time.monotonic()
+                ended = self._engine.wait(self._running, timeout=_POLL)
+                # capped, so that a suspended machine or study does not count
+                self._grow_older(min(time.monotonic() - began, 5 * _POLL))
+                for future in ended:
                     self._settle(future, self._running[future])
+                self._stop_overdue()
         finally:
             for future in self._running:
                 future.stop()
+
+    def _grow_older(self, seconds: float) -> None:
+        """Count the time of the running jobs, and report one that has run ten times as long as usual."""
+        usual = statistics.median(self._durations) if len(self._durations) >= _FEW else None
+        for future, job in self._running.items():
+            before = self._ages.get(future, 0.0)
+            self._ages[future] = before + seconds
+            limit = None if usual is None else max(10 * usual, _SHORT)
+            if limit is not None and before <= limit < self._ages[future]:
+                self._watcher.stage(f"{job.name}: running for {limit:.0f} s; usual are {usual:.2g} s")
+
+    def _stop_overdue(self) -> None:
+        overdue = [f for f in self._running if self._run_timeout and self._ages.get(f, 0.0) > self._run_timeout]
+        for future in overdue:
+            future.stop()
+            job = self._running.pop(future)
+            record = replace(job.failure, error=f"took longer than {self._run_timeout:g} s and was stopped")
+            self._waiting = job.commit(self._study, record, installed_versions())[::-1] + self._waiting
+            self._report(job, record)
 
     def _settle(self, future: Future, job: Job) -> None:
         """Commit the result of a job, or queue the job again if its machine was lost."""
@@ -132,6 +170,10 @@ class Scheduler:
             record = replace(job.failure, error=f"{error}, {_LOSSES} times")
         self._waiting = job.commit(self._study, record, used)[::-1] + self._waiting
         del self._running[future]
+        self._durations.append(self._ages.pop(future, 0.0))
+        self._report(job, record)
+
+    def _report(self, job: Job, record: RunRecord) -> None:
         if not isinstance(job, TransferJob):
             self._watcher.run_ended(record)
         elif record.status != "finished":

@@ -1,12 +1,14 @@
 """A study's folder: the plan as JSON, one SQLite database, and a lock.
 
 A run is finished exactly when its row is committed. There is no state "running" that a killed process
-could leave behind, and nothing to repair: a run without a row is run again, from its seed.
+could leave behind, and nothing to repair: a run without a row is run again, from its seed. Each row has a checksum
+over its other columns; a row that does not match it is damaged, counts as absent, and is written again.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import sqlite3
@@ -21,10 +23,12 @@ from gonio.compare.judging.summary import CostRow, summarise
 from gonio.compare.planning.plan import Plan, RecipeEntry, extended
 from gonio.compare.running.tuning import Trial, best, defaults_of, ready
 from gonio.errors import StudyError, StudyLockedError
+from gonio.escaping import plain
 
-DATABASE, VERSION = "study.db", 2
+DATABASE, VERSION = "study.db", 3
 _PLAN = "plan.json"
-# Version 2 added `trials`, `choices` and `artifacts`.
+# Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table.
+_TABLES = ("runs", "costs", "trials", "choices", "artifacts")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
@@ -54,6 +58,7 @@ class Study:
     Attributes:
         path: the folder.
         plan: fixed before the first run.
+        discarded: names of the damaged rows that were removed when the study was opened for writing.
 
     Example:
         >>> import tempfile
@@ -64,9 +69,10 @@ class Study:
         (4, True)
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: Plan, discarded: Sequence[str] = ()) -> None:
         self.path = path
         self.plan = plan
+        self.discarded = tuple(discarded)
 
     @classmethod
     def create(cls, path: str | Path, plan: Plan) -> Study:
@@ -89,7 +95,9 @@ class Study:
         if (folder / _PLAN).exists():
             plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
         _write_plan(folder, plan)
-        return cls(folder, plan)
+        damaged = cls(folder, plan).damaged()
+        _discard(folder)
+        return cls(folder, plan, damaged)
 
     @classmethod
     def open(cls, path: str | Path) -> Study:
@@ -107,8 +115,18 @@ class Study:
 
     def missing(self) -> list[tuple[RecipeEntry, int]]:
         """The runs to do: those without a row, and failed ones, whose cause may have been an accident."""
-        rows = set(self._select("SELECT hash, seed FROM runs WHERE status != 'failed'"))
+        rows = {key for key, record in self._records().items() if record.status != "failed"}
         return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
+
+    def damaged(self) -> list[str]:
+        """The rows whose content does not match their checksum, by name; they count as absent."""
+        names = {entry.hash: entry.name for entry in self.plan.recipes}
+        labels = {"runs": "seed", "trials": "trial", "costs": "cost", "choices": "tuned values", "artifacts": ""}
+        return [
+            f"{table}: {names.get(row[0], plain(str(row[0])[:16]))}, {labels[table]} {plain(str(row[1])[:16])}"
+            for table in _TABLES
+            for row in _rows(self.path, table)[1]
+        ]
 
     def scratch(self, entry: RecipeEntry, seed: int) -> Path:
         """The folder for a run's files until it is finished."""
@@ -118,27 +136,29 @@ class Study:
         """Commit one run; after the return no crash can lose it."""
         content = record.to_dict()
         seconds = content.pop("seconds")
-        row = (entry.hash, record.seed, record.status, json.dumps(content), seconds, json.dumps(dict(versions)))
-        self._write("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
+        used = json.dumps(dict(versions))
+        _insert(self.path, "runs", (entry.hash, record.seed, record.status, json.dumps(content), seconds, used))
 
     def add_costs(self, rows: Sequence[CostRow]) -> None:
         """Commit measured cost ratios, all or none."""
-        with transaction(self.path) as database:
-            database.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?)", rows)
+        _insert(self.path, "costs", *rows)
 
     def without_costs(self) -> list[RecipeEntry]:
         """The recipes, baseline excluded, whose cost has not been measured; none for a script."""
         if self.plan.scripted or self.plan.self_test:
             return []
-        found = {hash_ for (hash_,) in self._select("SELECT DISTINCT hash FROM costs")}
+        found = {hash_ for hash_, *_ in _rows(self.path, "costs")[0]}
         return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]
 
     def runs(self) -> tuple[RunRecord, ...]:
         """Every run that has a row, in the plan's order of recipes and seeds."""
-        rows = self._select("SELECT hash, seed, record, seconds FROM runs")
-        found = {(hash_, seed): _record(text, seconds) for hash_, seed, text, seconds in rows}
+        found = self._records()
         order = [(entry.hash, seed) for entry in self.plan.recipes for seed in self.plan.seeds]
         return tuple(found[key] for key in order if key in found)
+
+    def _records(self) -> dict[tuple[str, int], RunRecord]:
+        rows = _rows(self.path, "runs")[0]
+        return {(hash_, seed): _record(text, seconds) for hash_, seed, _, text, seconds, _ in rows}
 
     @property
     def trials(self) -> Trials:
@@ -149,12 +169,12 @@ class Study:
         """The examples of the transfer attack as text: None if they were not made, {} if that failed."""
         if self.plan.threat is None:
             return None
-        rows = self._select("SELECT content FROM artifacts WHERE name = 'transferred'")
-        return dict(json.loads(rows[0][0])) if rows else None
+        found = dict(_rows(self.path, "artifacts")[0])
+        return dict(json.loads(found["transferred"])) if "transferred" in found else None
 
     def keep_transferred(self, content: Mapping[str, Any]) -> None:
         """Commit the examples of the transfer attack."""
-        self._write("INSERT INTO artifacts VALUES ('transferred', ?)", (json.dumps(dict(content)),))
+        _insert(self.path, "artifacts", ("transferred", json.dumps(dict(content))))
 
     def results(self) -> Results:
         """The results of the runs so far; see :class:`Results`. Counts as a look at them: see :meth:`looks`.
@@ -162,11 +182,13 @@ class Study:
         Raises:
             MissingExtraError: scipy is not installed.
         """
-        costs = self._select("SELECT hash, kind, block, ratio FROM costs")
-        used = [json.loads(text) for (text,) in self._select("SELECT DISTINCT versions FROM runs")]
+        costs = _rows(self.path, "costs")[0]
+        used = [json.loads(text) for text in dict.fromkeys(row[-1] for row in _rows(self.path, "runs")[0])]
         runs = self.runs()
         self._look(sum(run.status != "failed" for run in runs))
-        return replace(summarise(self.plan, runs, costs, used, self.looks()), tuning=self.trials.summary())
+        found = summarise(self.plan, runs, costs, used, self.looks())
+        damaged = [f"Damaged in {DATABASE} and left out: {name}." for name in self.damaged()]
+        return replace(found, tuning=self.trials.summary(), notes=(*found.notes, *damaged))
 
     def looks(self) -> tuple[int, ...]:
         """Number of finished runs at each look at new results."""
@@ -181,13 +203,6 @@ class Study:
             with suppress(StudyError), transaction(self.path) as database:  # a full disk does not hide results
                 database.execute(_LOOKS)
                 database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
-
-    def _select(self, query: str) -> list[Any]:
-        return select(self.path, query)
-
-    def _write(self, statement: str, row: tuple[Any, ...]) -> None:
-        with transaction(self.path) as database:
-            database.execute(statement, row)
 
 
 class Trials:
@@ -204,9 +219,12 @@ class Trials:
         """The trials of one recipe, by number."""
         if self._plan.tuning is None:
             return []
-        query = "SELECT number, vals, record, seconds FROM trials WHERE hash = ? ORDER BY number"
-        rows = select(self._folder, query, (entry.hash,))
-        return [Trial(number, json.loads(values), _record(text, seconds)) for number, values, text, seconds in rows]
+        rows = sorted(_rows(self._folder, "trials")[0], key=lambda row: row[1])
+        return [
+            Trial(number, json.loads(values), _record(text, seconds))
+            for hash_, number, values, _, text, seconds, _ in rows
+            if hash_ == entry.hash
+        ]
 
     def add(self, entry: RecipeEntry, trial: Trial, versions: Mapping[str, str]) -> None:
         """Commit one trial."""
@@ -214,8 +232,7 @@ class Trials:
         seconds = content.pop("seconds")
         values, record, used = (json.dumps(part) for part in (dict(trial.values), content, dict(versions)))
         row = (entry.hash, trial.number, values, trial.record.status, record, seconds, used)
-        with transaction(self._folder) as database:
-            database.execute("INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        _insert(self._folder, "trials", row)
 
     def ready(self, entry: RecipeEntry) -> list[int]:
         """The numbers of the trials that can be made now; none once the choice is made."""
@@ -228,15 +245,14 @@ class Trials:
             return
         trial = best(self._plan, trials)
         values = defaults_of(self._plan, entry) if trial is None else dict(trial.values)
-        with transaction(self._folder) as database:
-            database.execute("INSERT INTO choices VALUES (?, ?)", (entry.hash, json.dumps(values)))
+        _insert(self._folder, "choices", (entry.hash, json.dumps(values)))
 
     def chosen(self, entry: RecipeEntry) -> dict[str, float] | None:
         """The values of a recipe's runs; None before they are chosen, {} without tuning."""
         if self._plan.tuning is None:
             return {}
-        rows = select(self._folder, "SELECT vals FROM choices WHERE hash = ?", (entry.hash,))
-        return dict(json.loads(rows[0][0])) if rows else None
+        found = dict(_rows(self._folder, "choices")[0])
+        return dict(json.loads(found[entry.hash])) if entry.hash in found else None
 
     def left(self) -> int:
         """How many trials are still to be made."""
@@ -286,6 +302,7 @@ def transaction(folder: Path) -> Iterator[sqlite3.Connection]:
     try:
         where = f"{path.absolute().as_uri()}?immutable=1" if fixed else path.absolute().as_uri()
         with closing(sqlite3.connect(where, uri=True)) as database, database:
+            database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
             if not fixed:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits in a power failure
@@ -294,22 +311,84 @@ def transaction(folder: Path) -> Iterator[sqlite3.Connection]:
                 why = f"{DATABASE} has format {found}, and this gonio reads up to {VERSION}"
                 raise StudyError(str(folder), why, "Use a newer gonio.")
             yield database
-    except sqlite3.DatabaseError as error:
+    except sqlite3.Error as error:
         raise StudyError(str(folder), f"{DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
 
 
 def prepare(folder: Path) -> None:
-    """Create the tables that are missing, in a new study or one of an older gonio."""
+    """Create the tables and columns that are missing, in a new study or one of an older gonio."""
     with transaction(folder) as database:
-        if database.execute("PRAGMA user_version").fetchone()[0] < VERSION:
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {VERSION}")
+        if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+            return
+        database.executescript(_SCHEMA)
+        for table in _TABLES:
+            if not _has_checksums(database, table):
+                database.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT")
+        for table in _TABLES:  # an older gonio wrote these rows
+            for number, *row, _ in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
+                checksum = _checksum(row) if _readable(table, row) else None
+                database.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, number))
+        database.execute(f"PRAGMA user_version = {VERSION}")
 
 
-def select(folder: Path, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+def select(folder: Path, query: str) -> list[Any]:
     """The rows of a query."""
     with transaction(folder) as database:
-        return database.execute(query, values).fetchall()
+        return database.execute(query).fetchall()
+
+
+def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The rows of a table without their checksum: the intact and the damaged ones."""
+    with transaction(folder) as database:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+            return [], []  # format 1
+        checked = _has_checksums(database, table)
+        rows = database.execute(f"SELECT * FROM {table}").fetchall()
+    intact: list[tuple[Any, ...]] = []
+    damaged: list[tuple[Any, ...]] = []
+    for row in rows:
+        content = row[:-1] if checked else row
+        valid = row[-1] == _checksum(content) if checked else _readable(table, content)
+        (intact if valid else damaged).append(content)
+    return intact, damaged
+
+
+def _readable(table: str, row: Sequence[Any]) -> bool:
+    """Whether a row without a checksum, of an older gonio, can be read."""
+    try:
+        if table == "runs":
+            record = _record(row[3], row[4])
+            return record.status == row[2] and record.seed == row[1] and isinstance(json.loads(row[5]), dict)
+        if table == "trials":
+            return _record(row[4], row[5]).status == row[3] and isinstance(json.loads(row[2]), dict)
+        return table == "costs" or isinstance(json.loads(row[1]), dict)
+    except (ValueError, TypeError):
+        return False
+
+
+def _discard(folder: Path) -> None:
+    """Delete the damaged rows."""
+    with transaction(folder) as database:
+        for table in _TABLES:
+            for number, *row, checksum in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
+                if checksum != _checksum(row):
+                    database.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
+
+
+def _insert(folder: Path, table: str, *rows: Sequence[Any]) -> None:
+    """Commit rows with their checksums, all or none."""
+    with transaction(folder) as database:
+        for row in rows:
+            marks = ", ".join("?" * (len(row) + 1))
+            database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*row, _checksum(row)))
+
+
+def _has_checksums(database: sqlite3.Connection, table: str) -> bool:
+    return any(column[1] == "checksum" for column in database.execute(f"PRAGMA table_info({table})"))
+
+
+def _checksum(row: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(row), default=repr).encode()).hexdigest()
 
 
 # --- the lock and the plan --------------------------------------------------------------------------------
