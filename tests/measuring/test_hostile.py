@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from gonio.errors import GonioError, UnreadableFileError
 from gonio.measuring import Measurements, measure
+from gonio.measuring.reading.formats import load_torch, state_of_torch
 from measuring.mutants import main
 from measuring.zoo_files import FILES, STATES
 from measuring.zoo_models import MODELS, NAMES, Verdict
@@ -28,7 +30,7 @@ def test_the_zoo_has_more_than_120_animals() -> None:
 
 
 def judge(found: Measurements, verdict: Verdict | None) -> None:
-    assert all(t.status == "measured" or t.reason for t in found)
+    assert all(t.status == "measured" or t.reason for t in found.values())
     if verdict is None:
         assert len(found) == 0
         return
@@ -144,6 +146,25 @@ def test_truncated_and_mutated_checkpoints_give_an_error_or_a_result(tmp_path: P
             measure(path)
         except GonioError:
             continue
+
+
+def test_a_state_dict_to_be_loaded_has_text_as_keys_and_stores_its_entries(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    for state, said in (
+        ({1: torch.randn(4, 4)}, "it is no state dict: the key 1 is not text"),
+        ({"w": torch.ones(1).expand(9, 9)}, "it is no state dict: a tensor has 81 entries, of which 1 are stored"),
+        ({"w": torch.ones(2), "x" * 9: Runs(print, 1)}, "damaged or holds more than tensors"),
+    ):
+        torch.save(state, path)
+        with pytest.raises(UnreadableFileError, match=said):
+            state_of_torch(path)
+    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, path)
+    found, content = state_of_torch(path)
+    assert (list(found.state), found.key, content["epoch"]) == (["w"], "state_dict", 3)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x00" * 5_000_000)
+    with pytest.raises(UnreadableFileError, match="would unfold to 5000000 bytes"):
+        load_torch(path)
 
 
 def test_missing_unknown_and_ambiguous_paths_are_named(tmp_path: Path) -> None:

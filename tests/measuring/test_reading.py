@@ -38,11 +38,11 @@ def same(a: Measurements, b: Measurements, *paths: str) -> None:
 def test_every_tensor_has_a_row_with_figures_or_a_reason() -> None:
     made = model()
     found = measure(made)
-    assert [t.name for t in found] == [
+    assert [t.name for t in found.values()] == [
         *("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"),
         *("3.weight", "3.bias", "5.weight", "5.bias"),
     ]
-    assert all(t.status == "measured" or t.reason for t in found)
+    assert all(t.status == "measured" or t.reason for t in found.values())
     assert [t.path for t in found.layers] == ["0", "3", "5"]
     assert found.coverage == (
         "Measured: 3 of 11 tensors. Checked only for NaN and infinity: 8 (7 vectors, 1 counter). Skipped: none."
@@ -111,8 +111,8 @@ def test_shards_are_read_tensor_by_tensor_through_their_index(tmp_path: Path) ->
 def test_wrapped_models_keep_the_names_of_what_they_wrap(wrap) -> None:
     made = model()
     wrapped = wrap(made)
-    assert [t.name for t in measure(wrapped)] == [t.name for t in measure(made)]
-    assert [t.name for t in measure(wrapped.state_dict())] == [t.name for t in measure(made)]
+    assert [t.name for t in measure(wrapped).values()] == [t.name for t in measure(made).values()]
+    assert [t.name for t in measure(wrapped.state_dict()).values()] == [t.name for t in measure(made).values()]
 
 
 def test_tied_weights_are_measured_once_and_the_other_place_is_named() -> None:
@@ -328,7 +328,7 @@ def test_a_tensor_in_two_shards_is_read_where_the_index_says(tmp_path: Path) -> 
 def test_what_the_index_leaves_out_is_named(tmp_path: Path) -> None:
     index = sharded(tmp_path, {"1.safetensors": ["a.weight", "c.weight"]}, {"a.weight": "1.safetensors"})
     found = measure(index)
-    assert [t.path for t in found] == ["a"]
+    assert [t.path for t in found.values()] == ["a"]
     assert "in the shards but not in the index, and not read: c.weight (in 1.safetensors)" in found.notes
 
 

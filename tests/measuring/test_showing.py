@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_the_data_is_versioned_strict_and_complete() -> None:
     read = json.loads(found.to_json())
     assert read == json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert read["schema"] == "gonio.measurements/1"
-    assert [t["path"] for t in read["tensors"]] == [t.path for t in found]
+    assert [t["path"] for t in read["tensors"]] == [t.path for t in found.values()]
     conv = read["tensors"][0]
     assert conv["nonfinite"] == 1
     assert conv["alignment"] == found["0"].alignment
@@ -130,18 +131,36 @@ def test_measurements_compare_and_travel() -> None:
     assert found == measure(model())
     assert pickle.loads(pickle.dumps(found)) == found
     assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
-    assert list(found) == list(found.tensors)
-    assert len(found) == len(found.tensors)
+    assert isinstance(found, Mapping)
+    assert list(found) == [t.path for t in found.tensors]
+    assert list(found.values()) == list(found.tensors)
+    assert dict(found.items())["0"] is found["0"]
+    assert found.get("nowhere") is None
+
+
+def test_what_is_shown_in_a_prompt_is_short() -> None:
+    found, after = measure(model()), model()
+    torch.nn.init.ones_(after[3].weight)
+    tracker = Tracker(model(), every=1)
+    tracker.step()
+    assert repr(found["2"]) == "<2 (Conv2d): 8 filters of length 9>"
+    assert repr(found["0"]).startswith("<0 (Conv2d): 8 filters of length 27, alignment ")
+    assert repr(found["0.bias"]) == "<0.bias (Conv2d): a vector>"
+    assert repr(tracker) == "<Tracker every 1 steps: 3 rows, 0 loggers>"
+    changed = difference(model(), after)
+    assert repr(changed["0"]) == "<0: equal, changed by 0>"
+    assert repr(changed["3"]).startswith("<3: compared, changed by ")
+    assert max(len(repr(thing)) for thing in (found["0"], changed["3"], tracker)) < 80
 
 
 def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
     found = measure(model())
     frame = found.to_frame()
     assert list(frame.columns) == next(csv.reader(io.StringIO(found.to_csv())))
-    assert frame["path"].tolist() == [t.path for t in found]
+    assert frame["path"].tolist() == [t.path for t in found.values()]
     assert frame["alignment"].iloc[0] == found["0"].alignment
     moved = difference(model(), model()[:1]).to_frame()
-    assert moved["name"].tolist() == [t.name for t in found]
+    assert moved["name"].tolist() == [t.name for t in found.values()]
     assert moved["status"].tolist() == ["equal"] * 2 + ["not compared"] * (len(found) - 2)
 
 

@@ -23,7 +23,7 @@ from gonio.measuring.showing.page import render
 from gonio.measuring.showing.table import Table, markdown_table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TensorDifference:
     r"""One tensor of both sources.
 
@@ -52,6 +52,10 @@ class TensorDifference:
     stable_rank_random: float | None = None
     rank_99: int | None = None
 
+    def __repr__(self) -> str:
+        change = "" if self.relative is None else f", changed by {self.relative:.3g}"
+        return f"<{plain(self.path)}: {plain(self.reason) or self.status}{change}>"
+
 
 def _degrees(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}°"
@@ -73,7 +77,7 @@ KEPT = ("relative", "norm_ratio", "angle_mean", "angle_max", "rank_99", "stable_
 
 @dataclass(frozen=True, repr=False)
 class Differences(Table[TensorDifference]):
-    """Every tensor of either source; a mapping by path that prints as a table.
+    """Every tensor of either source: a mapping from paths to rows that prints as a table.
 
     Attributes:
         before, after: the names of the sources.

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.measuring.difference import Differences, difference
 from gonio.measuring.figures.signals import measure_signals
 from gonio.measuring.figures.structure import Structure, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
@@ -26,8 +27,28 @@ from gonio.measuring.reading.source import Source, contents_of, name_of
 Progress = Callable[[int, int], None] | None
 
 
+@overload
 def measure(
     source: Source,
+    after: None = None,
+    *,
+    batch: Any = ...,
+    loader: Any = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    base: Source | None = ...,
+    engine: Literal["local", "ray"] = ...,
+    also: Also = ...,
+    progress: Progress = ...,
+) -> Measurements: ...
+
+
+@overload
+def measure(source: Source, after: Source, *, progress: Progress = None) -> Differences: ...
+
+
+def measure(
+    source: Source,
+    after: Source | None = None,
     *,
     batch: Any = None,
     loader: Any = None,
@@ -36,7 +57,7 @@ def measure(
     engine: Literal["local", "ray"] = "local",
     also: Also = (),
     progress: Progress = None,
-) -> Measurements:
+) -> Measurements | Differences:
     r"""Norms, angles and spectra of all weights, each beside its value for random weights.
 
     For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
@@ -50,6 +71,7 @@ def measure(
             checkpoint that holds one; the path of a `.safetensors` file, of the index of a sharded one, of a
             torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
             of these. Without the model, layouts are inferred from the shapes; each tensor's `notes` say so.
+        after: a second one: then the result is :func:`gonio.measuring.difference` of the two.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
             the outputs of all layers and the gradients there are measured too, in evaluation mode: `signals`.
         loader: the data loader of the model's training, for advice on batch sizes. Nothing is drawn from it.
@@ -63,7 +85,7 @@ def measure(
         progress: called after each tensor with the number done and the number in all.
 
     Returns:
-        :class:`Measurements`: printable, a mapping from paths, exportable.
+        :class:`Measurements`, or :class:`Differences` for two sources: printable, a mapping from paths, exportable.
 
     Raises:
         InvalidArgumentError: if the source is none of these or holds no tensors; if a batch, a loader or an
@@ -84,6 +106,11 @@ def measure(
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
+    if after is not None:
+        given = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
+        given["engine"] = None if engine == "local" else engine
+        _check_two(after, [name for name, value in given.items() if value is not None])
+        return difference(source, after, progress=progress)
     _check(source, batch, loader, optimizer)
     _check_engine(engine, source, base)
     _check_also(also)
@@ -108,6 +135,14 @@ def measure(
         notes=(*notes, *structure.notes, *silent),
         versions=_versions(),
     )
+
+
+def _check_two(after: Source, given: list[str]) -> None:
+    """Refuse what only a single source has, such as `measure(model, batch)` without its keyword."""
+    if isinstance(after, torch.Tensor):
+        raise InvalidArgumentError("measure(a, b) compares two sources", "a Tensor", "Pass a batch as batch=.")
+    if given:
+        raise InvalidArgumentError("measure(a, b) compares two sources", f"{given[0]}= as well", "Leave it out.")
 
 
 def _check(source: Source, batch: Any, loader: Any, optimizer: Any) -> None:

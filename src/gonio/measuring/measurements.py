@@ -27,7 +27,7 @@ SCHEMA = "gonio.measurements/1"
 
 @dataclass(frozen=True, repr=False)
 class Measurements(Table[TensorMeasurement]):
-    """Every tensor of a model with its figures or the reason why it has none; a mapping by path.
+    """Every tensor of a model with its figures or the reason why it has none: a mapping from paths to rows.
 
     Printing it gives a table as wide as the terminal; a notebook shows a page.
 

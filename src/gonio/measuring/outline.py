@@ -49,7 +49,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, repr=False)
 class Outline(Table[TensorHeader]):
-    """Every tensor of a model or file with its shape, dtype and size; a mapping by path that prints as a table.
+    """Every tensor of a model or file with its shape, dtype and size: a mapping by path that prints as a table.
 
     Attributes:
         source: the name of the model or file. `notes`: how it was read.

@@ -83,6 +83,9 @@ class Tracker:
         self._step = self._measured = 0
         self.rows: list[dict[str, Any]] = []
 
+    def __repr__(self) -> str:
+        return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers>"
+
     def step(self, number: int | None = None) -> None:
         """Count one step of the optimizer, and measure at every `every`-th one.
 

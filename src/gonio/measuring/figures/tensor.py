@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import GonioError
+from gonio.escaping import plain
 from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
 from gonio.geometry.blocks import GramMatrix, NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
@@ -23,7 +24,7 @@ ALSO = ("operator_norm",)  # figures measured on request
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TensorMeasurement:
     r"""One tensor of a model: norms and angles of its filters, its spectrum, and the values for random weights.
 
@@ -114,6 +115,12 @@ class TensorMeasurement:
     orthogonality_defect_random: float | None = None
     operator_norm: float | None = None
     angle_histogram: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        figures = "" if self.filters is None else f": {self.total_filters} filters of length {self.dim}"
+        angles = "" if self.alignment is None else f", alignment {self.alignment:.3g}"
+        why = f": {plain(self.reason)}" if self.reason else ""
+        return f"<{plain(self.path)} ({plain(self.kind)}){figures}{angles}{why}>"
 
     @property
     def total_filters(self) -> int:

@@ -86,10 +86,16 @@ def in_memory(tensors: Mapping[Any, Any]) -> dict[str, Stored]:
     }
 
 
+def stored_entries(tensor: Tensor) -> int:
+    """The entries in a strided tensor's storage; fewer than `numel()` for an expanded one."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor of a model may repeat those that it stores
 PACKED = {torch.uint8, torch.int8, torch.int32}
 INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 
@@ -122,6 +128,8 @@ def numbers_of(tensor: Tensor) -> Numbers:
         return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
+    if tensor.numel() > LARGEST_EXPANDED and stored_entries(tensor) < tensor.numel():
+        return Numbers(None, f"expanded: {tensor.numel():,} entries, of which {stored_entries(tensor):,} are stored")
     if not tensor.numel():
         return Numbers(None, f"empty: shape {tuple(tensor.shape)}", skipped=False)
     if tensor.element_size() == 1:  # torch has few operations for such floats, and none for those of 4 bits

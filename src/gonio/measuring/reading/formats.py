@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gonio.errors import UnreadableFileError
-from gonio.measuring.reading.entry import Stored, dtype_named, header_of
+from gonio.escaping import shorten
+from gonio.measuring.reading.entry import Stored, dtype_named, header_of, stored_entries
 from gonio.measuring.reading.state_dict import Found, state_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch checkpoints
@@ -101,6 +102,43 @@ def stored_in_torch(path: Path) -> tuple[Found, dict[str, Stored]]:
     return Found(others, found.key, found.beside), stored
 
 
+def load_torch(path: Path) -> Any:
+    """The content of a torch file: tensors and plain containers, in memory.
+
+    Raises:
+        UnreadableFileError: as :func:`stored_in_torch`.
+    """
+    _is_archive(path)
+    return _unpickled(path, mapped=False)
+
+
+def state_of_torch(path: Path) -> tuple[Found, Any]:
+    """The state dict of a torch checkpoint, to be loaded into a model, and the content of the file.
+
+    Raises:
+        UnreadableFileError: as :func:`stored_in_torch`, for keys that are not text, and for a tensor with more entries
+            than the file stores.
+        InvalidArgumentError: if it holds no named tensors.
+    """
+    content = load_torch(path)
+    found = state_in(content, what=repr(path.name))
+    other = next((name for name in found.state if not isinstance(name, str)), None)
+    try:
+        if other is not None:
+            raise ValueError(f"the key {shorten(repr(other))} is not text")
+        for value in found.state.values():
+            _check_stored(value)
+    except ValueError as error:
+        raise UnreadableFileError(str(path), f"it is no state dict: {error}", "Save model.state_dict().") from error
+    return found, content
+
+
+def _check_stored(value: Any) -> None:
+    """Refuse a tensor with more entries than its storage: a kilobyte can claim terabytes by a stride of 0."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > stored_entries(value):
+        raise ValueError(f"a tensor has {value.numel():,} entries, of which {stored_entries(value):,} are stored")
+
+
 class _TorchFile:
     """A torch checkpoint, loaded again after every :data:`REMAP` bytes of tensors.
 
@@ -120,6 +158,7 @@ class _TorchFile:
             del self.found  # releases the old map before the new one is made
             self.found, self.touched = self.load(), 0
         tensor: Tensor = self.found.state[name]
+        _check_stored(tensor)
         self.touched += tensor.nbytes if tensor.layout == torch.strided else 0
         return tensor
 

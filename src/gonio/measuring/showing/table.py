@@ -6,9 +6,9 @@ import csv
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 
@@ -31,8 +31,8 @@ class Named(Protocol):
 Row = TypeVar("Row", bound=Named)
 
 
-class Table(ABC, Generic[Row]):
-    """One row per tensor, found by path; printing it gives a table as wide as the terminal."""
+class Table(Mapping[str, Row], ABC):
+    """A mapping from paths to rows, one per tensor; printing it gives a table as wide as the terminal."""
 
     tensors: tuple[Row, ...]
 
@@ -47,8 +47,8 @@ class Table(ABC, Generic[Row]):
                 return tensor
         raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.tensors)
+    def __iter__(self) -> Iterator[str]:
+        return (tensor.path for tensor in self.tensors)
 
     def __len__(self) -> int:
         return len(self.tensors)
