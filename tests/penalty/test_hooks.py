@@ -16,7 +16,7 @@ from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
 from gonio.errors import NoActivationError
-from gonio.penalty import tap
+from gonio.penalty import hooks as hooks_module
 from tolerances import close
 
 SOM = R.SelfOrthogonality(1.0)
@@ -82,7 +82,7 @@ def test_checkpointing_changes_no_bit_and_counts_once() -> None:
             out = model(batch(seed))
             (out.square().mean() + penalty()).backward()
             results.append([float(v) for v in penalty.values().values()])
-            assert penalty._terms[0]._tap._kept == []  # type: ignore[attr-defined]
+            assert penalty._terms[0]._hook._kept == []  # type: ignore[attr-defined]
         results.append(grads(model))
     for plain, recomputed in zip(results[:3], results[4:7], strict=True):
         assert plain == recomputed
@@ -111,7 +111,7 @@ def test_evaluation_is_not_counted() -> None:
     with torch.no_grad():
         model(batch(2))
     expected = SOM.value(model.first(x))
-    penalty._terms[0]._tap.forget()  # type: ignore[attr-defined]
+    penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
     model(x)
     torch.testing.assert_close(penalty(), expected, **close(torch.float32))
 
@@ -154,7 +154,7 @@ def test_a_layer_that_runs_several_times_contributes_the_mean() -> None:
     model = Network()
     penalty = Penalty(model, [("first", SOM)])
     expected = torch.stack([SOM.value(model.first(batch(s))) for s in (1, 2)]).mean()
-    penalty._terms[0]._tap.forget()  # type: ignore[attr-defined]
+    penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
     model(batch(1)), model(batch(2))
     total = penalty()
     torch.testing.assert_close(total, expected, **close(torch.float32))
@@ -178,7 +178,7 @@ def test_outputs_are_read_as_the_layer_put_them_out(inplace: bool, regularizer: 
             (m(batch(seed)).square().mean() + p()).backward()
         for a, b in zip(grads(model), grads(reference), strict=True):
             torch.testing.assert_close(a, b, **close(torch.float32))
-    assert penalty._terms[0]._tap._copies is inplace  # type: ignore[attr-defined]
+    assert penalty._terms[0]._hook._copies is inplace  # type: ignore[attr-defined]
 
 
 def test_outputs_overwritten_later_are_an_error_once() -> None:
@@ -300,7 +300,7 @@ def test_a_thousand_steps_keep_nothing() -> None:
 
 
 def test_forgetting_to_call_is_an_error_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap, "MOST_KEPT", 5)
+    monkeypatch.setattr(hooks_module, "MOST_KEPT", 5)
     model = Network()
     penalty = Penalty(model, [("first", SOM)])
     for _ in range(5):
@@ -330,4 +330,4 @@ def test_averaged_models_do_not_collect() -> None:
     average = torch.optim.swa_utils.AveragedModel(model)
     average.train()(batch())
     model(batch())
-    assert len(penalty._terms[0]._tap._kept) == 1  # type: ignore[attr-defined]
+    assert len(penalty._terms[0]._hook._kept) == 1  # type: ignore[attr-defined]
