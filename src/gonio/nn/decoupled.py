@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Number, Tanh, scaled

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.nn.running import total
 from gonio.nn.switchable_function import (
     Affine,

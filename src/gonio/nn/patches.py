@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gonio.geometry import normalize, safe_norm
-from gonio.geometry.norms import least_norm
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import least_norm, widen
 from gonio.nn import kernels
 
 __all__ = ["NARROW", "ConvMap", "ConvTransposeMap", "DenseMap", "LinearMap"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.nn.running import total
 
 __all__ = [

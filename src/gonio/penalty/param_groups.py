@@ -12,7 +12,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import TABLES, unwrapped, weights_of
-from gonio.surgery.site import sites
+from gonio.surgery.where import sites
 
 __all__ = ["ParamGroups", "param_groups"]
 

@@ -18,8 +18,7 @@ from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.seeding import generator
 from gonio.surgery.graph import activation_after, followed_by_norm, trace
-from gonio.surgery.site import Site, select
-from gonio.surgery.where import Where, as_selector
+from gonio.surgery.where import Site, Where, as_selector, select
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,7 @@ from torch import nn
 
 from gonio.errors import NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
 from gonio.geometry.views import layout_of
-from gonio.penalty.binding import bind
+from gonio.penalty.terms import bind
 from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.regularizers import OutputRegularizer

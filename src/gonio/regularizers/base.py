@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import full_precision, widen
+from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import use_plain
 from gonio.regularizers.schedules import Schedule

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import whole
+from gonio.geometry.norms import safe_norm, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer
 from gonio.regularizers.orthogonality import small_side

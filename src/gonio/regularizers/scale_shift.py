@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import whole
+from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import AddGradient, Evaluation, WeightRegularizer, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient, results_of

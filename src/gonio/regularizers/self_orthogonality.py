@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, require
 from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total, use_plain
 from gonio.regularizers.sharding import identity_like
