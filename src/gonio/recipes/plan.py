@@ -217,8 +217,8 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
         bindings, _ = bind(model, [(assignment.where, regularizer)])
     except NoMatchError as error:
         return assignment, f"has no effect: {error}"
-    reads = {b.slot.path for b in bindings if not b.skipped}
-    skipped = {b.slot.path: b.skipped for b in bindings if b.skipped and b.slot.path not in reads}
+    reads = {b.weight.path for b in bindings if not b.skipped}
+    skipped = {b.weight.path: b.skipped for b in bindings if b.skipped and b.weight.path not in reads}
     return replace(assignment, skipped=skipped), ""
 
 

@@ -307,7 +307,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
 
 
 def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
-    """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of all processes, if several."""
+    """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of all processes if several."""
     images, channels, positions = x.shape
     if x.stride(1) == 1:  # channels last: kept so, because transposing takes longer than the tanh
         t = x.new_empty(images, positions, channels).permute(2, 0, 1)
