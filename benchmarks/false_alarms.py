@@ -29,7 +29,7 @@ from benchmarks.trained_networks import LEARNT, RECIPES, trained
 from gonio import init
 from gonio.geometry import layout_of
 from gonio.measuring import Measurements, measure
-from gonio.measuring.rules import WEIGHT_RULES
+from gonio.measuring.findings.rules import WEIGHT_RULES
 
 RESULT = Path(__file__).resolve().parents[1] / "src" / "gonio" / "measuring" / "false_alarms.json"
 WEIGHTED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)

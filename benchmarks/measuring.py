@@ -25,8 +25,9 @@ from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.large_networks import ResNet50, VisionTransformer
 from benchmarks.shapes import TINY, resnet50, weights
 from gonio.geometry import singular_values, spectral_norm
-from gonio.measuring.pairs import measure_pairs
-from gonio.measuring.spectra import largest_singular_value, spectra_of
+from gonio.geometry.lanczos import largest_singular_value
+from gonio.geometry.pairs import pair_statistics
+from gonio.geometry.spectra import spectrum_estimate
 
 TITLE = "Measuring"
 FLOOR = (
@@ -73,7 +74,7 @@ def decomposed_by_torch(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def measured(inputs: Sequence[Tensor]) -> list[Tensor]:
     """What `measure` does with a weight."""
-    found = [spectra_of(w[None], name="w").values for w in inputs]
+    found = [spectrum_estimate(w[None], name="w").values for w in inputs]
     return [values.sort(descending=True).values for values in found if values is not None]
 
 
@@ -127,7 +128,7 @@ def whole(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def blocked(inputs: Sequence[Tensor]) -> list[Tensor]:
-    found = measure_pairs(inputs[0][None], name="w")
+    found = pair_statistics(inputs[0][None], name="w")
     if found is None:
         return []
     figures = [found.angle_mean, found.angle_std, found.mean_square_cosine, found.coherence]

@@ -29,13 +29,17 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """17 convolutions, 3 projections and a classifier: 11 million weights at width 64."""
+    """17 convolutions, 3 projections and a classifier: 11 million weights at width 64.
 
-    def __init__(self, width: int = 64, classes: int = 10) -> None:
+    With `small_images` the stem is a 3×3 convolution without pooling, as is usual for 32×32 pixels.
+    """
+
+    def __init__(self, width: int = 64, classes: int = 10, *, small_images: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-        )
+        stem = nn.Conv2d(3, width, 3, 1, 1, bias=False) if small_images else nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU())
+        if not small_images:
+            self.stem.append(nn.MaxPool2d(3, 2, 1))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         stages = [
             nn.Sequential(Block(before, after, 1 if index == 0 else 2), Block(after, after, 1))

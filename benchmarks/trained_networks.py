@@ -12,10 +12,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gonio.compare.plan import Training
-from gonio.compare.task import Task
+from gonio.compare.planning.plan import Training
+from gonio.compare.running.training import fit
 from gonio.compare.tasks import digits
-from gonio.compare.training import fit
+from gonio.compare.tasks.task import Task
 from gonio.measuring import Measurements, measure
 from gonio.models import digits_cnn
 from gonio.recipes import Recipe

@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,30 +198,11 @@ def _first_line(name: str) -> str:
     return (importlib.import_module(name).__doc__ or "").strip().split("\n")[0]
 
 
-def contents(folder: Path) -> str:
-    """The pages below a folder with their titles, sub-folder by sub-folder, the reference left out."""
-    pages = [path for path in sorted(folder.rglob("*.md")) if path != folder / "index.md"]
-    lines = []
-    for path in (path for path in pages if path.parent.name != "reference"):
-        title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
-        name = path.relative_to(folder).as_posix()
-        lines.append(f"- [{title[1] if title else name}]({name})")
-    return "\n".join(lines)
-
-
-def index(text: str, folder: Path) -> str:
-    """The index with its list of pages written anew."""
-    marked = re.compile(r"(<!-- pages -->\n).*?(<!-- /pages -->)", flags=re.S)
-    return marked.sub(lambda m: f"{m[1]}{contents(folder)}\n{m[2]}", text)
-
-
 def build() -> dict[Path, str]:
     """The text of every generated page."""
     names = packages()
     pages = {FOLDER / "index.md": root_page(names)}
-    pages |= {FOLDER / f"{name.removeprefix('gonio.')}.md": page(name) for name in names[1:]}
-    home = FOLDER.parent / "index.md"
-    return pages | {home: index(home.read_text(encoding="utf-8"), home.parent)}
+    return pages | {FOLDER / f"{name.removeprefix('gonio.')}.md": page(name) for name in names[1:]}
 
 
 def stale(pages: dict[Path, str]) -> list[Path]:

@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from gonio.nn import angular, magnitude
-from gonio.nn.pictures import operator_on_plane
+from gonio.nn.plots import operator_on_plane
 
 MAGNITUDES = {name: getattr(magnitude, name)() for name in magnitude.__all__ if name != "Magnitude"}
 ANGULAR = {name: getattr(angular, name)() for name in angular.__all__ if name != "Angular"}

@@ -1,7 +1,7 @@
 """Measure and control the norms and angles of neural-network weights.
 
 Names are loaded when they are first used, so that `import gonio` and the command line's `--help` do
-not pay for torch.
+not import torch.
 """
 
 from __future__ import annotations
@@ -11,118 +11,76 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from gonio import (
-        compare,
-        geometry,
-        init,
-        integrations,
-        models,
-        nn,
-        parametrizations,
-        recipes,
-        regularizers,
-        report,
-        surgery,
-    )
-    from gonio.errors import GonioError
-    from gonio.measuring import Measurements
-    from gonio.measuring.measure import measure
-    from gonio.measuring.tracker import Tracker
-    from gonio.penalty import Penalty, param_groups
-    from gonio.recipes import Recipe
-    from gonio.surgery import (
-        Edited,
-        OfType,
-        Path,
-        Regex,
-        balance_,
-        calibrate_,
-        fold_,
-        init_,
-        lsuv_,
-        parametrize_,
-        swap_,
-    )
-    from gonio.surgery.equivalent import equivalent
-
-_HOME = {
-    "Edited": "gonio.surgery",
-    "GonioError": "gonio.errors",
-    "Measurements": "gonio.measuring",
-    "OfType": "gonio.surgery",
-    "Path": "gonio.surgery",
-    "Penalty": "gonio.penalty",
-    "Recipe": "gonio.recipes",
-    "Regex": "gonio.surgery",
-    "Tracker": "gonio.measuring",
-    "balance_": "gonio.surgery",
-    "calibrate_": "gonio.surgery",
-    "equivalent": "gonio.surgery",
-    "lsuv_": "gonio.surgery",
-    "fold_": "gonio.surgery",
-    "init_": "gonio.surgery",
-    "measure": "gonio.measuring",
-    "param_groups": "gonio.penalty",
-    "parametrize_": "gonio.surgery",
-    "swap_": "gonio.surgery",
+_EXPORTS = {
+    "errors": ("GonioError",),
+    "measuring": ("Measurements", "Tracker", "measure"),
+    "penalty": ("Penalty", "param_groups"),
+    "recipes": ("Recipe",),
+    "surgery": (
+        "Edited",
+        "OfType",
+        "Path",
+        "Regex",
+        "balance_",
+        "calibrate_",
+        "equivalent",
+        "fold_",
+        "init_",
+        "lsuv_",
+        "parametrize_",
+        "swap_",
+    ),
+    **dict.fromkeys(("compare", "escaping", "geometry", "init", "integrations", "models", "nn"), ()),
+    **dict.fromkeys(("parametrizations", "regularizers", "report", "seeding"), ()),
 }
-_PACKAGES = (
-    "compare",
-    "geometry",
-    "init",
-    "integrations",
-    "measuring",
-    "models",
-    "nn",
-    "parametrizations",
-    "recipes",
-    "regularizers",
-    "report",
-    "surgery",
-)
+"""Every public subpackage, and those of its names that are available as `gonio.NAME`."""
+_HOME = {name: package for package, names in _EXPORTS.items() for name in names}
 
-__all__ = [
-    "Edited",
-    "GonioError",
-    "Measurements",
-    "OfType",
-    "Path",
-    "Penalty",
-    "Recipe",
-    "Regex",
-    "Tracker",
-    "__version__",
-    "balance_",
-    "calibrate_",
-    "compare",
-    "equivalent",
-    "fold_",
-    "geometry",
-    "init",
-    "init_",
-    "integrations",
-    "lsuv_",
-    "measure",
-    "measuring",
-    "models",
-    "nn",
-    "param_groups",
-    "parametrizations",
-    "parametrize_",
-    "recipes",
-    "regularizers",
-    "report",
-    "surgery",
-    "swap_",
-]
+__all__ = ["__version__", *_EXPORTS, *_HOME]
+
+if TYPE_CHECKING:  # the same names for type checkers and editors, which do not read the table above
+    from gonio import compare as compare
+    from gonio import errors as errors
+    from gonio import escaping as escaping
+    from gonio import geometry as geometry
+    from gonio import init as init
+    from gonio import integrations as integrations
+    from gonio import measuring as measuring
+    from gonio import models as models
+    from gonio import nn as nn
+    from gonio import parametrizations as parametrizations
+    from gonio import penalty as penalty
+    from gonio import recipes as recipes
+    from gonio import regularizers as regularizers
+    from gonio import report as report
+    from gonio import seeding as seeding
+    from gonio import surgery as surgery
+    from gonio.errors import GonioError as GonioError
+    from gonio.measuring import Measurements as Measurements
+    from gonio.measuring import Tracker as Tracker
+    from gonio.measuring.measure import measure as measure
+    from gonio.penalty import Penalty as Penalty
+    from gonio.penalty import param_groups as param_groups
+    from gonio.recipes import Recipe as Recipe
+    from gonio.surgery import Edited as Edited
+    from gonio.surgery import OfType as OfType
+    from gonio.surgery import Path as Path
+    from gonio.surgery import Regex as Regex
+    from gonio.surgery import balance_ as balance_
+    from gonio.surgery import calibrate_ as calibrate_
+    from gonio.surgery import fold_ as fold_
+    from gonio.surgery import init_ as init_
+    from gonio.surgery import lsuv_ as lsuv_
+    from gonio.surgery import parametrize_ as parametrize_
+    from gonio.surgery import swap_ as swap_
+    from gonio.surgery.equivalent import equivalent as equivalent
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _PACKAGES:
-        value = importlib.import_module(f"gonio.{name}")
+    if name in _EXPORTS:
+        value: Any = importlib.import_module(f"gonio.{name}")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"gonio.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module 'gonio' has no attribute {name!r}")
     globals()[name] = value

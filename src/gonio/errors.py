@@ -1,8 +1,8 @@
-"""Every exception of the library.
+"""Exceptions of the library.
 
-Each class takes the values that went wrong and composes its own message from them, always in the
-same order: what was asked, what was found, what to do. Callers catch :class:`GonioError` for all of
-them, or the built-in class that a user would expect (`ValueError`, `KeyError`, `ImportError`, …).
+Each class composes its message from the values passed to it, in the order: problem, what was found, what to
+do. All are subclasses of :class:`GonioError`, and most also of the built-in class that fits (`ValueError`,
+`KeyError`, `ImportError`, …).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     "AlreadyAppliedError",
+    "ConfigError",
     "GonioError",
     "Interrupted",
     "InvalidArgumentError",
@@ -33,11 +34,11 @@ __all__ = [
 
 
 class GonioError(Exception):
-    """Base class of every error that gonio raises on purpose."""
+    """Base class of all exceptions of gonio."""
 
 
 def closest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """The names most like `name`, best first.
+    """The known names most similar to `name`, best first.
 
     Example:
         >>> closest("Orthogonalty", ["L2", "Orthogonality", "SRIP"])
@@ -60,14 +61,14 @@ def listing(names: Sequence[str], *, limit: int = 12) -> str:
 
 
 class InvalidArgumentError(GonioError, ValueError):
-    """An argument has a value that the function cannot work with."""
+    """An argument has an invalid value."""
 
     def __init__(self, asked: str, found: str, do: str) -> None:
         super().__init__(f"{asked}; found {found}. {do}")
 
 
 class UnknownNameError(GonioError, KeyError):
-    """A name is not in the closed list of names of its kind."""
+    """A name is not among the known names of its kind."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -81,56 +82,53 @@ class UnknownNameError(GonioError, KeyError):
 
 
 class NoMatchError(GonioError, ValueError):
-    """A `where` selected no module that the edit can act on."""
+    """A `where` selects no module to which the verb can be applied."""
 
     def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
+        found = f"it selects only {listing(refused)}" if refused else "it selects no module"
+        can = f"Suitable modules: {listing(list(candidates))}." if candidates else "The model has no suitable module."
         near = closest(where, candidates)
-        if refused:
-            found = f"it selects {listing(refused)}, on which {verb} cannot act"
-        else:
-            found = "it selects no module at all"
-        can = (
-            f"{verb} can act on: {listing(list(candidates))}"
-            if candidates
-            else f"{verb} can act on no module of this model"
-        )
         hint = f" Did you mean {listing(near)}?" if near else ""
-        super().__init__(f"{verb} was asked for where={where}; {found}. {can}.{hint}")
+        super().__init__(f"{verb}: where={where} matches no suitable module; {found}. {can}{hint}")
 
 
 class AlreadyAppliedError(GonioError, ValueError):
-    """The same edit already is in force on a module."""
+    """The same edit is already in effect on a module."""
 
     def __init__(self, verb: str, path: str, found: str) -> None:
         super().__init__(
-            f"{verb} was asked for {path!r}; found {found} there already. "
+            f"{verb}: cannot be applied twice to {path!r}; found {found} there already. "
             f"Undo that edit first, or exclude the module in `where`."
         )
 
 
 class NotApplicableError(GonioError, ValueError):
-    """A module or tensor cannot carry what was asked for it; says which and why."""
+    """A verb or method cannot be applied to a module, a tensor or the model (`path` is empty).
 
-    def __init__(self, asked: str, path: str, why: str, do: str) -> None:
-        super().__init__(f"{asked} was asked for {path!r}; {why}. {do}")
+    `action` is the verb of the sentence ("replace", "fold"), and `kind` the class of the layer at `path`.
+    """
+
+    def __init__(self, asked: str, path: str, why: str, do: str, *, action: str = "", kind: str = "") -> None:
+        target = f"{f'layer {path!r}' if action else repr(path)}{f' ({kind})' * bool(kind)}" if path else "the model"
+        super().__init__(f"{asked}: cannot {action or 'be applied to'} {target}{':' if action else ';'} {why}. {do}")
 
 
 class MissingExtraError(GonioError, ImportError):
-    """A part of gonio needs an optional package that is not installed.
+    """An optional package is not installed.
 
-    `extra` brings it; None for a package that no extra of gonio brings.
+    `extra` is the extra of gonio that installs it; None if there is no such extra.
     """
 
     def __init__(self, what: str, package: str, extra: str | None) -> None:
-        brought = package if extra is None else f"'gonio[{extra}]'"
+        target = package if extra is None else f"'gonio[{extra}]'"
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {brought}",
+            f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {target}",
             name=package,
         )
 
 
 class RecipeError(GonioError, ValueError):
-    """A recipe says something that it cannot say; carries every problem of the file at once.
+    """A recipe is invalid; the message lists all problems.
 
     Attributes:
         origin: the file, or the recipe's name.
@@ -141,7 +139,7 @@ class RecipeError(GonioError, ValueError):
         self.origin = origin
         self.problems = tuple(problems)
         head = f"{origin} has {len(self.problems)} problems:\n" if len(self.problems) > 1 else ""
-        # Not super(): UnmatchedRuleError also is a NoMatchError, whose constructor takes other values.
+        # Not super(): UnmatchedRuleError is also a NoMatchError, whose constructor has other parameters.
         GonioError.__init__(self, head + "\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[str, tuple[str, ...]]]:
@@ -149,7 +147,7 @@ class RecipeError(GonioError, ValueError):
 
 
 class ConfigError(GonioError, ValueError):
-    """A configuration file says something that it cannot say; carries every problem of the file at once.
+    """A configuration file is invalid; the message lists all problems.
 
     Attributes:
         path: the file.
@@ -159,21 +157,21 @@ class ConfigError(GonioError, ValueError):
     def __init__(self, path: str, problems: Sequence[str]) -> None:
         self.path, self.problems = path, tuple(problems)
         lines = "\n".join(f"  {problem}" for problem in self.problems)
-        super().__init__(f"the configuration {path!r} was to be read; it cannot be used:\n{lines}\nCorrect the file.")
+        super().__init__(f"the configuration file {path!r} is invalid:\n{lines}\nCorrect the file.")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[str, ...]]]:
         return type(self), (self.path, self.problems)
 
 
 class UnmatchedRuleError(RecipeError, NoMatchError):
-    """A rule of a recipe takes no module of the model."""
+    """A rule of a recipe selects no module of the model."""
 
 
 class StudyError(GonioError):
-    """A study's folder cannot be used: absent, unreadable, or of a newer version of gonio."""
+    """The folder of a study cannot be used: absent, unreadable, or written by a newer version of gonio."""
 
     def __init__(self, path: str, found: str, do: str) -> None:
-        super().__init__(f"the study {path!r} was asked for; {found}. {do}")
+        super().__init__(f"study {path!r}: cannot be used; {found}. {do}")
 
 
 class StudyLockedError(StudyError):
@@ -181,74 +179,73 @@ class StudyLockedError(StudyError):
 
     def __init__(self, path: str, holder: str) -> None:
         found = f"{holder} is running it" if holder else "another process is running it"
-        super().__init__(path, found, "Wait until it ends, or use another folder.")
+        super().__init__(path, found, "Wait until that process ends, or use another folder.")
 
 
 class PlanChangedError(StudyError):
-    """A study was planned otherwise than the command that should continue it.
+    """A command that resumes a study has other settings than the study's plan.
 
     Attributes:
-        changes: (key, the study's value, the command's value) for each key that differs.
+        changes: (key, value in the study, value in the command) for each key that differs.
     """
 
     def __init__(self, path: str, changes: Sequence[tuple[str, str, str]]) -> None:
         self.changes = tuple(changes)
         rows = "; ".join(f"{key} is {old} in the study and {new} in the command" for key, old, new in changes)
         do = (
-            "Repeat the study's own values to resume it, or name a new folder to start another one. "
-            "Only seeds and recipes can be added to a study that exists."
+            "Use the values of the study to resume it, or a new folder to start another study. "
+            "Only seeds and recipes can be added to an existing study."
         )
         super().__init__(path, rows, do)
 
 
 class Interrupted(GonioError):
-    """The process was asked to terminate; what was finished is stored, and the same command goes on."""
+    """The process received SIGTERM; finished runs are stored, and the same command resumes."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what} was interrupted. Every finished run is kept; run the same command again to go on.")
+        super().__init__(f"{what} was interrupted. Finished runs are stored. Rerun the same command to resume.")
 
 
 class UnsetStateError(GonioError, RuntimeError):
-    """A parametrization was materialised from the meta device and never given values."""
+    """A parametrization was materialised from the meta device and has no values."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"the weight of a layer with {what} was asked for; its state holds whatever the memory held, "
-            f"because it was allocated by to_empty() and never set. "
+            f"{what}: cannot compute the weight; its state was allocated by to_empty() and is uninitialised. "
             f"Call reset_parameters() of every module, or load a state dict."
         )
 
 
 class UntrainedParametersError(GonioError, RuntimeError):
-    """An optimizer takes a step that trains a layer without the parameters that an edit added to it."""
+    """An optimizer step would leave out parameters that an edit added to a layer in training."""
 
     def __init__(self, verb: str, names: Sequence[str]) -> None:
         super().__init__(
-            f"optimizer.step() was asked for; {listing(names, limit=4)}, which {verb} added, "
-            f"{'are' if len(names) > 1 else 'is'} in no optimizer and would never be trained. "
-            f"Pass optimizer= to {verb}, or build the optimizer after it; requires_grad_(False) keeps them as they are."
+            f"optimizer.step(): {listing(names, limit=4)}, which {verb} added, {'are' if len(names) > 1 else 'is'} in "
+            f"no optimizer that has taken a step, and would stay untrained. Pass optimizer= to {verb}, or build the "
+            f"optimizer after it. If another optimizer has them, let it step first. requires_grad_(False) freezes them."
         )
 
 
 class NoActivationError(GonioError, RuntimeError):
-    """A penalty on layer outputs was asked for, but it has not seen what it would be computed from."""
+    """A penalty on layer outputs has no outputs to be computed from."""
 
     def __init__(self, paths: Sequence[str], found: str, do: str) -> None:
-        super().__init__(f"penalty() reads the outputs of {listing(list(paths))}; {found}. {do}")
+        super().__init__(f"penalty(): cannot read the outputs of {listing(list(paths))}; {found}. {do}")
 
 
 class UnreadableFileError(GonioError, ValueError):
-    """A file is damaged, is not what its name says, or holds more than data."""
+    """A file is damaged, of another format than its name says, or contains more than data."""
 
     def __init__(self, path: str, found: str, do: str) -> None:
-        super().__init__(f"the file {path!r} was to be read; {found}. {do}")
+        super().__init__(f"file {path!r}: cannot be read; {found}. {do}")
 
 
 class SecondDerivativeError(GonioError, RuntimeError):
-    """A second derivative was asked of something that is differentiable once."""
+    """A second derivative of a function that is differentiable only once."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(
-            f"a second derivative of {what} was asked for; it is once_differentiable, because {why}. "
-            f"Keep it out of what is differentiated twice, for example by adding its gradient after the backward."
+            f"the second derivative of {what} is not available, because {why}. "
+            f"Exclude it from functions that are differentiated twice, for example add its gradient after backward()."
         )

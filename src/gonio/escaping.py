@@ -1,8 +1,7 @@
-"""The one place where foreign text is made safe for a page, a table or a terminal.
+"""Escape text from files and other code for terminals, pages and tables.
 
-Recipe names, layer names and error messages come from files and from other people's code. Every
-sink goes through :func:`plain`; HTML is escaped on top of it by the template engine (autoescape),
-CSV and markdown by the two functions below.
+Recipe names, layer names and error messages come from outside. All output passes through :func:`plain`; HTML is
+escaped in addition by the template engine (autoescape), CSV, markdown and LaTeX by the functions below.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import unicodedata
 __all__ = ["csv_cell", "markdown_cell", "plain", "redact", "shorten", "tex_cell"]
 
 _KEPT = {"\n", "\t"}
-_LONGEST = 20_000  # characters; an error message of megabytes must not make a page of megabytes
+_LONGEST = 20_000  # characters; keeps an error message of megabytes from making a page of megabytes
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
@@ -23,7 +22,7 @@ _HOME = re.compile(r"(?<![\w.])(/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\\s\"':]+"
 def plain(text: object, *, longest: int = _LONGEST) -> str:
     r"""Text without control, bidirectional-override, zero-width and surrogate characters.
 
-    Newlines and tabs stay. What is longer than `longest` is cut, and says so.
+    Newlines and tabs are kept. Text longer than `longest` is cut, with a note of the number of characters.
 
     Example:
         >>> from gonio.escaping import plain
@@ -53,7 +52,7 @@ def redact(text: object) -> str:
 
 
 def shorten(text: object, *, longest: int = 28) -> str:
-    """Plain text on one line, with its middle left out where it is too long for a label.
+    """Plain text on one line, with the middle replaced by … if it is longer than `longest`.
 
     Example:
         >>> from gonio.escaping import shorten
@@ -68,7 +67,7 @@ def shorten(text: object, *, longest: int = 28) -> str:
 
 
 def csv_cell(value: object) -> str:
-    """A cell that no spreadsheet runs as a formula: text that starts like one gets a leading quote.
+    """A CSV cell that no spreadsheet evaluates: text that starts like a formula gets a leading quote.
 
     Example:
         >>> from gonio.escaping import csv_cell
@@ -84,7 +83,7 @@ def csv_cell(value: object) -> str:
 
 
 def markdown_cell(value: object) -> str:
-    r"""A table cell in which no character is markup.
+    r"""A Markdown table cell without active markup.
 
     Example:
         >>> from gonio.escaping import markdown_cell
@@ -112,7 +111,7 @@ _TEX = {
 
 
 def tex_cell(value: object) -> str:
-    r"""A cell of a LaTeX table in which no character is a command.
+    r"""A cell of a LaTeX table without active commands.
 
     Example:
         >>> from gonio.escaping import tex_cell

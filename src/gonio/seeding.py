@@ -1,4 +1,4 @@
-"""Generators derived from a seed and names, so that no result depends on the global RNG."""
+"""Random generators derived from a seed and names, independent of the global generator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["derive_seed", "generator"]
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A 63-bit seed that depends on `seed` and every name, and on nothing else.
+    """A 63-bit seed that depends only on `seed` and the names.
 
-    Two names give independent streams; the same names give the same stream in every process, on
-    every platform. Untouched layers of two recipes therefore start bit-equal.
+    Different names give independent streams; the same names give the same stream in every process and on
+    every platform. Layers that two recipes leave unchanged therefore start bit-equal.
 
     Example:
         >>> derive_seed(0, "conv1") == derive_seed(0, "conv1")
@@ -21,14 +21,14 @@ def derive_seed(seed: int, *names: str | int) -> int:
         >>> derive_seed(0, "conv1") == derive_seed(0, "conv2")
         False
     """
-    # A length prefix per part: ("ab", "c") and ("a", "bc") must differ.
+    # The length of each part is a prefix, so that ("ab", "c") and ("a", "bc") differ.
     parts = [str(seed), *(str(name) for name in names)]
     text = "".join(f"{len(part)}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh `torch.Generator` seeded by :func:`derive_seed`.
+    """A new `torch.Generator` seeded by :func:`derive_seed`.
 
     Example:
         >>> a = torch.rand(2, generator=generator(0, "data"))

@@ -19,8 +19,8 @@ TASK = """
 import time
 import torch
 from torch import nn
-from gonio.compare.plan import Training
-from gonio.compare.task import Split, Task
+from gonio.compare.planning.plan import Training
+from gonio.compare.tasks.task import Split, Task
 
 
 def tiny():

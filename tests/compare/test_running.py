@@ -1,4 +1,4 @@
-"""Whole studies in their own processes: order, number of jobs, accidents and signals change nothing."""
+"""Whole studies in their own processes: jobs, accidents, signals and kills change nothing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import io
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import time
+from collections import Counter
+from collections.abc import Collection
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from compare.processes import start_study, wait_for_runs, wait_for_silence
-from gonio.compare import Lines, Plan, RunRecord, Study, make_plan, run
-from gonio.errors import InvalidArgumentError
+from cli.shell import COMMAND, write_task
+from compare.own_training import noisy
+from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
+from gonio.compare import Lines, Plan, Run, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.compare.engines import Local
+from gonio.compare.running import scheduler
+from gonio.errors import GonioError, Interrupted, InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
+
+
 RECIPES = ["orthogonal-init", "switchable-norm"]
 
 
@@ -83,21 +94,62 @@ def test_jobs_must_be_positive(tmp_path: Path, jobs: int) -> None:
         run(plan_of(), tmp_path, jobs=jobs)
 
 
-def test_killed_at_random_moments_and_continued_equals_uninterrupted(
-    reference: tuple[RunRecord, ...], tmp_path: Path
-) -> None:
-    draw = random.Random(0)
+def test_a_run_that_does_not_end_is_stopped_after_its_time(tmp_path: Path) -> None:
+    plan = make_script_plan(["scale-shift"], script=f"{OWN}:hangs", seeds=3)
+    study = run(plan, tmp_path, jobs=2, run_timeout=4)
+    errors = {(r.recipe, r.seed): r.error for r in study.runs() if r.status == "failed"}
+    assert errors == dict.fromkeys([("baseline", 1), ("scale-shift", 1)], "took longer than 4 s and was stopped")
+    assert [seed for _, seed in study.missing()] == [1, 1]
+    with pytest.raises(InvalidArgumentError, match="run_timeout must be a positive number of seconds; found 0"):
+        run(plan, tmp_path, run_timeout=0)
+
+
+class Slow:
+    """Runs at once, in this process; the fourth call seems to take half a second, all others 10 ms."""
+
+    shares_files, slots, calls, waits = True, 1, 0, 0
+
+    def start(self, function: Any, *arguments: Any) -> Any:
+        self.calls += 1
+        self.waits = 0
+        return _Done(function(*arguments))
+
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
+        self.waits += 1
+        time.sleep(0.01 if self.calls < 4 else 0.05)
+        return list(futures) if self.calls < 4 or self.waits > 10 else []
+
+    def close(self) -> None: ...
+
+
+class _Done:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def result(self) -> Any:
+        return self.found
+
+    def stop(self) -> None: ...
+
+
+def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_SHORT", 0.2)
+    log = io.StringIO()
+    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=Slow(), watcher=Lines(log))
+    assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
+
+
+def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
     folder = tmp_path / "study"
-    for kept in (0, 2):
-        process = start(folder)
-        wait_for_runs(folder, kept, process)
-        time.sleep(draw.uniform(0, 0.2))
-        process.kill()
-        process.communicate()
-        assert wait_for_silence(process.pid) == []
-        found = Study.open(folder).runs() if kept else ()
-        assert len(found) >= kept
-        assert all(record in reference for record in found)
+    process = start(folder)
+    wait_for_runs(folder, 2, process)
+    time.sleep(random.Random(0).uniform(0, 0.2))
+    process.kill()
+    process.communicate()
+    assert wait_for_silence(process.pid) == []
+    found = Study.open(folder).runs()
+    assert len(found) >= 2
+    assert all(record in reference for record in found)
     study = run(plan_of(), folder, jobs=2)
     assert study.runs() == reference
     assert study.without_costs() == []
@@ -132,3 +184,188 @@ def check_end(process: subprocess.Popen[str], folder: Path, *, code: int, says: 
     assert says in errors
     assert "Traceback" not in errors
     assert 1 <= len(Study.open(folder).runs()) < 60
+
+
+OWN = str(Path(__file__).with_name("own_training.py"))
+
+
+SEEDS = 300  # more than the kills let finish: the study is never idle
+
+
+Rows = dict[tuple[str, int], RunRecord]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lives", "kills"), [(60, 200)])
+def test_kills_at_random_moments(tmp_path: Path, lives: int, kills: int) -> None:
+    """`kills` processes die in `lives` of the study, one of them the parent at each life's end."""
+    draw, folder = random.Random(9), tmp_path / "study"
+    Study.create(folder, make_script_plan(["scale-shift"], script=f"{OWN}:noisy", seeds=SEEDS))
+    kept: Rows = {}
+    victims: Counter[str] = Counter()
+    for life in range(lives):
+        journal = tmp_path / f"journal-{life}"
+        journal.touch()
+        slow = f"{draw.choice((0, 0.02, 0.1))}"
+        process = continue_study(folder, GONIO_TEST_JOURNAL=str(journal), GONIO_TEST_SLEEP=slow)
+        children = (kills - lives) // lives + (life < (kills - lives) % lives)
+        for _ in range(children):
+            wait_for_start(journal, draw.randint(0, 4), process)
+            time.sleep(draw.uniform(0, 0.2))
+            victims[kill_a_child(process, draw)] += 1
+        wait_for_start(journal, draw.randint(0, 3), process)
+        time.sleep(draw.uniform(0, 0.2))
+        process.kill()
+        victims["parent"] += 1
+        process.wait()
+        assert wait_for_silence(process.pid) == []  # nothing is stuck
+        found = rows(folder)  # nothing is unreadable
+        assert {key: found.get(key) for key in kept} == kept  # nothing is lost
+        begun = Counter(journal.read_text().splitlines())
+        assert max(begun.values(), default=0) <= 1
+        assert not {f"{recipe} {seed}" for recipe, seed in kept} & set(begun)  # nothing is run twice
+        kept = {key: record for key, record in found.items() if record.status == "finished"}
+    assert sum(victims.values()) == kills, victims
+    assert len(kept) > lives
+    check_the_end(folder, tmp_path)
+
+
+def check_the_end(folder: Path, scratch: Path) -> None:
+    """The study can still be finished, and is what it would have been without the kills."""
+    ended = run(Study.open(folder).plan, folder, jobs=2).runs()
+    assert [record.status for record in ended] == ["finished"] * (2 * SEEDS)
+    for record in ended[:: SEEDS // 3]:
+        expected = noisy(Run({"name": record.recipe}, seed=record.seed, folder=scratch))
+        assert record.score == expected
+
+
+def rows(folder: Path) -> Rows:
+    return {(record.recipe, record.seed): record for record in Study.open(folder).runs()}
+
+
+def wait_for_start(journal: Path, more: int, process: subprocess.Popen[str]) -> None:
+    """Until so many further runs have begun, or the study has ended."""
+    goal = len(journal.read_text().splitlines()) + more
+    for _ in patience(300, pause=0.005):
+        if process.poll() is not None or len(journal.read_text().splitlines()) >= goal:
+            return
+    raise AssertionError("the study is stuck")
+
+
+def kill_a_child(process: subprocess.Popen[str], draw: random.Random) -> str:
+    """Kill a worker, the server that forks them, or the tracker beside it."""
+    for _ in patience(300, pause=0.01):
+        if children := sorted(set(map(int, alive(process.pid))) - {process.pid}):
+            with suppress(ProcessLookupError):  # it ended while we chose
+                os.kill(draw.choice(children), signal.SIGKILL)
+            return "child"
+        assert process.poll() is None, "the study ended by itself"
+    raise AssertionError("the study has started nothing")
+
+
+class Impatient:
+    """Never gets anything done: a signal comes while it waits, and others while its jobs are stopped."""
+
+    shares_files = False
+    slots = 3
+
+    def __init__(self, first: signal.Signals) -> None:
+        self.first = first
+        self.stopped: list[int] = []
+        self.closed = False
+
+    def start(self, function: Any, *arguments: Any) -> _Job:
+        return _Job(self)
+
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
+        os.kill(os.getpid(), self.first)
+        return []
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.closed = True
+
+
+class _Job:
+    def __init__(self, engine: Impatient) -> None:
+        self.engine = engine
+
+    def result(self) -> Any:
+        raise AssertionError
+
+    def stop(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        self.engine.stopped.append(id(self))
+
+
+@pytest.fixture
+def noise_plan() -> Plan:
+    return make_script_plan(["scale-shift"], script=f"{OWN}:score_of_seed", seeds=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "raised", "message"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "^$"),
+        (signal.SIGTERM, Interrupted, "was interrupted. Every finished run is kept"),
+    ],
+)
+def test_every_worker_is_stopped_whatever_comes_after(
+    noise_plan: Plan, first: signal.Signals, raised: type[BaseException], message: str, tmp_path: Path
+) -> None:
+    engine = Impatient(first)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(raised, match=message):
+        run(noise_plan, tmp_path, engine=engine)
+    assert (len(set(engine.stopped)), engine.closed) == (3, True)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert Study.create(tmp_path, noise_plan).missing() == list(noise_plan.grid)  # and the lock is free
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it(noise_plan: Plan, tmp_path: Path) -> None:
+    """As in a shell's background job: the study goes on, and what else ends it is no Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(GonioError, match="it went on"):
+            run(noise_plan, tmp_path, engine=_GoesOn(signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _GoesOn(Impatient):
+    def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise GonioError("it went on")
+
+    def start(self, function: Any, *arguments: Any) -> Any:
+        return Local(1).start(sorted, [2, 1])
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+def test_ctrl_c_twice_in_a_terminal(pause: float, tmp_path: Path) -> None:
+    """The second reaches the command at its first, second or last breath."""
+    write_task(tmp_path)
+    words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:slow", "--seeds", "4"]
+    process = subprocess.Popen(
+        [*COMMAND, *words, "--jobs", "2", "-o", "study"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_runs(tmp_path / "study", 1, process)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches every process
+    time.sleep(pause)
+    for _ in range(2):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert wait_for_silence(process.pid) == []
+    assert "Traceback" not in said
+    with closing(sqlite3.connect(tmp_path / "study" / "study.db")) as database:
+        (rows,) = database.execute("SELECT COUNT(*) FROM runs WHERE status = 'finished'").fetchone()
+    assert 1 <= rows < 8

@@ -1,22 +1,18 @@
-"""The statistics against scipy, values worked by hand, and simulations of what they promise."""
+"""The statistics, against scipy, by hand, and over simulated studies."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from gonio.compare.statistics import (
-    correlation,
-    detectable,
-    holm,
-    improvement,
-    least_p,
-    paired_t,
-    sign_flip,
-)
+from compare.plans import plan_of
+from gonio.compare import RunRecord
+from gonio.compare.judging.statistics import correlation, detectable, holm, improvement, least_p, paired_t, sign_flip
+from gonio.compare.judging.summary import summarise
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -73,8 +69,8 @@ def test_least_p_is_reached(pairs: int, expected: float) -> None:
 def test_holm_by_hand() -> None:
     # sorted: .01·4, .02·3, .03·2, .9·1; never less than the one before
     assert holm([0.03, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([0.6, 0.7]).tolist() == [1.0, 1.0]
+    assert holm([]).tolist() == []
 
 
 def test_correlation_is_scipys_and_undefined_without_variance() -> None:
@@ -115,40 +111,78 @@ def test_detectable_effect_is_seen_four_times_in_five(pairs: int, comparisons: i
     assert seen / studies == pytest.approx(0.8, abs=4 * (0.8 * 0.2 / studies) ** 0.5)
 
 
-@pytest.mark.parametrize("n", [3, 5, 8])
-def test_interval_covers_what_it_claims(n: int) -> None:
-    studies = 2000
-    covered = sum(low <= 0.3 <= high for _, low, high in map(paired_t, (normal(studies, n) + 0.3).tolist()))
-    assert covered / studies == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / studies) ** 0.5)
+Noise = Callable[..., np.ndarray]
 
 
-def family_wise_error(studies: int, recipes: int, n: int, *, correct: bool) -> float:
-    """Share of studies of recipes without any effect, on one shared baseline, that find one."""
-    noise = normal(studies, recipes + 1, n, seed=5)
+KINDS = ["normal", "t3"]
+
+
+def noise_of(kind: str, seed: int = 0) -> Noise:
+    draw = np.random.Generator(np.random.PCG64(seed))
+    return draw.standard_normal if kind == "normal" else lambda size: draw.standard_t(3, size)
+
+
+def covered(rows: np.ndarray) -> float:
+    """Share of rows whose interval holds 0, by a formula of its own."""
+    n = rows.shape[1]
+    standard_error = np.sqrt(((rows - rows.mean(1, keepdims=True)) ** 2).sum(1) / (n - 1) / n)
+    return float((np.abs(rows.mean(1)) <= stats.t.isf(0.025, n - 1) * standard_error).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", range(3, 21))
+def test_intervals_cover_what_they_claim(kind: str, n: int) -> None:
+    """Within 93.5 to 96.5 %: under the heavy tails of t₃ they cover up to 96.3 %, by simulation."""
+    noise = noise_of(kind, n)
+    first = noise((1000, n))
+    ours = np.mean([low <= 0 <= high for _, low, high in map(paired_t, first.tolist())])  # type: ignore[misc]
+    assert ours == covered(first)  # a thousand studies by the library, and the same by the formula
+    # a hundred thousand by the formula, whose standard error is 0.07 %
+    assert 0.935 <= covered(noise((100_000, n))) <= 0.965
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_cover_over_all_numbers_of_seeds(kind: str) -> None:
+    noise = noise_of(kind)
+    found = [
+        low <= 0 <= high  # type: ignore[operator]
+        for n in range(3, 21)
+        for _, low, high in map(paired_t, noise((56, n)).tolist())  # type: ignore[misc]
+    ]
+    # 1,008 studies: two standard errors are 1.4 %
+    assert 0.935 <= np.mean(found) <= 0.975
+
+
+def false_claims(noise: Noise, studies: int, *, recipes: int = 8, n: int = 10, shift: float = 0.0) -> float:
+    """Share of whole studies, from scores to verdicts, that say of a recipe that it helps or hurts."""
+    plan = plan_of(recipes=recipes, seeds=n)
+    names = [entry.name for entry in plan.recipes]
     wrong = 0
-    for baseline, *ours in noise:
-        p = [sign_flip((scores - baseline).tolist()) for scores in ours]
-        wrong += min(holm(p) if correct else p) < 0.05
+    for table in noise((studies, recipes + 1, n)):
+        table[1] += shift
+        runs = [
+            RunRecord(name, seed, "finished", 90 + float(score))
+            for name, row in zip(names, table, strict=True)
+            for seed, score in enumerate(row)
+        ]
+        verdicts = {effect.verdict for effect in summarise(plan, runs, [], []).effects}
+        wrong += bool(verdicts & {"helps", "hurts"})
     return wrong / studies
 
 
-def test_holm_keeps_the_family_wise_error_and_no_correction_does_not() -> None:
-    studies = 400
-    bound = 0.05 + 4 * (0.05 * 0.95 / studies) ** 0.5
-    assert family_wise_error(studies, 4, 8, correct=True) <= bound
-    assert family_wise_error(studies, 4, 8, correct=False) > bound
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_null_recipes_are_seldom_said_to_help(kind: str) -> None:
+    studies = 100
+    # three standard errors of a share of 5 % among 100
+    assert false_claims(noise_of(kind), studies) <= 0.05 + 3 * (0.05 * 0.95 / studies) ** 0.5
+
+
+def test_a_recipe_with_an_effect_is_found() -> None:
+    assert false_claims(noise_of("normal"), 20, shift=5.0) == 1.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipes", "n"), [(1, 6), (2, 8), (5, 8), (5, 10), (8, 10)])
-def test_family_wise_error_long(recipes: int, n: int) -> None:
-    studies = 20_000
-    assert family_wise_error(studies, recipes, n, correct=True) <= 0.05 + 4 * (0.05 * 0.95 / studies) ** 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 10, 20])
-def test_coverage_long(n: int) -> None:
-    studies = 50_000
-    covered = sum(low <= 0.3 <= high for _, low, high in map(paired_t, (normal(studies, n) + 0.3).tolist()))
-    assert covered / studies == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / studies) ** 0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_null_recipes_in_a_thousand_studies(kind: str) -> None:
+    assert false_claims(noise_of(kind, 1), 1000) <= 0.05

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.compare.one_run import build, run_one
-from gonio.compare.plan import Plan, Training
-from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
-from gonio.compare.randomness import seed_everything
+from gonio.compare import RunRecord
+from gonio.compare.planning.plan import Plan, RecipeEntry, Training
+from gonio.compare.planning.planner import BUILT_IN_RECIPES, make_plan
+from gonio.compare.running.jobs import execute_run
+from gonio.compare.running.training import batches, build, evaluate, fit, make_optimizer, seed_everything
 from gonio.compare.tasks import resolve
-from gonio.compare.training import batches, evaluate, fit, make_optimizer
 from gonio.errors import InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
@@ -26,14 +26,18 @@ def plan() -> Plan:
     return make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=2)
 
 
+def recorded(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
+    return RunRecord(**execute_run(plan, entry, seed)["record"])
+
+
 def test_a_run_does_not_depend_on_the_process_it_is_in(plan: Plan) -> None:
-    first = run_one(plan, plan.recipes[1], 1)
+    first = recorded(plan, plan.recipes[1], 1)
     torch.manual_seed(99)
     torch.rand(7)
-    again = run_one(plan, plan.recipes[1], 1)
+    again = recorded(plan, plan.recipes[1], 1)
     assert first.status == "finished", first.error
     assert first == again
-    assert first != replace(run_one(plan, plan.recipes[1], 0), seed=1)
+    assert first != replace(recorded(plan, plan.recipes[1], 0), seed=1)
 
 
 def test_batches_depend_on_seed_and_epoch_alone() -> None:
@@ -166,7 +170,7 @@ def test_unknown_optimizer() -> None:
 )
 def test_what_goes_wrong_is_part_of_the_record(model: str, status: str, error: str) -> None:
     plan = make_plan([], task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=6)
-    records = [run_one(plan, plan.baseline, seed) for seed in plan.seeds]
+    records = [recorded(plan, plan.baseline, seed) for seed in plan.seeds]
     wrong = [record for record in records if record.status != "finished"]
     assert 0 < len(wrong) < 6
     for record in wrong:

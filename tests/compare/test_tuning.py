@@ -11,11 +11,10 @@ import torch
 
 from compare.plans import plan_of
 from gonio.compare import Plan, Quiet, RunRecord, Study, make_plan, run
-from gonio.compare.one_run import run_trial
-from gonio.compare.plan import Plan as PlanClass
-from gonio.compare.tuning import Trial, best, propose, ready
-from gonio.compare.tuning_space import TUNING_SEED, settled, space_of
-from gonio.compare.units import trial_units
+from gonio.compare.planning.plan import TUNING_SEED
+from gonio.compare.planning.plan import Plan as PlanClass
+from gonio.compare.running.jobs import execute_trial, trial_jobs
+from gonio.compare.running.tuning import Trial, best, propose, ready, settled, space_of
 from gonio.errors import InvalidArgumentError, MissingExtraError, PlanChangedError
 from gonio.recipes import Recipe
 
@@ -149,13 +148,18 @@ def test_without_optuna_the_extra_is_named_before_anything_runs(monkeypatch: pyt
         tiny_plan(3)
 
 
+def tried(plan: Plan, *, lr: float) -> RunRecord:
+    found = execute_trial(plan, plan.recipes[1], TUNING_SEED, {"lr": lr, "penalty.1.strength": 0.2})
+    return RunRecord(**found["record"])
+
+
 def test_a_trial_looks_at_the_validation_split_alone() -> None:
     plan = tiny_plan()
-    first = run_trial(plan, plan.recipes[1], TUNING_SEED, {"lr": 0.05, "penalty.1.strength": 0.2})
+    first = tried(plan, lr=0.05)
     assert first.status == "finished", first.error
     assert first.score == max(s for s in first.curve["val_score"] if s is not None)
     assert (first.geometry, first.plan, first.robustness) == ({}, "", {})
-    other = run_trial(plan, plan.recipes[1], TUNING_SEED, {"lr": 0.2, "penalty.1.strength": 0.2})
+    other = tried(plan, lr=0.2)
     assert other.curve != first.curve
 
 
@@ -194,7 +198,7 @@ def test_a_tuning_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> Non
             cut.trials.add(entry, trial, {})
     # killed after the baseline's last trial and before its choice
     assert cut.trials.chosen(plan.baseline) is None
-    assert [unit.name for unit in trial_units(cut)] == ["scale-shift, trial 3", "scale-shift, trial 4"]
+    assert [unit.name for unit in trial_jobs(cut)] == ["scale-shift, trial 3", "scale-shift, trial 4"]
     assert cut.trials.chosen(plan.baseline) == whole.trials.chosen(plan.baseline)
     assert run(plan, tmp_path / "cut", jobs=2).runs() == whole.runs()
 
@@ -204,7 +208,7 @@ def test_if_no_trial_finishes_the_defaults_are_used(tmp_path: Path) -> None:
     study = Study.create(tmp_path, plan)
     for number in range(2):
         study.trials.add(plan.baseline, Trial(number, {"lr": 9.0}, record(None, "failed")), {})
-    study.trials.choose(plan.baseline)
+    study.trials.choose_if_complete(plan.baseline)
     assert study.trials.chosen(plan.baseline) == {"lr": 0.1}
     assert study.results().tuning[0].score is None
 

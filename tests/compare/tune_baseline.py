@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from gonio.compare.one_run import build, prepare_process
-from gonio.compare.planning import make_plan
+from gonio.compare.planning.planner import make_plan
+from gonio.compare.running.training import build, fit, prepare_process
 from gonio.compare.tasks import resolve
-from gonio.compare.training import fit
 
 
 @dataclass(frozen=True)

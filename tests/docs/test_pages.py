@@ -65,6 +65,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken, f"{page.name}: {broken}"
 
 
+def test_the_index_links_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
+    missing = [page.name for page in PAGES if page.resolve() not in linked | {index.resolve()}]
+    assert not missing, f"docs/index.md does not link {missing}"
+
+
 # --- negative controls ----------------------------------------------------------------------------
 
 

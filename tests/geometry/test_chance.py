@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import pi, sqrt
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +23,18 @@ from gonio.geometry import (
     singular_values,
     welch_bound,
 )
+from gonio.geometry.chance import (
+    expected_pairs_above,
+    random_angle_std,
+    random_coherence,
+    random_largest_singular_value,
+    random_orthogonality_defect,
+    random_spectrum_distance,
+    spectrum_deviation,
+)
 from references import geometry as reference
+from references.measuring import angle_std_by_chance, coherence_by_chance
+from references.spectra import defect, distance_from_marchenko_pastur
 from tolerances import close
 
 SIGMAS = 4.5  # a right simulation fails this far out once in 1e5 tests
@@ -126,6 +138,72 @@ def test_marchenko_pastur_holds_for_other_distributions_and_not_for_a_mean() -> 
     signs = torch.where(directions(1, 400, 100)[0] > 0, 1.0, -1.0)
     assert float(singular_values(signs)[0]) < law.upper * 1.05
     assert float(singular_values(signs + 0.5)[0]) > law.upper * 2
+
+
+@pytest.mark.parametrize("dim", [2, 3, 9, 100, 576])
+def test_the_spread_of_random_angles(dim: int) -> None:
+    assert random_angle_std(dim) == pytest.approx(angle_std_by_chance(dim), rel=1e-6)
+
+
+@pytest.mark.parametrize(("count", "dim"), [(1, 3), (10, 5), (2016, 27), (2016, 576), (10**7, 4096)])
+def test_the_largest_cosine_of_random_directions(count: int, dim: int) -> None:
+    assert random_coherence(count, dim) == pytest.approx(coherence_by_chance(count, dim), rel=2e-2)
+
+
+def test_the_number_of_pairs_expected_above_a_cosine() -> None:
+    assert expected_pairs_above(0.5, 1000, 3) == pytest.approx(500, rel=1e-6)  # in three dimensions |cos| is uniform
+    assert expected_pairs_above(0.95, 5, 1) == 5
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e150])
+@pytest.mark.parametrize("shape", [(2, 9), (9, 2), (12, 12), (30, 20), (20, 30), (64, 65), (100, 1000)])
+def test_distance_and_defect_of_a_spectrum_follow_their_definitions(shape: tuple[int, int], scale: float) -> None:
+    for matrix in (normal(*shape), normal(*shape) + 0.3, torch.eye(*shape, dtype=torch.float64)):
+        found = spectrum_deviation(torch.linalg.svdvals(matrix * scale), *shape)
+        assert found is not None
+        values = np.linalg.svd(matrix.numpy(), compute_uv=False)
+        # The law is tabulated at 4097 points of a smooth variable; between them the share moves by at most 1/2000.
+        assert found.distance == pytest.approx(distance_from_marchenko_pastur(values, *shape), abs=5e-4)
+        assert found.defect == pytest.approx(defect(matrix.numpy()), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(4, 40), (16, 27), (64, 64), (200, 100), (100, 1500)])
+def test_distance_and_defect_of_random_matrices(shape: tuple[int, int]) -> None:
+    found = [spectrum_deviation(torch.linalg.svdvals(normal(*shape, seed=seed)), *shape) for seed in range(60)]
+    deviations = [deviation for deviation in found if deviation is not None]
+    distances = torch.tensor([deviation.distance for deviation in deviations])
+    assert float(distances.mean()) == pytest.approx(random_spectrum_distance(*shape), rel=0.15)
+    assert float(distances.max()) < 2 * random_spectrum_distance(*shape)
+    squares = torch.tensor([deviation.defect**2 for deviation in deviations])
+    assert float(squares.mean().sqrt()) == pytest.approx(random_orthogonality_defect(*shape), rel=0.08)
+
+
+def test_the_largest_singular_value_of_random_matrices_stays_below_its_quantile() -> None:
+    """0.999: among 1000 matrices 5 or more would be above in 4 of 1000 cases only."""
+    edge = random_largest_singular_value(20, 30) * sqrt(30)
+    largest = torch.linalg.svdvals(normal(1000, 20, 30))[:, 0]
+    assert int((largest > edge).sum()) < 5
+    assert float(largest.max()) > 0.97 * edge
+
+
+def test_outliers_are_counted() -> None:
+    matrix = normal(60, 80)
+    spike = 12 * torch.outer(normal(60, seed=1) / sqrt(60), normal(80, seed=2) / sqrt(80)) * sqrt(80) / 3
+    two = matrix + spike + 4 * torch.outer(normal(60, seed=3), normal(80, seed=4)) / sqrt(60)
+    values = torch.linalg.svdvals(two)
+    found = spectrum_deviation(values, 60, 80)
+    plain = spectrum_deviation(torch.linalg.svdvals(matrix), 60, 80)
+    assert found is not None
+    assert plain is not None
+    assert found.outliers == 2
+    assert found.outlier_share == pytest.approx(float(values[:2].square().sum() / values.square().sum()))
+    assert (plain.outliers, plain.outlier_share) == (0, 0.0)
+    assert found.distance > 1.5 * plain.distance
+    assert spectrum_deviation(values[:1], 1, 80) is None
 
 
 def test_refusals() -> None:

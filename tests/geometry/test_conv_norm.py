@@ -15,7 +15,7 @@ from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import (
     Layout,
-    conv_lanczos,
+    conv_norm,
     conv_spectral_norm,
     conv_spectral_norm_bound,
     conv_spectral_norm_certificate,
@@ -45,13 +45,13 @@ CONVS: dict[str, tuple[tuple[int, ...], Layout, tuple[int, ...]]] = {
     "wider than the grid": ((2, 2, 5, 5), Layout(), (3, 3)),
 }
 EACH_CONV = pytest.mark.parametrize("name", CONVS)
-SMALL = conv_lanczos.SMALL
+SMALL = conv_norm.SMALL
 
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels as small as most of these would be handed to the exact search."""
-    monkeypatch.setattr(conv_lanczos, "SMALL", 0)
+    monkeypatch.setattr(conv_norm, "SMALL", 0)
 
 
 def case(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Layout, tuple[int, ...], float]:
@@ -83,7 +83,7 @@ def test_small_ones_are_handed_to_the_exact_search(monkeypatch: pytest.MonkeyPat
     weight, layout, size, _ = case("strided", torch.float32)
     exact_norm = conv_spectral_norm(weight, size, layout=layout)
     walked = conv_spectral_norm_estimate(weight, size, layout=layout)
-    monkeypatch.setattr(conv_lanczos, "SMALL", SMALL)
+    monkeypatch.setattr(conv_norm, "SMALL", SMALL)
     assert torch.equal(conv_spectral_norm_estimate(weight, size, layout=layout), exact_norm)
     torch.testing.assert_close(walked, exact_norm)
 
@@ -91,7 +91,7 @@ def test_small_ones_are_handed_to_the_exact_search(monkeypatch: pytest.MonkeyPat
 def test_frequencies_taken_in_parts_give_the_same_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(12, 12, 3, 3, generator=torch.Generator().manual_seed(0))
     at_once = conv_spectral_norm_estimate(weight, (20, 20))
-    monkeypatch.setattr(conv_lanczos, "CHUNK_ENTRIES", 9 * 12 * 40)
+    monkeypatch.setattr(conv_norm, "STEP_ENTRIES", 9 * 12 * 40)
     torch.testing.assert_close(conv_spectral_norm_estimate(weight, (20, 20)), at_once, **close(torch.float32))
 
 
@@ -103,7 +103,7 @@ def test_the_estimate_goes_on_until_the_top_value_has_converged(monkeypatch: pyt
     left, right = (torch.linalg.qr(torch.randn(200, 200, generator=g, dtype=torch.float64))[0] for _ in range(2))
     weight = (left * values) @ right
     assert float(conv_spectral_norm_estimate(weight[..., None], (1,))) == pytest.approx(1.0201, rel=1e-5)
-    monkeypatch.setattr(conv_lanczos, "MOST", 24)
+    monkeypatch.setattr(conv_norm, "MOST", 24)
     assert float(conv_spectral_norm_estimate(weight[..., None], (1,))) < 1.0201 * (1 - 1e-6)
 
 
@@ -378,6 +378,8 @@ def test_refusals() -> None:
         for function in (conv_spectral_norm_bound, conv_spectral_norm_certificate):
             with pytest.raises(InvalidArgumentError, match=r"a weight with entries; found shape \("):
                 function(empty)
+        with pytest.raises(InvalidArgumentError, match=r"operator_matrix\(\) needs .* found shape \("):
+            operator_matrix(empty, (4, 4))
     for function in (conv_spectral_norm, conv_spectral_norm_estimate):
         with pytest.raises(InvalidArgumentError, match="finite entries; found NaN or infinity"):
             function(weight * float("nan"), (4, 4))

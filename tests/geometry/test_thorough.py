@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from geometry.examples import NUMBER, THOROUGH, awkward, awkward_matrices
 from gonio import geometry
-from gonio.geometry import Layout, conv_lanczos
+from gonio.geometry import Layout, conv_norm
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def convolution(seed: int) -> tuple[Tensor, tuple[int, ...], Layout]:
 
 @pytest.mark.parametrize("name", [*OF_CONVOLUTIONS, ESTIMATE])
 def test_of_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_lanczos, "SMALL", 0)  # or such kernels would be handed to the exact search
+    monkeypatch.setattr(conv_norm, "SMALL", 0)  # or such kernels would be handed to the exact search
 
     @THOROUGH
     @given(NUMBER)

@@ -50,15 +50,6 @@ def test_known_values(name: str) -> None:
     assert (gain(name), gain(name, kind="std")) == pytest.approx(TABLE[name], abs=6e-5)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-@pytest.mark.parametrize("kind", ["rms", "std"])
-def test_gains_equal_a_million_samples(name: str, kind: str) -> None:
-    def function(z: np.ndarray) -> np.ndarray:
-        return ACTIVATIONS[name](torch.from_numpy(z)).numpy()
-
-    assert gain(name, kind=kind) == pytest.approx(sampled_gain(function, kind), rel=0.01)
-
-
 @pytest.mark.parametrize(("name", "constant"), [("relu", 1.71396), ("gelu", 1.70150), ("silu", 1.78813)])
 def test_std_gains_are_the_sampled_constants_of_nf_nets(name: str, constant: float) -> None:
     assert gain(name, kind="std") == pytest.approx(constant, rel=2e-3)
@@ -82,21 +73,21 @@ def test_any_callable() -> None:
     assert resolve_gain("relu") == pytest.approx(sqrt(2))
 
 
-# Arguments for those that cannot be made without; the others take their defaults.
-ARGUMENTS: dict[str, tuple[float, ...]] = {"Threshold": (0.1, 0.2)}
+ARGUMENTS: dict[str, tuple[float, ...]] = {"Threshold": (0.1, 0.2)}  # of modules without defaults
 NOT_ELEMENTWISE = {"GLU", "MultiheadAttention", "Softmin", "Softmax", "Softmax2d", "LogSoftmax"}
+MODULES = sorted(set(nn.modules.activation.__all__) - NOT_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("kind", ["rms", "std"])
-@pytest.mark.parametrize("name", sorted(set(nn.modules.activation.__all__) - NOT_ELEMENTWISE))
-def test_every_activation_in_torch_nn_equals_a_million_samples(name: str, kind: str) -> None:
-    module = getattr(nn, name)(*ARGUMENTS.get(name, ())).double().eval()
+@pytest.mark.parametrize("name", [*MODULES, *sorted(ACTIVATIONS)])
+def test_every_activation_equals_a_million_samples(name: str, kind: str) -> None:
+    activation = ACTIVATIONS[name] if name in ACTIVATIONS else getattr(nn, name)(*ARGUMENTS.get(name, ())).double()
 
+    @torch.no_grad()
     def function(z: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return module(torch.from_numpy(z)).numpy()
+        return (activation.eval() if isinstance(activation, nn.Module) else activation)(torch.from_numpy(z)).numpy()
 
-    assert gain(module, kind=kind) == pytest.approx(sampled_gain(function, kind), rel=0.01)
+    assert gain(activation, kind=kind) == pytest.approx(sampled_gain(function, kind), rel=0.01)
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -140,6 +131,47 @@ def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match=r"name of an activation or a function; found True"):
         gain(True)
     for wrong in (float("nan"), float("inf"), None, torch.ones(2)):
-        with pytest.raises(InvalidArgumentError, match="gain is a finite number, the name of an activation"):
+        with pytest.raises(InvalidArgumentError, match="gain must be a finite number, the name of an activation"):
             resolve_gain(wrong)
     assert resolve_gain(torch.tensor(2.0)) == 2.0
+
+
+def normal_moments(low: float, high: float) -> tuple[float, float, float]:
+    """∫ z^k φ(z) dz from low to high, for k = 0, 1, 2."""
+    density = [exp(-z * z / 2) / sqrt(2 * pi) if abs(z) < 40 else 0.0 for z in (low, high)]
+    edge = [z * p if abs(z) < 40 else 0.0 for z, p in zip((low, high), density, strict=True)]
+    mass = (erf(high / sqrt(2)) - erf(low / sqrt(2))) / 2
+    return mass, density[0] - density[1], mass + edge[0] - edge[1]
+
+
+def of_pieces(pieces: list[tuple[float, float, float, float]]) -> tuple[float, float]:
+    """Mean and mean square of a + b·z on pieces (low, high, a, b), for standard normal z."""
+    mean = square = 0.0
+    for low, high, a, b in pieces:
+        m0, m1, m2 = normal_moments(low, high)
+        mean += a * m0 + b * m1
+        square += a * a * m0 + 2 * a * b * m1 + b * b * m2
+    return mean, square
+
+
+INF = float("inf")
+PIECEWISE = {
+    "jump": (nn.Threshold(0.3, 1.0), [(-INF, 0.3, 1.0, 0.0), (0.3, INF, 0.0, 1.0)]),
+    "kinks": (nn.Hardtanh(-0.7, 0.3), [(-INF, -0.7, -0.7, 0.0), (-0.7, 0.3, 0.0, 1.0), (0.3, INF, 0.3, 0.0)]),
+    "sign": (torch.sign, [(-INF, 0.0, -1.0, 0.0), (0.0, INF, 1.0, 0.0)]),
+    "shrinkage": (nn.Hardshrink(0.123), [(-INF, -0.123, 0.0, 1.0), (0.123, INF, 0.0, 1.0)]),
+}
+
+
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_kinks_and_jumps_anywhere_are_exact(name: str) -> None:
+    activation, pieces = PIECEWISE[name]
+    mean, square = of_pieces(pieces)
+    assert gain(activation) == pytest.approx(1 / sqrt(square), rel=1e-9)
+    assert gain(activation, kind="std") == pytest.approx(1 / sqrt(square - mean**2), rel=1e-9)
+
+
+def test_a_steep_activation_and_one_that_draws_numbers() -> None:
+    assert gain(lambda z: torch.tanh(1e4 * (z - 0.2))) == pytest.approx(1, rel=1e-4)  # nearly a sign
+    g = torch.Generator().manual_seed(0)
+    assert gain(lambda z: z + torch.randn(z.shape, generator=g, dtype=z.dtype)) == pytest.approx(1 / sqrt(2), rel=0.1)

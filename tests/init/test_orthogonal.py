@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout, filter_norms, layout_of, matrix_view, operator_matrix, singular_values
 from gonio.init import delta_orthogonal_, orthogonal_
-from gonio.init.haar import BLOCK, haar_columns
+from gonio.init.orthogonal import BLOCK, haar_columns
 from init.layers import LAYERS, signal
 from tolerances import exact
 

@@ -1,4 +1,4 @@
-"""Rules on normalisation and training: each finds its case, is silent beside it, and what it says is so."""
+"""Advice on normalisation and training: each rule finds its case, is silent beside it, and says what is true."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
-from gonio.measuring.advice import ADVICE
+from gonio.measuring.findings.advice import ADVICE
 
 IMAGES = seeded(4, 3, 8, 8)
 
@@ -155,21 +155,19 @@ def test_every_rule_has_cases() -> None:
 def test_what_is_said() -> None:
     model = nn.Sequential(*convolutions(nn.BatchNorm2d), nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8))
     said = found((model, {"loader": loader_of(41, 4), **decaying(model), "batch": IMAGES}))
-    assert said["G401"] == "batch norms take their statistics of 4 samples: 1, 4, 7"
-    assert said["G402"].endswith("training will stop there with an error, because 7 see one value per channel")
+    assert said["G401"] == "batch norms compute statistics over 4 samples: 1, 4, 7"
+    assert said["G402"].endswith("training will raise an error there: 7 get one value per channel")
     unknown = found((model, {"loader": loader_of(41, 4)}))
-    assert unknown["G402"].endswith("7 stop training with an error if inputs are (N, C)")
-    assert said["G405"] == ("3 weights decay whose scale the function does not depend on: 0.weight, 3.weight, 6.weight")
+    assert unknown["G402"].endswith("training will raise an error if the inputs of 7 are (N, C)")
+    assert said["G405"] == "weight decay acts on 3 weights whose scale has no effect: 0.weight, 3.weight, 6.weight"
     assert found((Recurrent(nn.BatchNorm1d(8)), {}))["G404"].endswith("norm (3 times)")
     text = str(measure(model, loader=loader_of(41, 4)))
-    assert "warn  G401  the model: batch norms take" in text
+    assert "warn  G401  the model: batch norms compute" in text
     page = measure(model, loader=loader_of(41, 4)).to_html()
     assert "the batch size is read from the loader." in page
 
 
 # --- what the rules say is so ---------------------------------------------------------------------
-
-
 def epoch(model: nn.Module, data: Tensor, batch: int) -> None:
     for (x,) in DataLoader(TensorDataset(data), batch_size=batch):
         model(x)
@@ -184,7 +182,7 @@ def test_training_stops_at_a_last_batch_of_one_as_foretold(samples: int) -> None
     said = found((model, {"loader": loader, "batch": data}))
     assert ("G402" in said) is (samples % 4 == 1)
     if "G402" in said:
-        assert "training will stop there with an error, because 2 see one value per channel" in said["G402"]
+        assert "training will raise an error there: 2 get one value per channel" in said["G402"]
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
             epoch(model, data, 4)
         gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
@@ -284,8 +282,6 @@ def test_checkpointing_moves_batch_statistics_twice() -> None:
 
 
 # --- loaders and optimizers -----------------------------------------------------------------------
-
-
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield torch.zeros(1)
@@ -318,7 +314,7 @@ def test_groups_with_and_without_decay() -> None:
     model = convolutions(nn.BatchNorm2d)
     groups = [{"params": [model[0].weight], "weight_decay": 0.0}, {"params": [model[3].weight], "weight_decay": 0.1}]
     said = found((model, {"optimizer": torch.optim.AdamW(groups)}))["G405"]
-    assert said == "1 weights decay whose scale the function does not depend on: 3.weight"
+    assert said == "weight decay acts on 1 weights whose scale has no effect: 3.weight"
 
 
 def test_a_compiled_model_and_wrapped_ones_are_advised_as_the_plain_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.measuring import difference
+from gonio.measuring import difference, measure
 from report.html_reader import Page
 
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_compared_has_a_reason() -> None:
     before["packed.weight"] = after["packed.weight"] = torch.ones(2, 2, dtype=torch.uint8)
     after["conv.weight"] = torch.zeros(6, 4, 3, 3)
     found = difference(before, after)
-    reasons = {t.path: t.reason for t in found if t.status == "not compared"}
+    reasons = {t.path: t.reason for t in found.values() if t.status == "not compared"}
     assert reasons == {
         "gone": "only before",
         "new": "only after",
@@ -66,13 +66,21 @@ def test_what_cannot_be_compared_has_a_reason() -> None:
     }
     assert found["conv"].angle_mean is None
     assert found["conv"].relative == pytest.approx(1.0)
-    assert found.coverage.startswith("2 of 6 tensors are compared, 1 of them are equal; 4 are not: fc: shape")
+    assert found.coverage.startswith("Compared: 2 of 6 tensors, of which 1 are equal. Not compared: 4 (fc: shape")
+
+
+def test_measure_of_two_sources_is_their_difference() -> None:
+    assert measure(state(0), state(1)) == difference(state(0), state(1))
+    with pytest.raises(InvalidArgumentError, match=r"compares two sources; found a Tensor\. Pass a batch as batch="):
+        measure(nn.Linear(4, 3), torch.ones(2, 4))
+    with pytest.raises(InvalidArgumentError, match=r"compares two sources; found batch= as well"):
+        measure(nn.Linear(4, 3), nn.Linear(4, 3), batch=torch.ones(2, 4))
 
 
 def test_models_files_and_state_dicts_mix(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2))
     torch.save(model.state_dict(), tmp_path / "m.pt")
-    assert {t.status for t in difference(tmp_path / "m.pt", model)} == {"equal"}
+    assert {t.status for t in difference(tmp_path / "m.pt", model).values()} == {"equal"}
     with torch.no_grad():
         model[1].weight[0] *= -1
     found = difference(tmp_path / "m.pt", model)["1"]
@@ -87,7 +95,7 @@ def test_it_prints_as_a_table_and_exports(monkeypatch: pytest.MonkeyPatch) -> No
     text = str(found)
     assert max(map(len, text.splitlines())) <= 70
     assert "state dict → state dict" in text
-    assert "3 of 3 tensors are compared, 0 of them are equal; none is left out." in text
+    assert "Compared: 3 of 3 tensors, of which 0 are equal. Not compared: none." in text
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["schema"] == "gonio.difference/1"
     assert len(found) == len(list(found)) == 3
     with pytest.raises(UnknownNameError, match="no tensor named 'con'"):

@@ -158,7 +158,7 @@ def test_a_stored_format_gives_the_numbers_that_it_stands_for(name: str, tmp_pat
         assert row.alignment == pytest.approx(plain.alignment, rel=1e-4)
     else:
         assert (row.groups, row.filters, row.dim) == (3, ROWS, COLUMNS)
-    parts = [t for t in found if t.reason.startswith("a part of the quantised w")]
+    parts = [t for t in found.values() if t.reason.startswith("a part of the quantised w")]
     assert len(parts) == len(state) - 1
 
 

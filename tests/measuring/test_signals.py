@@ -1,4 +1,4 @@
-"""Signals forward and backward: against autograd by hand, the laws of initialisation, branches that start at zero."""
+"""Signals forward and backward, against autograd by hand and the laws of initialisation; norms; angles from outputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gonio
+from catalog import seeded
 from gonio import init
 from gonio.measuring import measure
-from gonio.measuring.signals import Signal
+from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
 
 DEPTH = 20
@@ -225,7 +226,7 @@ def test_without_a_derivative_it_says_so() -> None:
     found = measure(Choice(), batch=draw(5, 4))
     assert found.signals[0].gradient_rms is None
     assert found.signals[0].rms > 0
-    assert "Nothing is said on gradients: its output has no gradient." in found.notes
+    assert "Gradients were not measured: its output has no gradient." in found.notes
 
 
 def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none() -> None:
@@ -233,3 +234,154 @@ def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none()
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")
     nn.utils.parametrizations.weight_norm(model[1])
     assert list(signals(model, draw(5, 8))) == ["0", "1"]
+
+
+def gap(norm: nn.Module, x: torch.Tensor) -> Signal:
+    (signal,) = measure(nn.Sequential(norm), batch=x).signals
+    return signal
+
+
+def trained(kind: str, *, shift: float = 0.0, scale: float = 1.0) -> nn.Module:
+    """A norm with running statistics of many normal batches, and a scale and shift of its own."""
+    norm: nn.Module = {
+        "batch": lambda: nn.BatchNorm2d(4),
+        "plain": lambda: nn.BatchNorm2d(4, affine=False),
+        "instance": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+        "switchable": lambda: gonio.nn.SwitchableNorm2d(4),
+    }[kind]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _ in range(200):
+            norm(shift + scale * torch.randn(64, 4, 6, 6, generator=generator))
+        for parameter in (p for p in (norm.weight, norm.bias) if p is not None):
+            parameter.copy_(torch.randn(4, generator=generator))
+    return norm
+
+
+def batch(count: int, shift: float = 0.0) -> torch.Tensor:
+    return shift + torch.randn(count, 4, 6, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("kind", ["batch", "plain", "instance", "switchable"])
+def test_the_gap_is_between_the_two_modes(kind: str) -> None:
+    norm, x = trained(kind, shift=0.5, scale=2.0), batch(8)
+    before = copy.deepcopy(norm.state_dict())
+    found = gap(norm, x).train_eval_gap
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True))
+    assert norm.training
+    there, here = copy.deepcopy(norm).train()(x).detach().double(), copy.deepcopy(norm).eval()(x).detach().double()
+    expected = float((there - here).square().mean().sqrt() / here.std(correction=0))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found > 0.1
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_a_batch_of_the_training_shows_what_its_size_makes(count: int) -> None:
+    found = gap(trained("plain"), batch(count)).train_eval_gap
+    assert found == pytest.approx(sqrt(1.5 / (36 * count)), rel=0.5)
+
+
+def test_other_data_show_more_than_that() -> None:
+    norm = trained("plain")
+    assert gap(norm, batch(100, shift=1.0)).train_eval_gap == pytest.approx(1.0, rel=0.1)
+
+
+def test_calibration_closes_the_gap() -> None:
+    model = nn.Sequential(trained("batch"))
+    batches = [batch(50, shift=2.0)]
+    assert gap(model[0], batches[0]).train_eval_gap > 0.5
+    gonio.calibrate_(model, batches)
+    assert gap(model[0], batches[0]).train_eval_gap < 0.01
+
+
+@pytest.mark.parametrize(
+    ("norm", "x"),
+    [
+        (nn.BatchNorm2d(4), batch(8)),  # has seen no batch
+        (nn.BatchNorm2d(4, track_running_stats=False), batch(8)),
+        (nn.GroupNorm(2, 4), batch(8)),
+        (nn.Linear(6, 4), batch(8)),
+    ],
+)
+def test_what_has_no_running_statistics_has_no_gap(norm: nn.Module, x: torch.Tensor) -> None:
+    assert gap(norm, x).train_eval_gap is None
+
+
+def test_one_value_per_channel_has_no_statistics() -> None:
+    norm = trained("batch")
+    assert gap(norm, torch.randn(1, 4, 1, 1)).train_eval_gap is None
+    assert norm.training
+
+
+def test_it_is_shown() -> None:
+    found = measure(nn.Sequential(trained("batch")), batch=batch(8, shift=3.0))
+    assert "train–eval" in str(found)
+    assert f"{found.signals[0].train_eval_gap:.2f}" in str(found)
+    assert "train–eval" in found.to_html()
+
+
+def exact(weight: torch.Tensor) -> float:
+    """From the formula, in float64: √(mean over pairs of (90° − θ)²)."""
+    w = weight.double().flatten(1)
+    unit = w / w.norm(dim=1, keepdim=True)
+    off = ~torch.eye(len(w), dtype=torch.bool)
+    degrees = torch.rad2deg(torch.arccos((unit @ unit.T)[off].clamp(-1, 1)))
+    return float((degrees - 90).square().mean().sqrt())
+
+
+def leaning(filters: int, dim: int, lean: float) -> nn.Linear:
+    """Filters that share a direction."""
+    layer = nn.Linear(dim, filters)
+    with torch.no_grad():
+        layer.weight.copy_(seeded(filters, dim) + lean)
+    return layer
+
+
+@pytest.mark.parametrize("lean", [0.0, 0.5, 1.5])
+def test_both_agree_for_inputs_uniform_in_direction(lean: float) -> None:
+    layer = leaning(12, 24, lean)
+    (signal,) = gonio.measure(layer, batch=seeded(4096, 24, seed=1)).signals
+    assert signal.angles_exact == pytest.approx(exact(layer.weight.detach()), rel=1e-5)
+    assert signal.angles_read == pytest.approx(signal.angles_exact, rel=0.06)
+
+
+def test_the_sample_adds_nothing_to_orthogonal_filters() -> None:
+    """Without the correction 100 samples of orthogonal filters would read as 90°/√99, 9°."""
+    layer = nn.Linear(64, 32)
+    nn.init.orthogonal_(layer.weight)
+    (signal,) = gonio.measure(layer, batch=seeded(100, 64)).signals
+    assert signal.angles_exact == pytest.approx(0, abs=1e-3)
+    assert signal.angles_read == pytest.approx(0, abs=3)
+
+
+def test_inputs_in_few_directions_show_other_angles_than_the_weights() -> None:
+    """Negative control: the two are different figures."""
+    layer = nn.Linear(24, 12)
+    narrow = seeded(4096, 2, seed=1) @ seeded(2, 24, seed=2)
+    (signal,) = gonio.measure(layer, batch=narrow).signals
+    assert signal.angles_read > 2 * signal.angles_exact  # type: ignore[operator]
+
+
+def test_groups_are_not_paired() -> None:
+    layer = nn.Conv2d(4, 8, 3, groups=2)
+    with torch.no_grad():
+        layer.weight[4:] = layer.weight[:4]  # twins in another group see other inputs
+    (signal,) = gonio.measure(layer, batch=seeded(64, 4, 10, 10)).signals
+    blocks = [exact(layer.weight[:4].detach()), exact(layer.weight[4:].detach())]
+    assert signal.angles_exact == pytest.approx((sum(b * b for b in blocks) / 2) ** 0.5, rel=1e-5)
+    assert signal.angles_read < 45  # type: ignore[operator]
+
+
+def test_where_there_is_nothing_to_read() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.ReLU())
+    for signal in gonio.measure(model, batch=seeded(32, 4)).signals:
+        assert (signal.angles_read, signal.angles_exact) == (None, None)
+    (one,) = gonio.measure(nn.Linear(4, 3), batch=seeded(2, 4)).signals
+    assert one.angles_read is None
+
+
+def test_measuring_prints_and_exports_both() -> None:
+    measured = gonio.measure(nn.Linear(8, 6), batch=seeded(256, 8))
+    (signal,) = measured.signals
+    assert "off 90°" in str(measured)
+    assert measured.to_dict()["signals"][0]["angles_exact"] == signal.angles_exact

@@ -39,7 +39,7 @@ def test_the_wasted_norm_is_what_balancing_saves() -> None:
     after = measure(made).scale
     assert after is not None
     assert after.wasted == pytest.approx(0, abs=1e-4)
-    assert "0.0% of it is wasted" in str(measure(made))
+    assert "with 0.0% less squared weight norm" in str(measure(made))
 
 
 def test_where_no_scale_can_move_nothing_is_said() -> None:
@@ -56,7 +56,7 @@ def test_where_no_scale_can_move_nothing_is_said() -> None:
 
     found = measure(Loops())
     assert found.scale is None
-    assert "Nothing is said on scale between layers: the model cannot be traced" in str(found)
+    assert "Scale between layers was not measured: the model cannot be traced" in str(found)
 
 
 def test_weights_before_a_normalisation_say_so() -> None:

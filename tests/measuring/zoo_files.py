@@ -178,6 +178,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "an archive that climbs": (archive({"../../canary": b"x", "a/data.pkl": b"."}), ONLY_DATA),
     "a bomb": (archive({"a/data.pkl": b"\x00" * 30_000_000}, zipfile.ZIP_DEFLATED), "would unfold to 30000000 bytes"),
     "a compressed one": (archive({"a/data.pkl": pickle.dumps({"a": [0] * 99})}, zipfile.ZIP_DEFLATED), "would unfold"),
+    "strides that repeat a row": (
+        saved({"w.weight": torch.randn(1, 4).expand(10**8, 4)}),
+        Verdict("w", "skipped", "cannot be read: a tensor has 400,000,000 entries, of which 4 are stored"),
+    ),
+    "strides that repeat one number": (
+        saved({"w.weight": torch.zeros(1).expand(10**6, 10**6)}, zipped=False),
+        Verdict("w", "skipped", "cannot be read: a tensor has 1,000,000,000,000 entries, of which 1 are stored"),
+    ),
     "an old bomb": (raw(pickle.dumps({"x": b"\x00" * 10**6}), ".bin"), ONLY_DATA),
     "a pickle without end": (raw(b"\x80\x02}q\x00", ".pth"), ONLY_DATA),
     "a deep pickle": (raw(b"\x80\x02" + b"(" * 200_000 + b".", ".ckpt"), ONLY_DATA),
@@ -239,6 +247,10 @@ STATES: dict[str, tuple[Callable[[], Any], Verdict | None]] = {
         Verdict("a"),
     ),
     "a recurrent weight alone": (lambda: {"weight_ih_l0": torch.randn(12, 5)}, Verdict("weight_ih_l0")),
+    "a terabyte of one number": (
+        lambda: {"w.weight": torch.zeros(1).expand(10**6, 10**6)},
+        Verdict("w", "skipped", "expanded: 1,000,000,000,000 entries, of which 1 are stored"),
+    ),
     "views of one memory": (
         lambda: {f"{i}.weight": torch.randn(9, 9)[: i + 1, ::2] for i in range(4)},
         Verdict("3"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def test_factory_must_return_a_module(user_file: Path) -> None:
         resolve(f"{user_file}:no_model")()
 
 
-@pytest.mark.parametrize("source", ["timm", "torchvision"])
+@pytest.mark.parametrize("source", ["timm", "torchvision", "transformers"])
 def test_absent_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setitem(sys.modules, source, None)
     with pytest.raises(MissingExtraError, match=rf"needs the package '{source}'.*gonio\[models\]"):
@@ -89,31 +88,39 @@ def test_a_library_for_another_torch_is_said_to_be_one(monkeypatch: pytest.Monke
         resolve("torchvision:resnet18")
 
 
-def test_timm_factory_maps_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, object]]] = []
+class Recorder:
+    """A library whose models record how they are created."""
 
-    def create_model(name: str, **options: object) -> nn.Module:
-        calls.append((name, options))
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, object]]] = []
+        self.models = self  # torchvision's functions lie one module deeper
+
+    def create_model(self, name: str, **options: object) -> nn.Module:
+        self.calls.append((name, options))
         return nn.Identity()
 
-    fake = SimpleNamespace(
-        is_model=lambda name: name == "resnet18", list_models=lambda: ["resnet18"], create_model=create_model
-    )
-    monkeypatch.setitem(sys.modules, "timm", fake)
-    resolve("timm:resnet18")(num_classes=4, in_channels=1)
-    assert calls == [("resnet18", {"pretrained": False, "num_classes": 4, "in_chans": 1})]
-    with pytest.raises(UnknownNameError, match=r"no timm model named 'resnet1'. Did you mean resnet18\?"):
-        resolve("timm:resnet1")
+    get_model = create_model
+
+    def is_model(self, name: str) -> bool:
+        return name == "resnet18"
+
+    def list_models(self) -> list[str]:
+        return ["resnet18"]
 
 
-def test_torchvision_factory_asks_for_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, object]]] = []
-
-    def get_model(name: str, **options: object) -> nn.Module:
-        calls.append((name, options))
-        return nn.Identity()
-
-    models = SimpleNamespace(list_models=lambda: ["vgg11"], get_model=get_model)
-    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
-    resolve("torchvision:vgg11")(num_classes=4, in_channels=1)
-    assert calls == [("vgg11", {"weights": None, "num_classes": 4})]
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("timm", {"pretrained": False, "num_classes": 4, "in_chans": 1}),
+        ("torchvision", {"weights": None, "num_classes": 4}),
+    ],
+)
+def test_libraries_get_their_names_of_the_sizes_and_no_weights(
+    monkeypatch: pytest.MonkeyPatch, source: str, options: dict[str, object]
+) -> None:
+    library = Recorder()
+    monkeypatch.setitem(sys.modules, source, library)
+    resolve(f"{source}:resnet18")(num_classes=4, in_channels=1)
+    assert library.calls == [("resnet18", options)]
+    with pytest.raises(UnknownNameError, match=rf"no {source} model named 'resnet1'\. Did you mean resnet18\?"):
+        resolve(f"{source}:resnet1")

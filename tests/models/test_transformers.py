@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,12 +16,11 @@ from foreign import transformers
 from gonio.errors import (
     GonioError,
     InvalidArgumentError,
-    MissingExtraError,
     NotApplicableError,
     UnknownNameError,
     UnreadableFileError,
 )
-from gonio.models import from_transformers, resolve
+from gonio.models import libraries, resolve
 
 TINY = {
     "model_type": "vit",
@@ -65,7 +63,7 @@ def test_a_type_and_a_class_have_default_sizes(monkeypatch: pytest.MonkeyPatch) 
         pass
 
     classes = {"BertModel": Recorded, "BertForSequenceClassification": RecordedForSequenceClassification}
-    monkeypatch.setattr(from_transformers, "_attribute", lambda library, spec, name: classes[name])
+    monkeypatch.setattr(libraries, "_attribute", lambda library, spec, name: classes[name])
     assert resolve("transformers:bert")(num_classes=3).out_features == 5
     assert resolve("transformers:BertModel")(num_classes=3).out_features == 5
     assert resolve("transformers:BertForSequenceClassification")(num_classes=3).out_features == 3
@@ -115,7 +113,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_transformers, "_memory", lambda: 2**20)
+    monkeypatch.setattr(libraries, "_memory", lambda: 2**20)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 
@@ -123,10 +121,10 @@ def test_wrong_names_say_what_is_there(
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", UnreadableFileError, "it is no JSON"),
-        ("[" * 100_000, UnreadableFileError, "it is no JSON"),
-        ("\xff", UnreadableFileError, "it is no JSON"),
-        ("[]", UnreadableFileError, "it holds no mapping"),
+        ("{", UnreadableFileError, "it is not JSON"),
+        ("[" * 100_000, UnreadableFileError, "it is not JSON"),
+        ("\xff", UnreadableFileError, "it is not JSON"),
+        ("[]", UnreadableFileError, "it does not contain a mapping"),
         ("{}", UnknownNameError, "no transformers model named ''"),
         ('{"model_type": "mine"}', UnknownNameError, "no transformers model named 'mine'"),
         ('{"model_type": "vit", "quantization_config": {}}', NotApplicableError, "of a quantised model"),
@@ -140,19 +138,13 @@ def test_wrong_configurations_are_one_error(tmp_path: Path, text: str, error: ty
         resolve(f"transformers:{tmp_path}")()
 
 
-def test_an_absent_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package 'transformers'.*gonio\[models\]"):
-        resolve("transformers:bert")
-
-
 def test_a_class_that_cannot_be_imported_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         raise ModuleNotFoundError("could not import it") from RuntimeError("operator nms does not exist")
 
     library = ModuleType("transformers")
     library.models, library.__getattr__ = transformers().models, broken
-    monkeypatch.setattr(from_transformers, "load_library", lambda package, spec: library)
-    monkeypatch.setattr(from_transformers, "_class_names", lambda library: {"BertModel"})
+    monkeypatch.setattr(libraries, "load_library", lambda package, spec: library)
+    monkeypatch.setattr(libraries, "_class_names", lambda library: {"BertModel"})
     with pytest.raises(NotApplicableError, match=r"cannot be imported .*operator nms does not exist"):
         resolve("transformers:BertModel")

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from gonio.errors import InvalidArgumentError
 from gonio.nn import angular
-from gonio.nn.arcsine import FLOOR, bounded_asin
+from gonio.nn.angular import FLOOR, bounded_asin
 from references import decoupled as reference
 from tolerances import close, exact
 
@@ -59,7 +59,7 @@ def test_a_narrow_sigmoid_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("k", [0.0, -1.0, float("nan"), float("inf")])
 def test_the_width_of_a_sigmoid_is_positive(k: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="Sigmoid was asked for its width k; found"):
+    with pytest.raises(InvalidArgumentError, match="Sigmoid: invalid width k; found"):
         angular.Sigmoid(k=k)
 
 
@@ -92,8 +92,8 @@ def test_the_arcsine_against_many_digits(theta: float) -> None:
     assert c.grad.item() == pytest.approx(slope, rel=1e-8)
 
 
-def test_both_forms_of_the_arcsine_agree() -> None:
-    """The form for compilers and transforms: same value and derivative, everywhere."""
+def test_the_arcsine_under_function_transforms() -> None:
+    """Same value and derivative, at the ends too."""
     c = torch.tensor([-1.01, -1.0, -0.99999999, -0.5, 0.0, 0.9, 1.0], dtype=torch.float64)
     slope = torch.func.vmap(torch.func.grad(bounded_asin))(c)
     value, tangent = torch.func.jvp(bounded_asin, (c,), (torch.ones_like(c),))

@@ -129,12 +129,12 @@ def test_the_output_size_of_a_transposed_convolution() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"magnitude": "Tanh"}, "asked for its magnitude; found 'Tanh'. Give one of gonio.nn.magnitude"),
-        ({"angular": magnitude.Linear()}, "asked for its angular part; found Linear"),
-        ({"weighted": "squared"}, "asked for weighted; found 'squared'. Give None or one of linear, tanh_product"),
-        ({"weighted": "tanh_each", "magnitude": magnitude.Ball()}, "defined for the magnitude Tanh; found Ball"),
-        ({"gradient": "none"}, "asked for gradient; found 'none'. Give one of exact, weighted"),
-        ({"gradient": "weighted", "weighted": "linear"}, "gradient of unit filters; found weighted='linear'"),
+        ({"magnitude": "Tanh"}, "invalid magnitude; found 'Tanh'. Pass an object of gonio.nn.magnitude"),
+        ({"angular": magnitude.Linear()}, "invalid angular; found Linear"),
+        ({"weighted": "squared"}, "invalid weighted; found 'squared'. Pass None or one of linear, tanh_product"),
+        ({"weighted": "tanh_each", "magnitude": magnitude.Ball()}, "defined for the magnitude Tanh only; found Ball"),
+        ({"gradient": "none"}, "invalid gradient; found 'none'. Pass one of exact, weighted"),
+        ({"gradient": "weighted", "weighted": "linear"}, "defined for weighted=None only; found weighted='linear'"),
     ],
 )
 def test_options_without_a_meaning(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The short eager form, the plain form, and transforms of either give the same numbers."""
+"""The second form for eager execution, the plain form, and transforms of either give the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from catalog import seeded
 from gonio import nn as gnn
-from gonio.nn import angular, fused, magnitude
+from gonio.nn import angular, kernels, magnitude
 from nn.operators import OPERATORS, gradients
 from tolerances import close, exact
 
@@ -32,23 +32,21 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @kinds
-def test_in_place_and_plain_operations_agree(
+def test_second_and_plain_forms_agree(
     kind: Any, arguments: Any, shape: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "LARGE", 0)  # the product is scaled in place
     for options in OPERATORS:
         layer = kind(*arguments, **options).to(dtype).eval()
         x = seeded(*shape, dtype=dtype)
         expected = results(layer, x)
         with monkeypatch.context() as patch:
-            patch.setattr("gonio.nn.decoupled.ordinary_eager", lambda: False)
-            patch.setattr(fused, "ordinary_eager", lambda: False)
+            patch.setattr(kernels, "ordinary_eager", lambda _: False)
+            for second in ("scale_", "window_sum"):
+                patch.delattr(kernels, second)  # a control: the plain form uses none of them
             found = results(layer, x)
-        with monkeypatch.context() as patch:
-            patch.setattr("gonio.nn.parts.PART", 3)  # one sample, and a row of its positions, at a time
-            parts = results(layer, x)
-        for a, b, c in zip(found, expected, parts, strict=True):
+        for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, **close(dtype))
-            torch.testing.assert_close(a, c, **close(dtype))
 
 
 def test_inference_equals_training_in_value() -> None:
@@ -76,8 +74,10 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     torch.testing.assert_close(gradients(layer(y), [y])[0], full[1], **close(torch.float32))
 
 
+@pytest.mark.parametrize("large", [0, kernels.LARGE])
 @kinds
-def test_second_derivatives(kind: Any, arguments: Any, shape: Any) -> None:
+def test_second_derivatives(kind: Any, arguments: Any, shape: Any, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LARGE", large)
     for options in (
         {},
         {"magnitude": magnitude.Ball(learn_radius=True)},

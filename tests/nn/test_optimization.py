@@ -83,7 +83,7 @@ def test_repeated_projection_counts_optimizer_steps() -> None:
         return torch.allclose(filter_norms(layer), torch.ones(3))
 
     assert [step() for _ in range(4)] == [False, True, False, True]
-    projection.remove()
+    projection.undo_()
     assert [step() for _ in range(2)] == [False, False]
 
 
@@ -116,13 +116,13 @@ def test_projection_is_refused_for_a_computed_weight() -> None:
 
 def test_projection_needs_its_arguments() -> None:
     layer = gnn.DecoupledLinear(3, 2)
-    with pytest.raises(InvalidArgumentError, match="takes a positive norm; found 0"):
+    with pytest.raises(InvalidArgumentError, match="project_weights_: invalid norm; found 0"):
         gnn.project_weights_(layer, norm=0)
     with pytest.raises(
-        InvalidArgumentError, match="optimizer and every >= 1 together; found every=None, optimizer=given"
+        InvalidArgumentError, match="project_weights_: invalid schedule; found every=None, optimizer=given"
     ):
         gnn.project_weights_(layer, SGD(layer.parameters(), lr=0.1))
-    with pytest.raises(InvalidArgumentError, match="a model with decoupled layers; found none"):
+    with pytest.raises(InvalidArgumentError, match="project_weights_: the model has no decoupled layer; found Linear"):
         gnn.project_weights_(nn.Linear(3, 2))
 
 
@@ -157,7 +157,7 @@ def test_a_gradual_conversion_can_be_resumed_and_finished() -> None:
     assert "blend" in layer.state_dict()  # a checkpoint of a half-converted layer does not load silently
     with pytest.raises(AlreadyAppliedError, match="found a gradual conversion there already"):
         gnn.convert_gradually_(layer, optimizer, steps=10)
-    blending.finish_()
+    blending.undo_()
     assert layer.blend is None
     assert "blend" not in layer.state_dict()
 
@@ -167,5 +167,7 @@ def test_a_gradual_conversion_needs_its_arguments() -> None:
     optimizer = SGD(layer.parameters(), lr=0.1)
     with pytest.raises(InvalidArgumentError, match="found steps=3, start=3"):
         gnn.convert_gradually_(layer, optimizer, steps=3, start=3)
-    with pytest.raises(InvalidArgumentError, match="decoupled layers; found none"):
+    with pytest.raises(
+        InvalidArgumentError, match="convert_gradually_: the model has no decoupled layer; found Linear"
+    ):
         gnn.convert_gradually_(nn.Linear(3, 2), optimizer, steps=3)

@@ -16,7 +16,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.nn import switchable_norm as module
-from gonio.nn.switchable_function import plain
+from gonio.nn.switchable_function import switchable_norm as plain
 from nn.operators import gradients
 from references.switchable_norm import switchable_norm
 from tolerances import close, exact
@@ -268,9 +268,7 @@ def test_an_empty_batch_moves_nothing() -> None:
 
 def test_a_single_value_is_refused() -> None:
     layer = gnn.SwitchableNorm2d(1)
-    message = (
-        r"SwitchableNorm2d was asked to normalise a single value; found shape \(1, 1, 1, 1\) in training. .*drop_last"
-    )
+    message = r"SwitchableNorm2d: cannot normalise a single value; found shape \(1, 1, 1, 1\) in training. .*drop_last"
     with pytest.raises(InvalidArgumentError, match=message):
         layer(torch.ones(1, 1, 1, 1))
     assert bool(layer.eval()(torch.ones(1, 1, 1, 1)).isfinite().all())
@@ -278,7 +276,7 @@ def test_a_single_value_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 5, 3, 3)])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"inputs of 4 dimensions with 6 channels; found shape \(4"):
+    with pytest.raises(InvalidArgumentError, match=r"must have 4 dimensions and 6 channels; found shape \(4"):
         gnn.SwitchableNorm2d(6)(torch.zeros(shape))
 
 

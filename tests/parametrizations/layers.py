@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from catalog import PARAMETRIZATIONS, ParametrizationCase, seeded
+from gonio import parametrizations as P
 
-__all__ = ["LAYERS", "MEMBERS", "make", "sample"]
+__all__ = ["LAYERS", "MEMBERS", "make", "parametrized", "sample"]
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 4),
@@ -34,6 +35,12 @@ def make(name: str, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for index, parameter in enumerate(layer.parameters()):
             parameter.copy_(seeded(*parameter.shape, seed=seed + index))
+    return layer
+
+
+def parametrized(member: str, name: str = "linear", seed: int = 0) -> nn.Module:
+    layer = make(name, seed)
+    P.attach(layer, "weight", MEMBERS[member].make())
     return layer
 
 

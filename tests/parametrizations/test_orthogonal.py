@@ -11,7 +11,7 @@ from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
-from gonio.parametrizations.polar import polar
+from gonio.parametrizations.orthogonal import polar
 from parametrizations.layers import LAYERS, make, sample
 
 SHAPES = [(1, 1, 1), (1, 1, 7), (1, 8, 1), (1, 4, 6), (1, 6, 4), (2, 3, 3), (1, 9, 9), (3, 2, 18)]

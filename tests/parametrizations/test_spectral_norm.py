@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.measuring import measure
-from gonio.parametrizations import spectral_convolution, spectral_views
+from gonio.parametrizations import spectral_views
 from parametrizations.layers import LAYERS, make, sample
 from tolerances import close
 
@@ -101,8 +104,7 @@ def test_stride_and_dilation(kernel: tuple[int, int], stride: tuple[int, int], d
 @pytest.mark.parametrize("name", ["conv2d", "grouped transposed conv2d"])
 def test_large_weights_start_by_iteration(view: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = attached(make(name), view=view)
-    for module in (spectral_views, spectral_convolution):
-        monkeypatch.setattr(module, "EXACT", 0)
+    monkeypatch.setattr(spectral_views, "EXACT", 0)
     iterated = attached(make(name), view=view)
     torch.testing.assert_close(iterated.weight, exact.weight, rtol=5e-3, atol=1e-4)
     P.tick_(iterated, iterations=200)
@@ -111,8 +113,7 @@ def test_large_weights_start_by_iteration(view: str, name: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("view", ["filters", "conv"])
 def test_the_start_does_not_read_the_global_generator(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (spectral_views, spectral_convolution):
-        monkeypatch.setattr(module, "EXACT", 0)
+    monkeypatch.setattr(spectral_views, "EXACT", 0)
     layer = make("conv2d")
     state = torch.get_rng_state()
     attached(layer, view=view)
@@ -167,6 +168,58 @@ def test_ticks_follow_a_changing_weight(view: str) -> None:
     P.tick_(layer, iterations=20)
     assert P.parametrization_of(layer).holds(layer.weight)
     assert not P.parametrization_of(handle_free).holds(handle_free.weight)
+
+
+class Transfers(TorchDispatchMode):
+    """Records operations that read a number from a device or copy to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {t.device for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        devices |= {t.device for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
+        if len(devices) > 1 or func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.parametrize("name", ["conv2d", "grouped transposed conv2d"])
+def test_ticks_do_not_wait_for_a_device(view: str, name: str) -> None:
+    """The meta device stands for any other: it has no numbers to read, and copies to it can be seen."""
+    layer = attached(make(name).to("meta"), view=view)
+    P.tick_(layer)  # makes the tables of this geometry
+    with Transfers() as transfers:
+        P.tick_(layer)
+        layer.weight.sum()
+    assert not transfers.found
+    with Transfers() as control:
+        torch.zeros(1).to("meta")
+    assert control.found
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+def test_a_model_made_on_the_meta_device(view: str) -> None:
+    with torch.device("meta"):
+        layer = attached(nn.Conv2d(4, 6, 3, stride=2, padding=1), view=view)
+    expected = attached(make("conv2d"), view=view)
+    layer.to_empty(device="cpu").load_state_dict(expected.state_dict())
+    assert torch.equal(layer.weight, expected.weight)
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.parametrize("name", ["linear", "grouped conv2d"])
+def test_buffers_can_be_saved(view: str, name: str, tmp_path: Path) -> None:
+    """safetensors refuses tensors that are not contiguous or are a part of another."""
+    save_model = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_model
+    layer = attached(make(name), view=view)
+    for buffer in layer.buffers():
+        assert buffer.is_contiguous()
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes
+    save_model(layer, str(tmp_path / "model.safetensors"))
 
 
 def test_layers_of_one_shape_are_ticked_as_one() -> None:

@@ -10,21 +10,15 @@ from torch import nn
 
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
-from parametrizations.layers import LAYERS, MEMBERS, make, sample
+from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 
 ONE = pytest.mark.parametrize("member", MEMBERS)
-
-
-def own(member: str, name: str, seed: int = 0) -> nn.Module:
-    layer = make(name, seed)
-    P.attach(layer, "weight", MEMBERS[member].make())
-    return layer
 
 
 @ONE
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_plain_checkpoint_becomes_the_effective_weight(member: str, name: str) -> None:
-    plain, layer, attached = make(name, seed=3), own(member, name), own(member, name, seed=3)
+    plain, layer, attached = make(name, seed=3), parametrized(member, name), parametrized(member, name, seed=3)
     parameters = list(layer.parameters())
     assert layer.load_state_dict(plain.state_dict(), strict=True)
     assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
@@ -37,13 +31,13 @@ def test_a_plain_checkpoint_becomes_the_effective_weight(member: str, name: str)
 @ONE
 def test_a_parametrized_checkpoint_is_refused_by_a_plain_model(member: str) -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*weight_parametrization"):
-        make("conv2d").load_state_dict(own(member, "conv2d").state_dict())
+        make("conv2d").load_state_dict(parametrized(member, "conv2d").state_dict())
 
 
 @ONE
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_folded_checkpoint_computes_the_same(member: str, name: str) -> None:
-    layer, plain = own(member, name), make(name, seed=2)
+    layer, plain = parametrized(member, name), make(name, seed=2)
     plain.load_state_dict(P.plain_state_dict(layer.state_dict()))
     x = sample(layer)
     torch.testing.assert_close(plain(x), layer(x))
@@ -52,9 +46,9 @@ def test_a_folded_checkpoint_computes_the_same(member: str, name: str) -> None:
 @ONE
 @pytest.mark.parametrize("other", MEMBERS)
 def test_own_checkpoints_load_into_one_another(member: str, other: str) -> None:
-    source, target = nn.Sequential(own(member, "conv2d")), nn.Sequential(own(other, "conv2d", seed=7))
+    source, target = nn.Sequential(parametrized(member, "conv2d")), nn.Sequential(parametrized(other, "conv2d", seed=7))
     target.load_state_dict(source.state_dict())
-    expected = own(other, "conv2d")
+    expected = parametrized(other, "conv2d")
     if member == other:
         assert torch.equal(target[0].weight, source[0].weight)
     else:
@@ -89,7 +83,7 @@ def torchs(form: str, name: str) -> nn.Module:
 @pytest.mark.parametrize("form", TORCH)
 @ONE
 def test_torchs_checkpoints_mean_their_effective_weight(member: str, form: str, name: str) -> None:
-    source, target = torchs(form, name), own(member, name)
+    source, target = torchs(form, name), parametrized(member, name)
     x = sample(target)
     with torch.no_grad():
         outputs, weight = source(x), source.weight.detach().clone()
@@ -98,7 +92,7 @@ def test_torchs_checkpoints_mean_their_effective_weight(member: str, form: str, 
     if MEMBERS[member].keeps_weight:
         torch.testing.assert_close(model.eval()(x), outputs)
     else:
-        expected = own(member, name)
+        expected = parametrized(member, name)
         expected.weight = weight
         torch.testing.assert_close(target.weight, expected.weight)
 
@@ -117,12 +111,27 @@ def test_what_cannot_be_folded_is_refused() -> None:
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
     with pytest.raises(InvalidArgumentError, match=r"found parametrizations\.weight of another kind"):
         P.plain_state_dict(layer.state_dict())
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\)"):
-        own(next(iter(MEMBERS)), "linear").load_state_dict(layer.state_dict())
+    with pytest.raises(
+        InvalidArgumentError, match=r"load_state_dict\(\) converts .*; found parametrizations\.weight of"
+    ):
+        parametrized(next(iter(MEMBERS)), "linear").load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("form", ["old spectral norm", "new spectral norm"])
+def test_torchs_spectral_norm_of_groups_is_refused(form: str) -> None:
+    """It is one matrix there; the groups' own norms are below 1."""
+    layer = make("grouped conv2d")
+    P.attach(layer, "weight", P.SpectralNorm())
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    with pytest.raises(
+        InvalidArgumentError, match=r"spectral norm of 2 groups, .* loading it would rescale the weight"
+    ):
+        layer.load_state_dict(torchs(form, "grouped conv2d").state_dict())
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
 
 def test_unknown_kinds_and_newer_versions_are_refused() -> None:
-    state = own("WeightNorm", "linear").state_dict()
+    state = parametrized("WeightNorm", "linear").state_dict()
     text = bytes(state["weight_parametrization._extra_state"].tolist()).decode()
     for old, new in (('"WeightNorm"', '"Unheard"'), ('"version": 1', '"version": 2')):
         state["weight_parametrization._extra_state"] = torch.tensor(
@@ -133,13 +142,13 @@ def test_unknown_kinds_and_newer_versions_are_refused() -> None:
 
 
 def test_the_state_of_another_parametrization_is_refused() -> None:
-    state = own("WeightNorm", "linear").weight_parametrization.state_dict()
+    state = parametrized("WeightNorm", "linear").weight_parametrization.state_dict()
     with pytest.raises(InvalidArgumentError, match="found that of WeightNorm"):
         P.Sphere().load_state_dict(state, strict=False)
 
 
 def test_partial_state_dicts() -> None:
-    layer = own("WeightNorm", "linear")
+    layer = parametrized("WeightNorm", "linear")
     before = layer.weight.detach().clone()
     layer.load_state_dict({"bias": torch.ones(4)}, strict=False)
     assert torch.equal(layer.weight, before)

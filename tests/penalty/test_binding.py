@@ -91,7 +91,7 @@ def test_tables_only_by_name() -> None:
 def test_scale_before_normalisation_is_left_out_and_said(regularizer: R.WeightRegularizer) -> None:
     penalty = Penalty(network(), [(None, regularizer)])
     assert tensors(penalty) == ["3.weight", "5.weight"]
-    assert "skipped: its scale does not matter: 1 normalises what it puts out" in str(penalty)
+    assert "skipped: its scale does not matter: 1 normalises its output" in str(penalty)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_tied_tensors_count_once() -> None:
     model["c"] = model["a"]
     penalty = Penalty(model, [(None, R.L2(1.0))])
     assert float(penalty().detach()) == alone
-    assert "b.weight  L2(1)  skipped: is the same tensor as a.weight, where it counts" in str(penalty)
+    assert "b.weight  L2(1)  skipped: is the same tensor as a.weight, which has the term" in str(penalty)
 
 
 def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
@@ -157,7 +157,7 @@ def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
     model(torch.randn(4, 3, 8, 8))
     penalty()
     assert set(penalty.values()) == {"0.weight/Orthogonality", "5.weight/Orthogonality"}
-    assert str(penalty).count("frozen: passed over") == 2
+    assert str(penalty).count("frozen: has no effect") == 2
     model[3].requires_grad_(True)
     model(torch.randn(4, 3, 8, 8))
     penalty()
@@ -247,9 +247,9 @@ def test_table() -> None:
         "  2.weight  ScaleShift(0.001, floor=0.2)                    "
         "constant below norm 0.2; safe for lr / (1 - momentum)² up to 10",
         "  2.output  SelfOrthogonality(0.1)                          "
-        "3 samples for 8 filters: their angles cannot all be told apart, and the spread does not fall below 0.33",
+        "3 samples for 8 filters: not all their angles can be told apart, and the spread does not fall below 0.33",
         "  0.weight  ScaleShift(0.001)                               "
-        "skipped: its scale does not matter: 1 normalises what it puts out",
+        "skipped: its scale does not matter: 1 normalises its output",
     ]
 
 
@@ -268,8 +268,8 @@ def test_check_finds_what_the_optimizer_does_twice_or_not_at_all() -> None:
     ]
     partial = torch.optim.SGD(model[:5].parameters(), lr=0.1)
     assert penalty.check(partial) == [
-        "5.weight/L2: the optimizer does not have this weight, so the term moves nothing here",
-        "5.weight/Orthogonality: the optimizer does not have this weight, so the term moves nothing here",
+        "5.weight/L2: the optimizer does not have this weight, so the term has no effect here",
+        "5.weight/Orthogonality: the optimizer does not have this weight, so the term has no effect here",
     ]
 
 

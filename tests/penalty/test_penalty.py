@@ -178,7 +178,7 @@ def test_every_forgets_the_outputs_between() -> None:
     model(2 * x), penalty()
     model(3 * x)
     expected = 2 * R.SelfOrthogonality(1.0).value(model(3 * x))
-    penalty._terms[0]._tap.forget()  # type: ignore[attr-defined]
+    penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
     model(3 * x)
     torch.testing.assert_close(penalty(), expected, **close(DOUBLE))
 
@@ -339,6 +339,6 @@ def test_a_copy_of_the_model_is_not_penalised() -> None:
     twin = copy.deepcopy(model)
     twin(batch())
     assert twin[4]._forward_hooks
-    assert len(penalty._terms[0]._tap._kept) == 1  # type: ignore[attr-defined]
+    assert len(penalty._terms[0]._hook._kept) == 1  # type: ignore[attr-defined]
     penalty().backward()
     assert all(p.grad is None for p in twin.parameters())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gonio.compare.plan import Plan, RecipeEntry, Training
-from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
+from gonio.compare.judging.results import Effect, Ratio, Results, RunRecord
+from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 
 __all__ = ["effect", "geometry", "plan", "results", "run"]
 

@@ -11,7 +11,7 @@ import sys
 import matplotlib
 import pytest
 
-from gonio.compare.results import BASELINE
+from gonio.compare.planning.plan import BASELINE
 from gonio.errors import MissingExtraError
 from gonio.report import html, write_html
 from gonio.report.page import environment

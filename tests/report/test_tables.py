@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from gonio.compare import Threat
-from gonio.compare.results import Amount, Reach, Robust, Tuned
-from gonio.compare.tuning_space import Tuning
+from gonio.compare.judging.results import Amount, Reach, Robust, Tuned
+from gonio.compare.planning.plan import Tuning
 from gonio.report import html, text, to_csv, to_latex, to_markdown
 from gonio.report.curves import curve_charts
 from gonio.report.tables import attacks, costs, hidden_gradients, tuning

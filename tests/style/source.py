@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Source", "functions", "length", "sources", "suite"]
+__all__ = ["ROOT", "Source", "functions", "length", "sources"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,11 +36,6 @@ class Source:
 def sources() -> list[Source]:
     """Every file of the library."""
     return [Source.read(path) for path in sorted((ROOT / "src" / "gonio").rglob("*.py"))]
-
-
-def suite() -> list[Source]:
-    """Every file of the tests."""
-    return [Source.read(path) for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

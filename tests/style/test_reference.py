@@ -79,14 +79,3 @@ def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(text, encoding="utf-8")
     pages = {tmp_path / name: text for name, text in {"kept.md": "same", "changed.md": "after", "new.md": "n"}.items()}
     assert [path.name for path in builder.stale(pages)] == ["changed.md", "new.md", "old.md"]
-
-
-def test_the_index_lists_the_pages(tmp_path: Path) -> None:
-    for name, text in {"index.md": "", "howto/fold.md": "# Fold\n", "reference/index.md": "# gonio\n"}.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    (tmp_path / "reference" / "nn.md").write_text("# nn\n", encoding="utf-8")
-    text = builder.index("# Docs\n<!-- pages -->\nold\n<!-- /pages -->\n", tmp_path)
-    expected = "- [Fold](howto/fold.md)"
-    assert text == f"# Docs\n<!-- pages -->\n{expected}\n<!-- /pages -->\n"

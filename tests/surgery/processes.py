@@ -1,24 +1,58 @@
-"""What each of two gloo processes does for the tests of `calibrate_`; plain tensors go back through files."""
+"""What each of two gloo processes does for the tests of edits and of `calibrate_`; results go back through files."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from catalog import seeded
+from gonio import init
 from gonio import nn as gnn
+from gonio import parametrizations as P
+from gonio import surgery as S
 from gonio.errors import InvalidArgumentError
-from gonio.surgery import calibrate_
 
-__all__ = ["CASES", "REFUSED", "WORLD", "buffers", "joined", "prepared", "run_rank"]
+__all__ = [
+    "CALIBRATED",
+    "EDITS",
+    "REFUSED",
+    "WORLD",
+    "buffers",
+    "calibrate_on_rank",
+    "edit_on_rank",
+    "joined",
+    "network",
+    "prepared",
+]
 
 WORLD = 2
+
+
+def on_rank(rank: int, folder: str, work: Callable[[], Any]) -> None:
+    """Save what `work` returns in a process group of two; an exception as its traceback."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        found = work()
+    except Exception:  # the parent reports it
+        found = traceback.format_exc()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()  # without it, leaving the group aborts now and then
+    dist.destroy_process_group()
+
+
+# --- calibrate_ ---------------------------------------------------------------------------------------
 
 
 def batch_norms() -> nn.Module:
@@ -37,7 +71,7 @@ def batch(samples: int, seed: int) -> Tensor:
 
 
 # name -> (model, samples of each batch by process)
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tuple[int, ...]]]] = {
+CALIBRATED: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "equal": (batch_norms, ((4, 4), (4, 4))),
     "numbers differ": (batch_norms, ((4, 2, 3), (5,))),
     "one process has none": (batch_norms, ((4, 2), ())),
@@ -52,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tuple[i
 
 
 def mine(name: str, rank: int) -> list[Tensor]:
-    sizes = {**CASES, **REFUSED}[name][1]
+    sizes = {**CALIBRATED, **REFUSED}[name][1]
     return [batch(n, seed=10 * rank + index) for index, n in enumerate(sizes[rank])]
 
 
@@ -70,33 +104,109 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def prepared(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return {**CASES, **REFUSED}[name][0]()
+    return {**CALIBRATED, **REFUSED}[name][0]()
 
 
 def _calibrated(name: str, rank: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for variance in ("total", "mean"):
         model = prepared(name)
-        calibrate_(DistributedDataParallel(model), mine(name, rank), variance=variance)
+        S.calibrate_(DistributedDataParallel(model), mine(name, rank), variance=variance)
         found[variance] = buffers(model)
     return found
 
 
 def _refusal(name: str, rank: int) -> str:
     try:
-        calibrate_(prepared(name), mine(name, rank))
+        S.calibrate_(prepared(name), mine(name, rank))
     except InvalidArgumentError as error:
         return str(error)
     return "nothing was refused"
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def calibrate_on_rank(rank: int, folder: str) -> None:
+    calibrated = lambda: {name: _calibrated(name, rank) for name in CALIBRATED}  # noqa: E731
+    on_rank(rank, folder, lambda: calibrated() | {name: _refusal(name, rank) for name in REFUSED})
+
+
+# --- edits of wrapped models --------------------------------------------------------------------------
+
+X = seeded(4, 2, 5, 5)
+FIXED = gnn.magnitude.Tanh(radius=1.0, radius_in="absolute")
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "init_": lambda m: S.init_(m, init.orthogonal_, gain=2.0),
+    "lsuv_": lambda m: S.lsuv_(m, X),
+    "calibrate_": lambda m: S.calibrate_(m, [X + 3]),
+    "balance_": S.balance_,
+    "fold_": S.fold_,
+    "swap_": lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv, magnitude=FIXED),
+    "swap_ with new parameters": lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm),
+    "parametrize_": lambda m: S.parametrize_(m, P.Sphere()),
+    "parametrize_ with new parameters": lambda m: S.parametrize_(m, P.WeightNorm()),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 6), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(6, 4)).eval()
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[4], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def parallelize(model: nn.Module) -> nn.Module:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    return parallelize_module(model, mesh, {"4": ColwiseParallel(), "6": RowwiseParallel()})
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP 2": shard,
+    "tensor parallelism": parallelize,
+    "FSDP 1": lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+}
+
+
+@torch.no_grad()
+def edited_after(wrap: Callable[[nn.Module], nn.Module], edit: Callable[[nn.Module], Any]) -> list[Tensor]:
+    """Outputs after an edit of a wrapped model that has run before, and after its undo."""
+    model = wrap(network())
+    model(X)
+    done = edit(model)
+    outputs = [model(X).clone()]
+    done.undo_()
+    return [*outputs, model(X).clone()]
+
+
+@torch.no_grad()
+def undone_after(edit: Callable[[nn.Module], Any]) -> list[Tensor]:
+    model = network()
+    done = edit(model)
+    shard(model)
+    done.undo_()
+    return []
+
+
+def _edited() -> dict[str, list[Tensor] | str]:
+    found: dict[str, list[Tensor] | str] = {}
+    for name, edit in EDITS.items():
+        for kind, wrap in WRAPPERS.items():
+            found[f"{kind} {name}"] = _attempt(lambda wrap=wrap, edit=edit: edited_after(wrap, edit))
+        found[f"sharded since {name}"] = _attempt(lambda edit=edit: undone_after(edit))
+    return found
+
+
+def _attempt(work: Callable[[], list[Tensor]]) -> list[Tensor] | str:
     try:
-        found: object = {name: _calibrated(name, rank) for name in CASES} | {n: _refusal(n, rank) for n in REFUSED}
-    except Exception:  # the parent reports it
-        found = traceback.format_exc()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # without it, leaving the group aborts now and then
-    dist.destroy_process_group()
+        return work()
+    except Exception as error:  # the parent decides whether it was expected
+        return f"{type(error).__name__}: {error}"
+
+
+def edit_on_rank(rank: int, folder: str) -> None:
+    on_rank(rank, folder, _edited)

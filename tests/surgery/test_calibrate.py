@@ -1,14 +1,22 @@
+"""`calibrate_` against hand-written averages, in one process and in two."""
+
 from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import spawn
 
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import measure
 from gonio.surgery import calibrate_
+from surgery.processes import CALIBRATED, REFUSED, WORLD, buffers, calibrate_on_rank, joined, prepared
 from tolerances import close, exact
 
 BATCHES = [seeded(8, 3, 4, 4, seed=1), 3 + 2 * seeded(4, 3, 4, 4, seed=2), seeded(2, 3, 4, 4, seed=3)]
@@ -95,17 +103,6 @@ def test_batch_average_of_a_switchable_norm(dims):
         torch.testing.assert_close(norm.running_var.double(), share @ variances + spread, **exact(torch.float32))
 
 
-def test_equal_batches_average_as_the_published_code_meant_to():
-    """A plain mean over batches of one size, divided by their number, which the code leaves out."""
-    batches = [3 + seeded(4, 3, 5, 5, seed=k) for k in range(50)]
-    model = nn.Sequential(gnn.SwitchableNorm2d(3))
-    calibrate_(model, batches, variance="mean")
-    torch.testing.assert_close(model[0].running_mean, torch.stack([b.mean((0, 2, 3)) for b in batches]).mean(0))
-    each = torch.stack([b.var((0, 2, 3), correction=0) for b in batches])
-    torch.testing.assert_close(model[0].running_var, each.mean(0))
-    assert float(model.eval()(batches[0]).detach().std()) == pytest.approx(1, abs=0.05)
-
-
 def test_the_batches_of_an_instance_norm_are_its_samples():
     x = torch.arange(1.0, 5)[:, None, None, None] * (1 + seeded(4, 3, 5, 5))
     torchs = nn.InstanceNorm2d(3, track_running_stats=True, momentum=1.0)
@@ -144,6 +141,18 @@ def test_one_batch_with_nan_is_found_and_repaired():
         assert bool(model.eval()(BATCHES[0]).isfinite().all())
         with pytest.raises(NotApplicableError, match="its statistics are not finite"):
             calibrate_(model, [spoilt])
+
+
+def test_after_averaging_weights_it_does_what_update_bn_does_for_batch_norms_alone():
+    batches = [3 + seeded(4, 3, 5, 5, seed=k) for k in range(3)]
+    for norm in (nn.BatchNorm2d(3), gnn.SwitchableNorm2d(3)):
+        averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(norm))
+        calibrated = copy.deepcopy(averaged)
+        calibrate_(calibrated, batches, variance="mean")
+        torch.optim.swa_utils.update_bn(batches, averaged)
+        found, expected = averaged.module[0].running_mean, calibrated.module[0].running_mean
+        assert torch.allclose(found, expected, rtol=1e-5) == isinstance(norm, nn.BatchNorm2d)
+        torch.testing.assert_close(expected, torch.cat(batches).mean((0, 2, 3)))
 
 
 class Keyword(nn.Module):
@@ -196,3 +205,46 @@ def test_nothing_to_average_or_nowhere_to_put_it():
         calibrate_(nn.Sequential(nn.LayerNorm(3)), BATCHES)
     with pytest.raises(InvalidArgumentError, match='takes variance="total" or "mean"'):
         calibrate_(nn.Sequential(nn.BatchNorm2d(3)), BATCHES, variance="median")
+
+
+# --- two processes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("calibrate")
+    spawn(calibrate_on_rank, args=(str(folder),), nprocs=WORLD)
+    found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert not any(isinstance(each, str) for each in found), found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variance", ["total", "mean"])
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_two_processes_equal_one(ranks: list[dict[str, Any]], name: str, variance: str) -> None:
+    model = prepared(name)
+    calibrate_(model, joined(name), variance=variance)
+    for rank in ranks:
+        for key, value in buffers(model).items():
+            torch.testing.assert_close(rank[name][variance][key], value, **exact(torch.float32))
+
+
+@pytest.mark.slow
+def test_without_joining_the_average_variance_is_that_of_smaller_batches(ranks: list[dict[str, Any]]) -> None:
+    """Negative control: batches of one process alone spread less than those of both together."""
+    model = prepared("joined")
+    calibrate_(model, [*joined("joined")[0].split((5, 1)), *joined("joined")[1].split((2, 3))], variance="mean")
+    found = ranks[0]["joined"]["mean"]["0.running_var"]
+    assert bool((found > 1.1 * buffers(model)["0.running_var"]).all())
+
+
+@pytest.mark.slow
+def test_what_would_wait_for_ever_is_refused_in_every_process(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert (
+            "needs as many batches in each; found 1 processes with one more batch than the other 1"
+            in (rank["joined, numbers differ"])
+        )
+        assert "averages over batches; found no batch" in rank["no batch at all"]
+        assert set(REFUSED) <= set(rank)

@@ -87,3 +87,14 @@ def test_undo_and_modes_and_buffers():
 def test_nothing_to_scale():
     with pytest.raises(NoMatchError, match="not a linear or convolutional layer"):
         lsuv_(nn.Sequential(nn.ReLU()), seeded(2, 2))
+
+
+def test_a_lazy_layer_is_refused():
+    with pytest.raises(NoMatchError, match="it is lazy; run one batch first"):
+        lsuv_(nn.Sequential(nn.LazyLinear(3)), seeded(2, 3))
+
+
+def test_a_tied_weight_is_scaled_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    assert "2  tied: scaled above" in str(lsuv_(model, seeded(64, 4)))

@@ -18,7 +18,7 @@ from gonio.surgery import calibrate_
 from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
-from surgery.processes_of_edits import EDITS, WORLD, network, run_rank
+from surgery.processes import EDITS, WORLD, edit_on_rank, network
 
 
 def wrapper(model: nn.Module) -> nn.Module:
@@ -63,38 +63,29 @@ def test_wrappers_in_wrappers_are_looked_through() -> None:
     assert unwrapped(nn.ModuleDict({"module": model}))["module"] is model
 
 
-# --- two processes ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor] | str]]:
     folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
+    spawn(edit_on_rank, args=(str(folder),), nprocs=WORLD)
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
+STRUCTURAL = set(EDITS) - {"init_", "calibrate_"}
 REFUSED = {
     "DDP": {
         "swap_ with new parameters": "it adds or removes parameters",
         "parametrize_ with new parameters": "it adds or removes parameters",
         "fold_": "it adds or removes parameters",
     },
-    "FSDP 2": {
-        "lsuv_": "its parameters are sharded",
-        "swap_": "its parameters are sharded",
-        "swap_ with new parameters": "its parameters are sharded",
-        "parametrize_": "its parameters are sharded",
-        "parametrize_ with new parameters": "its parameters are sharded",
-        "balance_": "its parameters are sharded",
-        "fold_": "its parameters are sharded",
-    },
+    "FSDP 2": dict.fromkeys(STRUCTURAL, "its parameters are sharded. Edit the model before it is sharded"),
+    "tensor parallelism": dict.fromkeys(STRUCTURAL, "by tensor parallelism. Edit the model before; parallelize_module"),
     "FSDP 1": dict.fromkeys(EDITS, "its parameters are slices of one flat tensor"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wrapped", ["DDP", "FSDP 2", "FSDP 1"])
+@pytest.mark.parametrize("wrapped", REFUSED)
 def test_an_edit_after_wrapping_is_right_or_refused(ranks, name: str, wrapped: str) -> None:
     found = ranks[0][f"{wrapped} {name}"]
     reason = REFUSED[wrapped].get(name)

@@ -25,8 +25,8 @@ from gonio import regularizers as R
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import activation_after, balance_, calibrate_, fold_, lsuv_
 from gonio.surgery.equivalent import call, outputs
+from gonio.surgery.graph import trace
 from gonio.surgery.kinds import is_batch_norm
-from gonio.surgery.tracing import trace
 
 __all__ = ["VERBS", "Passage", "check_verb", "prepared", "walk"]
 

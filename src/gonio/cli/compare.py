@@ -205,7 +205,7 @@ def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
     from gonio import compare as comparing
     from gonio.cli.inputs import build_model
-    from gonio.compare.plan import extended
+    from gonio.compare.planning.plan import extended
     from gonio.recipes import Recipe
 
     if (study / "plan.json").exists():

@@ -43,8 +43,8 @@ def list_names(
 ) -> None:
     """List recipes, tasks and models by name, the rules of findings and the columns of tables."""
     from gonio.compare.tasks import BUILT_IN as TASKS
-    from gonio.measuring.columns import COLUMNS
-    from gonio.measuring.rules import RULES
+    from gonio.measuring.findings.rules import RULES
+    from gonio.measuring.showing.columns import COLUMNS
     from gonio.models import BUILT_IN as MODELS
     from gonio.recipes import Recipe, built_in_names
 
@@ -70,9 +70,9 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a finding or a column of `gonio measure`; without a name, list the findings."""
-    from gonio.measuring.columns import COLUMNS
-    from gonio.measuring.rules import RULES
-    from gonio.measuring.rules import explain as explain_rule
+    from gonio.measuring.findings.rules import RULES
+    from gonio.measuring.findings.rules import explain as explain_rule
+    from gonio.measuring.showing.columns import COLUMNS
 
     if name is None:
         list_names(Kind.rules)

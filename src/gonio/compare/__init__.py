@@ -1,23 +1,21 @@
-"""Recipes × seeds, paired, with equal budget, honest statistics and the cost as a ratio."""
+"""Compare recipes with a baseline: paired runs over seeds, equal budget, honest statistics, cost as a ratio."""
 
 from __future__ import annotations
 
 from gonio.compare import engines, tasks
-from gonio.compare.dry_run import dry_run
 from gonio.compare.engines import default_jobs
-from gonio.compare.plan import Plan, RecipeEntry, Training
-from gonio.compare.planning import BUILT_IN_RECIPES, make_plan
-from gonio.compare.portrait import portrait
-from gonio.compare.progress import Bar, Lines, Quiet, Watcher, watcher_for
-from gonio.compare.results import BASELINE, VERDICTS, Effect, Ratio, Results, RunRecord
-from gonio.compare.running import run
-from gonio.compare.script import Run
-from gonio.compare.script_planning import make_script_plan
-from gonio.compare.self_testing import SelfTest, self_test, self_test_plan
-from gonio.compare.several import Across, across
-from gonio.compare.study import Study
-from gonio.compare.task import ACCURACY, Metric, Split, Task, accuracy
-from gonio.compare.threat import Threat
+from gonio.compare.judging.filter_summary import filter_summary
+from gonio.compare.judging.multi_task import Across, across
+from gonio.compare.judging.results import VERDICTS, Effect, Ratio, Results, RunRecord
+from gonio.compare.judging.self_test import SelfTest, self_test, self_test_plan
+from gonio.compare.planning.dry_run import dry_run
+from gonio.compare.planning.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Training
+from gonio.compare.planning.planner import BUILT_IN_RECIPES, make_plan, make_script_plan
+from gonio.compare.running.progress import Bar, Lines, Quiet, Watcher, watcher_for
+from gonio.compare.running.scheduler import run
+from gonio.compare.running.scripts import Run
+from gonio.compare.running.study import Study
+from gonio.compare.tasks.task import ACCURACY, Metric, Split, Task, accuracy
 
 __all__ = [
     "ACCURACY",
@@ -25,6 +23,7 @@ __all__ = [
     "BUILT_IN_RECIPES",
     "VERDICTS",
     "Across",
+    "AttackConfig",
     "Bar",
     "Effect",
     "Lines",
@@ -48,6 +47,7 @@ __all__ = [
     "default_jobs",
     "dry_run",
     "engines",
+    "filter_summary",
     "make_plan",
     "make_script_plan",
     "portrait",
@@ -57,3 +57,10 @@ __all__ = [
     "tasks",
     "watcher_for",
 ]
+
+# earlier names
+Threat, portrait = AttackConfig, filter_summary
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,15 @@
 """Norms, angles and spectra of weights: tensors in, tensors out, no state."""
 
-from gonio.geometry.angles import alignment, alignment_zscore, angle_between, angles, coherence, cosines
+from gonio.geometry.angles import (
+    alignment,
+    alignment_zscore,
+    angle_between,
+    angles,
+    coherence,
+    cosines,
+    sign_hash,
+    sign_similarity,
+)
 from gonio.geometry.chance import (
     MarchenkoPastur,
     alignment_deviation,
@@ -9,18 +18,17 @@ from gonio.geometry.chance import (
     random_angle_density,
     welch_bound,
 )
-from gonio.geometry.conv_lanczos import conv_spectral_norm_estimate
 from gonio.geometry.conv_norm import (
     conv_spectral_norm,
     conv_spectral_norm_bound,
     conv_spectral_norm_certificate,
+    conv_spectral_norm_estimate,
 )
+from gonio.geometry.conv_operator import operator_matrix, unview_operator
 from gonio.geometry.duplicates import NearDuplicates, near_duplicates
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
-from gonio.geometry.operator import operator_matrix, unview_operator
 from gonio.geometry.scale import least_scale, scale_imbalance
-from gonio.geometry.signs import sign_hash, sign_similarity
 from gonio.geometry.spectra import (
     OrthogonalityDefect,
     Spectrum,
@@ -76,3 +84,7 @@ __all__ = [
     "unview_operator",
     "welch_bound",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

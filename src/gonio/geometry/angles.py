@@ -1,31 +1,52 @@
-"""Cosines and angles between filters, and how far they are from those of random directions."""
+"""Cosines and angles between filters: of every pair, the largest, the mean square; and sign hashes of directions."""
 
 from __future__ import annotations
+
+from math import pi
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import filter_norms, safe_norm, unit_vectors
-from gonio.geometry.precision import check_matrix, full_precision, whole, widen, widest
+from gonio.geometry.chance import alignment_variance
+from gonio.geometry.norms import (
+    check_matrix,
+    filter_norms,
+    flat_filters,
+    full_precision,
+    safe_norm,
+    unit_vectors,
+    whole,
+    widen,
+    widest,
+)
+from gonio.seeding import generator
 
-__all__ = ["alignment", "alignment_zscore", "angle_between", "angles", "coherence", "cosines"]
+__all__ = [
+    "alignment",
+    "alignment_zscore",
+    "angle_between",
+    "angles",
+    "coherence",
+    "cosines",
+    "hyperplanes",
+    "sign_hash",
+    "sign_similarity",
+]
 
 # Note [Close pairs]
-# acos loses half of the digits near ±1: in float32 it cannot tell 0 from 3e-4 rad. Where the two
-# vectors are at hand the angle is 2·atan2(|a−b|, |a+b|) on unit vectors, accurate to 1e-7 in float32.
-# For all pairs that would take n²·d memory, so there the Gram matrix is taken in float64 instead, whose
-# rounding (1e-16 in the cosine) is 2e-8 in the angle. Angles below NOISE are rounding and read as 0.
-CHORD_NOISE = 2e-15  # squared chord; the Gram of duplicate unit rows deviates by a few 2.2e-16
-BLOCK_ENTRIES = 1 << 24  # largest Gram block: 64 MiB in float32
-
-# W. Kahan, "How Futile are Mindless Assessments of Roundoff in Floating-Point Computation?", §12.
+# acos loses half of the digits near ±1: in float32 it does not distinguish 0 from 3e-4 rad. For two vectors
+# the angle is computed as 2·atan2(|a−b|, |a+b|) on unit vectors (Kahan), accurate to 1e-7 in float32. For all
+# pairs that would take n²·d memory, so the Gram matrix is computed in float64 instead, whose rounding (1e-16 in
+# the cosine) is 2e-8 in the angle.
+CHORD_NOISE = 2e-15  # squared chord below which an angle is 0: Gram entries of equal rows deviate by a few 2.2e-16
+BLOCK_ENTRIES = 1 << 24  # largest Gram block of coherence: 64 MiB in float32
 
 
 def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
     """`x` clamped in value, with the gradient of the identity.
 
-    Rounding can push a cosine to 1 + 1e-7; a plain clamp would then kill its gradient.
+    Rounding can produce a cosine of 1 + 1e-7; a plain clamp would set its gradient to 0.
     """
     return x + (x.clamp(low, high) - x).detach()
 
@@ -33,8 +54,8 @@ def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
 def cosines(matrix: Tensor) -> Tensor:
     r"""Cosine of the angle between every two filters, :math:`\hat w_i^\top \hat w_j`.
 
-    Always within [−1, 1]; the clamp acts on the value alone and leaves the gradient whole. A zero filter
-    has cosine 0 with every filter, itself included.
+    Always within [−1, 1]; the clamp changes the value and not the gradient. A zero filter has cosine 0 with
+    every filter, itself included.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -61,13 +82,13 @@ def cosines(matrix: Tensor) -> Tensor:
 def angles(matrix: Tensor) -> Tensor:
     r"""Angle between every two filters in radians, :math:`\theta_{ij} \in [0, \pi]`.
 
-    Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})`: accurate to
-    1e-7 near 0, and near :math:`\pi` as far as the result's dtype tells (1.2e-7 in float32), where the arc
-    cosine of a float32 cosine is off by 3e-4; angles below 4.5e-8 are rounding and read as 0. The gradient
+    Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})` [1]: accurate to
+    1e-7 near 0 and to the resolution of the result's dtype near :math:`\pi` (1.2e-7 in float32), where the arc
+    cosine of a float32 cosine has an error of 3e-4. Angles below 4.5e-8 are rounding and become 0. The gradient
     is bounded everywhere. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
     Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
+        - ``matrix``: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
         - output: (n, n) or (groups, n, n), in float32 at least.
 
     Invariances:
@@ -88,6 +109,7 @@ def angles(matrix: Tensor) -> Tensor:
         [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
         2006, §12.
     """
+    matrix = flat_filters(matrix)
     check_matrix(matrix, "angles")
     with full_precision(matrix):
         unit = unit_vectors(matrix, dtype=widest(matrix))
@@ -105,8 +127,8 @@ def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
     r"""Angle in radians between corresponding vectors of `a` and `b`, which broadcast.
 
     :math:`2\,\mathrm{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)` [1]: in float32
-    accurate to 1e-7 near 0 and to the last digit (2.4e-7) up to :math:`\pi`, with a gradient that is right
-    down to the resolution and 0 at exactly parallel vectors. A zero vector is at :math:`\pi/2` to every other.
+    accurate to 1e-7 near 0 and to the last digit (2.4e-7) up to :math:`\pi`, with an accurate gradient, which is
+    0 at exactly parallel vectors. A zero vector is at :math:`\pi/2` to every other vector.
 
     Returns:
         Angles in :math:`[0, \pi]`, in float32 at least, without the dimension `dim`.
@@ -129,8 +151,8 @@ def coherence(matrix: Tensor) -> Tensor:
 
     .. math:: \mu(W) = \max_{i \ne j} \frac{|\langle w_i, w_j \rangle|}{\lVert w_i \rVert \lVert w_j \rVert}
 
-    0 when the filters are orthogonal, which needs :math:`n \le d`; 1 when two are parallel or opposite. For
-    :math:`n > d` it cannot fall below :func:`welch_bound`. Memory is bounded: rows are taken in blocks.
+    0 if the filters are orthogonal, which requires :math:`n \le d`; 1 if two are parallel or opposite. For
+    :math:`n > d` it is at least :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d) with n ≥ 2.
@@ -169,13 +191,13 @@ def _row_maxima(unit: Tensor, start: int, rows: int) -> Tensor:
 
 
 def alignment(matrix: Tensor) -> Tensor:
-    r"""Mean squared cosine between different filters, in units of chance.
+    r"""Mean squared cosine between different filters, relative to that of random directions.
 
     .. math:: A(W) = d \cdot \frac{1}{n(n-1)} \sum_{i \ne j} \cos^2\theta_{ij}
 
     1 for random directions in any dimension (:math:`E\cos^2 = 1/d`), 0 for orthogonal filters, :math:`d`
-    for parallel ones; at least :math:`(n - d)/(n - 1)` when :math:`n > d`. Zero filters have no direction
-    and are left out; with fewer than two directions there is nothing to hold against chance, and it is 1.
+    for parallel filters; at least :math:`(n - d)/(n - 1)` for :math:`n > d`. Zero filters have no direction
+    and are left out; with fewer than two directions the result is 1.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -201,21 +223,19 @@ def alignment(matrix: Tensor) -> Tensor:
         gram = unit @ unit.mT if n <= d else unit.mT @ unit
         self_terms = (unit * unit).sum(-1).square().sum(-1)
         off_diagonal = (gram * gram).sum((-2, -1)) - self_terms
-    pairs = _pairs(matrix)
+    pairs = _ordered_pairs(matrix)
     value = d * off_diagonal.clamp_min(0) / pairs.clamp_min(1)
     return torch.where(pairs > 0, value, 1.0)
 
 
 def alignment_zscore(matrix: Tensor) -> Tensor:
-    r"""How many standard deviations :func:`alignment` lies from the 1 of random directions.
+    r"""Distance of :func:`alignment` from 1, in standard deviations of random directions.
 
-    Cosines of different pairs of random directions are pairwise independent and
-    :math:`\operatorname{Var}\cos^2 = 2(d-1)/(d^2(d+2))`, hence, exactly,
+    .. math:: z = \frac{A(W) - 1}{\sigma}, \qquad \sigma = 2 \sqrt{\frac{d - 1}{(d + 2)\, n (n - 1)}}
 
-    .. math:: z = \frac{A(W) - 1}{\sigma}, \qquad \sigma = 2 \sqrt{\frac{d - 1}{(d + 2)\, n (n - 1)}}.
-
-    Positive: filters are more parallel than chance; negative: more orthogonal. |z| < 3 is what random
-    weights show; the law of :math:`z` is near normal for many filters and skewed to the right for few.
+    with the exact :math:`\sigma` of :func:`alignment_deviation`. Positive if filters are more parallel than
+    random directions, negative if they are more orthogonal. Random weights have |z| < 3; the law of :math:`z`
+    is nearly normal for many filters and skewed to the right for few.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -225,13 +245,14 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
         >>> gonio.geometry.alignment_zscore(torch.eye(4))
         tensor(-2.4495)
     """
-    value, pairs, d = alignment(matrix), _pairs(matrix), matrix.shape[-1]
-    deviation = 2 * ((d - 1) / ((d + 2) * pairs.clamp_min(1))).sqrt()
-    return torch.where(deviation > 0, (value - 1) / deviation.masked_fill(deviation == 0, 1), 0.0)
+    excess = alignment(matrix) - 1
+    pairs = (_ordered_pairs(matrix) / 2).clamp_min(1)
+    deviation = alignment_variance(pairs, matrix.shape[-1]).sqrt()
+    return torch.where(deviation > 0, excess / deviation.masked_fill(deviation == 0, 1), 0.0)
 
 
-def _pairs(matrix: Tensor) -> Tensor:
-    """n(n−1) over the filters that have a direction."""
+def _ordered_pairs(matrix: Tensor) -> Tensor:
+    """n(n−1) for the n filters that are not zero."""
     directions = (filter_norms(matrix.detach()) > 0).sum(-1).to(widen(matrix).dtype)
     return directions * (directions - 1)
 
@@ -240,7 +261,80 @@ def _check_pairs(matrix: Tensor, function: str) -> None:
     check_matrix(matrix, function)
     if matrix.shape[-2] < 2:
         raise InvalidArgumentError(
-            f"{function}() compares pairs of filters, so it needs at least 2 rows",
+            f"{function}() compares pairs of filters and needs at least 2 rows",
             f"shape {tuple(matrix.shape)}",
-            "A layer with one output has no pairs; leave it out.",
+            "Exclude layers with a single output.",
         )
+
+
+def sign_similarity(matrix: Tensor) -> Tensor:
+    r"""Expected product of the signs of two filters' outputs, :math:`\vartheta_{ij} = 1 - 2\theta_{ij}/\pi`.
+
+    .. math:: \vartheta_{ij} = E_x[\operatorname{sgn}(w_i^\top x)\operatorname{sgn}(w_j^\top x)]
+
+    for inputs of uniformly random direction: 1 for parallel filters, 0 for orthogonal, −1 for opposite ones.
+
+    Shape:
+        - ``matrix``: (n, d) or (groups, n, d).
+        - output: (n, n) or (groups, n, n), in float32 at least.
+
+    Invariances:
+        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+
+    Example:
+        >>> gonio.geometry.sign_similarity(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([[1.0000, 0.5000],
+                [0.5000, 1.0000]])
+
+    References:
+        [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
+    """
+    return 1 - angles(matrix) * (2 / pi)
+
+
+def hyperplanes(d: int, bits: int, like: Tensor, seed: int) -> Tensor:
+    """Normals of `bits` random hyperplanes as columns, (d, bits); the same on every device."""
+    normals = torch.randn(d, bits, generator=generator(seed, "hyperplanes", d, bits))
+    return normals.to(widen(like))
+
+
+def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
+    r"""The side of `bits` random hyperplanes on which each vector lies.
+
+    Two vectors at angle :math:`\theta` differ in each bit with probability :math:`p = \theta/\pi`, independently,
+    so the share of differing bits estimates :math:`p` with standard deviation
+    :math:`\sqrt{p(1-p)/\text{bits}}`. A bit is set if the projection is ≥ 0, also for the zero vector.
+
+    Use hashes to find candidates and to store directions in few bytes, not to *estimate* angles: 512 bits have
+    an error of 4° (root mean square); a product of the unit vectors in bfloat16 has one of 0.007° and takes
+    about as long as comparing the hashes of all pairs.
+
+    Args:
+        vectors: one per row.
+        bits: number of hyperplanes.
+        seed: of the hyperplanes; only hashes with equal seed and number of bits can be compared.
+
+    Shape:
+        - ``vectors``: (n, d) or (groups, n, d).
+        - output: (n, bits) or (groups, n, bits), bool.
+
+    Invariances:
+        Rescaling vectors by positive factors; the negated vector has the complement, except at projections of 0.
+
+    Raises:
+        InvalidArgumentError: for `bits` below 1, or another rank.
+
+    Example:
+        >>> bits = gonio.geometry.sign_hash(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 4096)
+        >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
+        0.5
+
+    See also:
+        :func:`near_duplicates`, which finds candidates by such bits; :func:`angles`, exact.
+    """
+    check_matrix(vectors, "sign_hash")
+    if bits < 1:
+        raise InvalidArgumentError("sign_hash() needs bits >= 1", f"bits={bits}", "Use 64 or more.")
+    vectors = whole(vectors)
+    with full_precision(vectors):
+        return widen(vectors.detach()) @ hyperplanes(vectors.shape[-1], bits, vectors, seed) >= 0

@@ -1,4 +1,4 @@
-"""What random directions look like: the laws that measurements are held against.
+"""Laws of random directions and random matrices, against which measurements are compared.
 
 For two independent uniform directions in :math:`d` dimensions the angle has density proportional to
 :math:`\\sin^{d-2}\\theta`, so :math:`E\\cos = 0`, :math:`E\\cos^2 = 1/d`. Cosines of different pairs among
@@ -8,7 +8,9 @@ For two independent uniform directions in :math:`d` dimensions the angle has den
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import acos, lgamma, log, pi, sqrt
+from functools import lru_cache
+from math import acos, exp, expm1, inf, lgamma, log, pi, sqrt
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +19,25 @@ from gonio.errors import InvalidArgumentError
 
 __all__ = [
     "MarchenkoPastur",
+    "SpectrumDeviation",
     "alignment_deviation",
+    "alignment_variance",
     "expected_coherence",
+    "expected_pairs_above",
     "marchenko_pastur",
     "random_angle_density",
+    "random_angle_std",
+    "random_coherence",
+    "random_largest_singular_value",
+    "random_orthogonality_defect",
+    "random_spectrum_distance",
+    "spectrum_deviation",
     "welch_bound",
 ]
+
+TRACY_WIDOM = 3.2724  # 0.999 quantile of the Tracy–Widom law of order 1
+LAW_POINTS = 4096  # of the Marchenko–Pastur distribution function
+Number = TypeVar("Number", float, Tensor)
 
 
 def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
@@ -56,10 +71,39 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
             "random_angle_density() needs dim >= 2", f"dim={dim}", "In one dimension angles are 0 or π."
         )
     theta = torch.as_tensor(theta)
-    log_constant = lgamma(dim / 2) - lgamma((dim - 1) / 2) - 0.5 * log(pi)
     inside = (theta >= 0) & (theta <= pi)
     sine = theta.sin().clamp_min(0)
-    return torch.exp(torch.special.xlogy(dim - 2, sine) + log_constant) * inside
+    return torch.exp(torch.special.xlogy(dim - 2, sine) + _log_density_at_right_angle(dim)) * inside
+
+
+def _log_density_at_right_angle(dim: int) -> float:
+    return lgamma(dim / 2) - lgamma((dim - 1) / 2) - 0.5 * log(pi)
+
+
+@lru_cache(maxsize=4096)
+def random_angle_std(dim: int) -> float:
+    r"""Standard deviation in degrees of the angle between two random directions, about :math:`57.3/\sqrt{d}`.
+
+    Example:
+        >>> from gonio.geometry.chance import random_angle_std
+        >>> round(random_angle_std(2), 2), round(random_angle_std(576), 2)
+        (51.96, 2.39)
+    """
+    if dim < 2:
+        return 90.0
+    theta = (torch.arange(20_000, dtype=torch.float64) + 0.5) * (pi / 20_000)
+    weight = random_angle_density(theta, dim)
+    weight = weight / weight.sum()
+    return float(torch.rad2deg((weight * (theta - pi / 2).square()).sum().sqrt()))
+
+
+def alignment_variance(pairs: Number, dim: int) -> Number:
+    r"""Variance of the :func:`alignment` of random directions over :math:`N` unordered pairs; exact.
+
+    :math:`\sigma^2 = 2(d - 1) / ((d + 2) N)`, from :math:`\operatorname{Var}\cos^2 = 2(d - 1) / (d^2 (d + 2))` and
+    the pairwise independence of the cosines.
+    """
+    return 2 * (dim - 1) / ((dim + 2) * pairs)
 
 
 def alignment_deviation(n: int, d: int) -> float:
@@ -77,7 +121,7 @@ def alignment_deviation(n: int, d: int) -> float:
         0.0314
     """
     _check_counts("alignment_deviation", n, d, least=2)
-    return 2 * sqrt((d - 1) / ((d + 2) * n * (n - 1)))
+    return sqrt(alignment_variance(n * (n - 1) / 2, d))
 
 
 def expected_coherence(n: int, d: int) -> float:
@@ -85,10 +129,9 @@ def expected_coherence(n: int, d: int) -> float:
 
     .. math:: E\mu \approx \int_0^{\pi/2} \big(1 - (1 - Q(\theta))^{n(n-1)/2}\big) \sin\theta \, d\theta
 
-    with :math:`Q(\theta)` the chance that a random pair is within :math:`\theta` of parallel or opposite.
-    Treats all pairs as independent, which they are two by two; simulations from (n, d) = (5, 3) to (1000, 100)
-    agree within their error of 1 %. Roughly :math:`\sqrt{4 \ln n / d}` in high dimensions: the level below
-    which coherence is what chance gives.
+    with :math:`Q(\theta)` the probability that a random pair is within :math:`\theta` of parallel or opposite.
+    All pairs are treated as independent, which they are pairwise; simulations from (n, d) = (5, 3) to (1000, 100)
+    agree within their error of 1 %. Roughly :math:`\sqrt{4 \ln n / d}` in high dimensions.
 
     Raises:
         InvalidArgumentError: for fewer than two directions, or less than two dimensions.
@@ -111,6 +154,70 @@ def expected_coherence(n: int, d: int) -> float:
     close = torch.cat([close.new_zeros(1), close]).clamp(0, 1)
     some_pair = -torch.expm1(pairs * torch.log1p(-close.clamp_max(1 - 1e-16)))
     return float(torch.trapezoid(some_pair * theta.sin(), theta))
+
+
+@lru_cache(maxsize=4096)
+def random_coherence(pairs: int, dim: int, *, quantile: float = 0.5) -> float:
+    r"""A quantile of the largest :math:`|\cos|` among so many pairs of random directions; the median by default.
+
+    The :math:`t` with :math:`(1 - P(|\cos| > t))^N = q`, all pairs treated as independent as in
+    :func:`expected_coherence`, and :math:`P(|\cos| > t) = I_{1-t^2}(\tfrac{d-1}{2}, \tfrac12)`.
+
+    Example:
+        >>> from gonio.geometry.chance import random_coherence
+        >>> round(random_coherence(64 * 63 // 2, 576), 3)
+        0.149
+    """
+    if dim < 2 or pairs < 1:
+        return 1.0
+    target = -expm1(log(quantile) / pairs)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_above(middle, dim) > target else (low, middle)
+    return (low + high) / 2
+
+
+def expected_pairs_above(cosine: float, pairs: int, dim: int) -> float:
+    """Expected number, among so many pairs of random directions, with an absolute cosine above `cosine`."""
+    return pairs * _probability_above(cosine, dim) if dim > 1 else float(pairs)
+
+
+def _probability_above(cosine: float, dim: int) -> float:
+    """P(|cos θ| > cosine), as twice the integral of the angle's density from 0 to the arc cosine."""
+    # Substituting x = sin θ makes the integrand x^(d−2)/√(1−x²); scaled by its end point it cannot underflow.
+    end = sqrt(max(0.0, 1.0 - cosine * cosine))
+    if end in (0.0, 1.0):
+        return end
+    # x = end·(1 − s)^(1/(d−1)) turns x^(d−2) dx into a constant: ∫ = end^(d−1)/(d−1) · mean of 1/√(1−x²).
+    s = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    x = end * (1 - s).pow(1 / (dim - 1))
+    mean = float((1 - x * x).rsqrt().mean())
+    return min(1.0, 2 * exp(_log_density_at_right_angle(dim) + (dim - 1) * log(end)) / (dim - 1) * mean)
+
+
+def welch_bound(n: int, d: int) -> float:
+    r"""Smallest possible coherence of `n` filters in `d` dimensions.
+
+    .. math:: \mu \ge \sqrt{\frac{n - d}{d\,(n - 1)}} \quad (n > d), \qquad 0 \text{ otherwise.}
+
+    Attained exactly by equiangular tight frames, for example three vectors at 120°.
+
+    Raises:
+        InvalidArgumentError: if `n` or `d` is below 1.
+
+    Example:
+        >>> gonio.geometry.welch_bound(3, 2)
+        0.5
+        >>> gonio.geometry.welch_bound(3, 3)
+        0.0
+
+    References:
+        [1] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
+        20(3), 1974. The bound for k = 1.
+    """
+    _check_counts("welch_bound", n, d, least=1)
+    return sqrt((n - d) / (d * (n - 1))) if n > d else 0.0
 
 
 def _check_counts(function: str, n: int, d: int, *, least: int) -> None:
@@ -146,12 +253,12 @@ class MarchenkoPastur:
 
 
 def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPastur:
-    r"""Where the singular values of a random `rows` × `cols` matrix with independent entries lie.
+    r"""Limit law of the singular values of a random `rows` × `cols` matrix with independent entries.
 
     .. math:: s \in \sigma\,[\sqrt M - \sqrt m,\; \sqrt M + \sqrt m], \qquad M, m = \text{larger, smaller side}
 
     for entries of mean 0 and standard deviation :math:`\sigma` of any law with finite fourth moment, as the
-    sides grow. Singular values above ``upper`` are what training (or a non-zero mean) has put there.
+    sides grow. Training or a non-zero mean puts singular values above ``upper``.
 
     Args:
         rows: filters.
@@ -173,7 +280,9 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
     """
     _check_counts("marchenko_pastur", rows, cols, least=1)
     if not std > 0:
-        raise InvalidArgumentError("marchenko_pastur() needs std > 0", f"std={std}", "Pass the entries' deviation.")
+        raise InvalidArgumentError(
+            "marchenko_pastur() needs std > 0", f"std={std}", "Pass the entries' standard deviation."
+        )
     small, large = sorted((rows, cols))
     return MarchenkoPastur(
         lower=std * (sqrt(large) - sqrt(small)),
@@ -183,25 +292,107 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
     )
 
 
-def welch_bound(n: int, d: int) -> float:
-    r"""Least possible coherence of `n` filters in `d` dimensions.
+@dataclass(frozen=True)
+class SpectrumDeviation:
+    """Singular values of some matrices of one size compared with those of random matrices.
 
-    .. math:: \mu \ge \sqrt{\frac{n - d}{d\,(n - 1)}} \quad (n > d), \qquad 0 \text{ otherwise.}
+    Attributes:
+        distance: Kolmogorov distance of the squared singular values from the law of Marchenko and Pastur, in [0, 1].
+        outliers: number of singular values above :func:`random_largest_singular_value`.
+        outlier_share: share of the squared Frobenius norm in the outliers.
+        defect: root mean square of :math:`s_i^2 / \\overline{s^2} - 1`.
+    """
 
-    Attained exactly by equiangular tight frames, for example three vectors at 120°.
+    distance: float
+    outliers: int
+    outlier_share: float
+    defect: float
 
-    Raises:
-        InvalidArgumentError: if `n` or `d` is below 1.
 
-    Example:
-        >>> gonio.geometry.welch_bound(3, 2)
-        0.5
-        >>> gonio.geometry.welch_bound(3, 3)
-        0.0
+def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviation | None:
+    r"""Compare all singular values of some `rows` × `cols` matrices with those of random matrices.
+
+    Random means independent entries of mean 0 and of the root mean square that the matrices have together, so a
+    common scale has no effect. None for a single row or column.
+
+    Args:
+        values: all singular values of all matrices, in any order.
+        rows: filters of one matrix.
+        cols: inputs of each.
 
     References:
-        [1] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
-        20(3), 1974. The bound for k = 1.
+        [1] V. Marchenko, L. Pastur, "Distribution of eigenvalues for some sets of random matrices", Math. USSR
+        Sb. 1(4), 1967.
     """
-    _check_counts("welch_bound", n, d, least=1)
-    return sqrt((n - d) / (d * (n - 1))) if n > d else 0.0
+    small, large = sorted((rows, cols))
+    largest = float(values.max())
+    if small < 2 or not 0 < largest < inf:
+        return None
+    squares = (values.double().flatten().sort().values / largest).square()
+    squares = squares / squares.mean()  # of mean 1, as under the law
+    outlying = squares > random_largest_singular_value(rows, cols) ** 2
+    return SpectrumDeviation(
+        distance=_kolmogorov_distance(squares, small / large),
+        outliers=int(outlying.sum()),
+        outlier_share=float(squares[outlying].sum() / squares.sum()),
+        defect=float((squares - 1).square().mean().sqrt()),
+    )
+
+
+def random_largest_singular_value(rows: int, cols: int) -> float:
+    r"""0.999 quantile of the largest singular value of a random matrix, over the root of the larger side.
+
+    :math:`s_{\max}^2` is near :math:`\mu + \sigma\, TW_1` with :math:`\mu = (\sqrt{n - \frac12} + \sqrt{d -
+    \frac12})^2` and :math:`\sigma = \sqrt\mu\,((n - \frac12)^{-1/2} + (d - \frac12)^{-1/2})^{1/3}`, for entries of
+    variance 1.
+
+    Example:
+        >>> from gonio.geometry.chance import random_largest_singular_value
+        >>> round(random_largest_singular_value(1000, 1000), 3)  # the edge of the law is 2
+        2.02
+
+    References:
+        [1] I. Johnstone, "On the distribution of the largest eigenvalue in principal components analysis", Ann.
+        Statist. 29(2), 2001, Theorem 1.1. [2] Z. Ma, "Accuracy of the Tracy–Widom limits for the extreme eigenvalues
+        in white Wishart matrices", Bernoulli 18(1), 2012 (the halves, which make it hold for small sides).
+    """
+    a, b = sqrt(rows - 0.5), sqrt(cols - 0.5)
+    mean = (a + b) ** 2
+    deviation = (a + b) * (1 / a + 1 / b) ** (1 / 3)
+    return sqrt((mean + TRACY_WIDOM * deviation) / max(rows, cols))
+
+
+def random_spectrum_distance(rows: int, cols: int) -> float:
+    r"""Mean ``distance`` of one random matrix, :math:`(0.35 + 0.41 \ln m) / m` for the smaller side m.
+
+    Fitted to simulations with 2 to 256 rows and ratios of the sides from 1 to 1000; it does not depend on the ratio.
+    """
+    small = min(rows, cols)
+    return (0.35 + 0.41 * log(small)) / small
+
+
+def random_orthogonality_defect(rows: int, cols: int) -> float:
+    r"""``defect`` of normal entries: :math:`\sqrt{(m + 1) / M}` for the smaller and the larger side."""
+    small, large = sorted((rows, cols))
+    return sqrt((small + 1) / large)
+
+
+def _kolmogorov_distance(squares: Tensor, ratio: float) -> float:
+    """Largest difference of the distribution functions; the squares in ascending order."""
+    n = len(squares)
+    angle = torch.acos(((squares - 1 - ratio) / (2 * sqrt(ratio))).clamp(-1, 1))
+    expected = 1 - _share_above(ratio)[(angle / pi * LAW_POINTS).round().long()]
+    steps = torch.arange(n + 1, dtype=torch.float64, device=squares.device) / n
+    expected = expected.to(squares.device)
+    return float(torch.maximum((steps[1:] - expected).max(), (expected - steps[:-1]).max()))
+
+
+@lru_cache(maxsize=256)
+def _share_above(ratio: float) -> Tensor:
+    """Probability above λ = 1 + c + 2√c cos φ, for φ from 0 to π, in which the law has a smooth density."""
+    phi = torch.linspace(0, pi, LAW_POINTS + 1, dtype=torch.float64)
+    density = 2 * phi.sin().square() / (pi * (1 + ratio + 2 * sqrt(ratio) * phi.cos()).clamp_min(1e-300))
+    density[-1] = 2 * (ratio == 1) / pi  # its limit there
+    density = torch.where(torch.isfinite(density), density, 0.0)
+    above = torch.cat([density.new_zeros(1), torch.cumulative_trapezoid(density, phi)])
+    return above / above[-1]

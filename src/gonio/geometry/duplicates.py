@@ -1,25 +1,57 @@
-"""Pairs of nearly parallel or nearly opposite vectors, in small sets exactly and in large ones by hashing."""
+"""Pairs of nearly parallel or nearly opposite vectors: exact in small sets, by sign hashing in large ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from math import pi
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.banding import BUCKET_LIMIT, candidates, cheapest_search
-from gonio.geometry.norms import least_norm
-from gonio.geometry.precision import full_precision, whole, widen
+from gonio.geometry.angles import hyperplanes
+from gonio.geometry.blocks import BLOCK, row_blocks, row_directions, rows_at
+from gonio.geometry.norms import flat_filters, full_precision, least_norm, whole, widen
+from gonio.seeding import generator
 
-__all__ = ["NearDuplicates", "near_duplicates"]
+__all__ = ["NEAR", "NearDuplicates", "NearPairs", "near_duplicates", "near_pairs"]
 
-EXACT_SIZE = 8192  # up to it the Gram matrix costs no more than planning a search
-BLOCK = 1024  # rows and columns of one Gram block
+EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
+GRAM_BLOCK = 1024  # rows and columns of one Gram block
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
+
+# Note [Banded sign hashing]
+# A pool of m random hyperplanes gives each vector m sign bits. Each of L bands reads k of them, at places of
+# its own, as the number of a bucket. Near vectors share a bucket in some band with a known probability, other
+# vectors rarely do; vectors that share a bucket are compared exactly.
+BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
+POOLS = (256, 512, 1024)
+BITS = range(8, 25, 2)  # per band; keys are summed in float32, whose integers are exact to 2^24
+MAX_BANDS = 512
+SAMPLE = 512  # vectors on each side of the pairs from which the cost is estimated
+STEPS = 16  # every such angle at the threshold is used
+ROW_CHUNK = 1 << 11  # vectors hashed at once
+MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
+
+# Note [Costs]
+# In multiplications inside a matrix product (13 ps on one core of a Zen 4): testing one entry of a Gram
+# block; sorting and comparing one key; gathering and verifying one candidate, in all and per dimension.
+# On another machine the ratios differ, which moves the change between exact and hashed search, and no result.
+ENTRY_COST, KEY_COST, CANDIDATE_COST, GATHER_COST = 25.0, 1800.0, 6000.0, 190.0
+
+# Note [Sketch]
+# Projected onto k Gaussian directions, a pair with the cosine c has one with mean c and standard deviation
+# (1 − c²)/√k: at 0.95 and k = 256 that is 0.006, so the candidates miss fewer than one pair in 10⁶ at the
+# threshold, and none that is nearer. Random directions in 256 dimensions never reach 0.92. The cosine of every
+# candidate is then computed from the vectors themselves.
+NEAR = 0.95  # |cosine| from which two filters count as near duplicates in measurements
+SKETCH = 256  # directions onto which longer vectors are projected
+SKETCH_COSINE = 0.92  # |cosine| of the projections from which a pair is a candidate
+SEARCHED = 1 << 26  # entries of the searched vectors, in float32 at once, up to which near_pairs searches
 
 
 @dataclass(frozen=True)
@@ -37,8 +69,8 @@ class NearDuplicates:
     cosine: float  # the threshold
     vectors: int
     method: Literal["exact", "hashed"]
-    recall: float  # expected share of pairs at exactly the threshold that is found; pairs above fare better
-    capped: int  # vectors that were not compared with all candidates, because too many are alike; 0 means none
+    recall: float  # expected share of the pairs exactly at the threshold that is found; higher for nearer pairs
+    capped: int  # vectors not compared with all their candidates, because too many are alike
 
     def __str__(self) -> str:
         opposite = int((self.cosines < 0).sum())
@@ -56,30 +88,30 @@ class NearDuplicates:
 def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
-    Small sets, and those in which hashing would cost more, are searched exactly in blocks of the Gram matrix,
-    never holding it whole. Others are searched by sign hashing: of a pool of :math:`m` sign bits each of
-    :math:`L` bands reads :math:`k` and sorts the vectors into buckets; vectors in one bucket are compared
-    exactly, so there are no false pairs. A pair at angle :math:`\theta` is found with probability
+    Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix.
+    Other sets are searched by banded sign hashing: each of :math:`L` bands reads :math:`k` of :math:`m` sign
+    bits and sorts the vectors into buckets; vectors in one bucket are compared exactly, so there are no false
+    pairs. A pair at angle :math:`\theta` is found with probability
 
     .. math::
-        1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi),
+        1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi).
 
-    and the cheapest :math:`m, k, L` of the asked recall at the threshold are taken, foreseen from a sample of
-    the vectors' own pairs. Vectors with a common direction are centred, for hashing only, where that is
-    cheaper. Of more than 256 copies of one vector each is compared with 256 others, which the result says.
+    The cheapest :math:`m, k, L` with the requested recall at the threshold are used, with costs estimated from
+    a sample of the pairs. Vectors with a common direction are centred for hashing where that is cheaper. Of
+    more than 256 copies of one vector each is compared with 256 others (``capped`` counts such vectors).
 
-    An antipode computes the same feature up to sign under odd or linear units, and another one under ReLU;
-    the sign of the cosine tells which it is. Zero vectors have no direction and are in no pair.
+    An antipode computes the same feature up to sign under odd or linear units, but not under ReLU; the sign
+    of the cosine distinguishes them. Zero vectors have no direction and are in no pair.
 
     Args:
-        vectors: one per row, (n, d).
+        vectors: one per row, (n, d); or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
         cosine: smallest absolute cosine, in (0, 1]. Cosines have float32 rounding: pairs within 1e-6 of the
             threshold may fall on either side.
-        recall: what hashing must expect to find of the pairs at the threshold, in (0, 1).
+        recall: least expected share of the pairs at the threshold that hashing finds, in (0, 1).
         seed: of the hyperplanes.
 
     Returns:
-        A :class:`NearDuplicates`; its ``method``, ``recall`` and ``capped`` say how the search was made.
+        A :class:`NearDuplicates` with the pairs, their cosines, and the method and recall of the search.
 
     Raises:
         InvalidArgumentError: for another rank, non-finite entries, or arguments out of range.
@@ -93,24 +125,10 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
         [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
         [2] J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets", §3.4 (banding).
     """
-    vectors = whole(vectors)
-    _check(vectors, cosine, recall)
-    with torch.no_grad(), full_precision(vectors):
-        unit, kept = _directions(vectors.detach())
-        least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
-        search = cheapest_search(unit, cosine, recall, seed) if len(unit) > EXACT_SIZE else None
-        if search is None:
-            pairs, cosines, capped = _exact(unit, least)
-            return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "exact", 1.0, capped)
-        codes, capped = candidates(unit, search, seed)
-        pairs, cosines = _verified(unit, codes, least)
-        return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
-
-
-def _check(vectors: Tensor, cosine: float, recall: float) -> None:
+    vectors = flat_filters(whole(vectors))
     if vectors.ndim != 2:
         raise InvalidArgumentError(
-            "near_duplicates() takes one matrix (n, d), one vector per row",
+            "near_duplicates() takes one matrix (n, d), one vector per row, or the weight of a convolution",
             f"shape {tuple(vectors.shape)}",
             "Search each group of a layer on its own, with gonio.geometry.matrix_view().",
         )
@@ -120,10 +138,20 @@ def _check(vectors: Tensor, cosine: float, recall: float) -> None:
             f"cosine={cosine}, recall={recall}",
             "Use for example cosine=0.95, recall=0.995.",
         )
+    with torch.no_grad(), full_precision(vectors):
+        unit, kept = _directions(vectors.detach())
+        least = min(cosine, 1 - ROUNDING)  # equal rows have a cosine of 1 up to rounding
+        search = cheapest_search(unit, cosine, recall, seed) if len(unit) > EXACT_SIZE else None
+        if search is None:
+            pairs, cosines, capped = _exact_search(unit, least)
+            return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "exact", 1.0, capped)
+        codes, capped = _candidates(unit, search, seed)
+        pairs, cosines = _verified(unit, codes, least)
+        return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
 
 
 def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit rows, and which rows these are: zero rows have none. Few passes, for sets of gigabytes."""
+    """Unit vectors of the rows that have a direction, and the numbers of these rows; in few passes over memory."""
     wide = widen(vectors)
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     if not bool(norms.isfinite().all()):  # NaN and infinity, or squares beyond the dtype
@@ -135,17 +163,17 @@ def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / norms if len(kept) == len(wide) else wide[kept] / norms[kept]), kept
 
 
-def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
-    """Blocks of the upper triangle; only hits are kept. Also how many rows were left when memory had no room."""
+def _exact_search(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
+    """Pairs and cosines from blocks of the upper triangle, and the number of last rows left out to bound memory."""
     n = len(unit)
     pairs, cosines = [unit.new_zeros(0, 2, dtype=torch.long)], [unit.new_zeros(0)]
     room, left = max(EXACT_SIZE**2 // 2, n * BUCKET_LIMIT), 0
-    for i, j in combinations_with_replacement(range(0, n, BLOCK), 2):
+    for i, j in combinations_with_replacement(range(0, n, GRAM_BLOCK), 2):
         if room < 0:
             left = n - i
             break
-        gram = unit[i : i + BLOCK] @ unit[j : j + BLOCK].mT
-        # Most rows have no hit; two reductions find those that have in a quarter of the time.
+        gram = unit[i : i + GRAM_BLOCK] @ unit[j : j + GRAM_BLOCK].mT
+        # Most rows have no hit; two reductions find the rows that have one in a quarter of the time.
         rows = ((gram.amax(1) >= cosine) | (gram.amin(1) <= -cosine)).nonzero()
         hit = (gram[rows[:, 0]].abs() >= cosine).nonzero()
         hit[:, :1] = rows[hit[:, 0]]
@@ -154,10 +182,10 @@ def _exact(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
         pairs.append(hit + hit.new_tensor([i, j]))
         cosines.append(gram[hit[:, 0], hit[:, 1]])
         room -= len(hit)
-    return *_in_order(torch.cat(pairs), torch.cat(cosines), n), left
+    return *_sorted_pairs(torch.cat(pairs), torch.cat(cosines), n), left
 
 
-def _in_order(pairs: Tensor, cosines: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _sorted_pairs(pairs: Tensor, cosines: Tensor, n: int) -> tuple[Tensor, Tensor]:
     order = (pairs[:, 0] * n + pairs[:, 1]).argsort()
     return pairs[order], cosines[order].clamp(-1, 1)
 
@@ -171,4 +199,231 @@ def _verified(unit: Tensor, codes: Tensor, cosine: float) -> tuple[Tensor, Tenso
         hit = dots.abs() >= cosine
         pairs.append(torch.stack([i[hit], j[hit]], -1))
         cosines.append(dots[hit])
-    return _in_order(torch.cat(pairs), torch.cat(cosines), len(unit))
+    return _sorted_pairs(torch.cat(pairs), torch.cat(cosines), len(unit))
+
+
+# --- planning a search ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Search:
+    """Parameters of a search by hashing, with its expected recall and cost."""
+
+    pool: int  # hyperplanes
+    bits: int  # per band
+    bands: int
+    mean: Tensor | None  # subtracted before hashing
+    recall: float  # expected share of the pairs at the threshold
+    cost: float  # per vector, see Note [Costs]
+
+
+def cheapest_search(unit: Tensor, cosine: float, recall: float, seed: int) -> Search | None:
+    """The cheapest search with this recall, or None where comparing all pairs costs less.
+
+    The number of candidates is estimated from pairs in a sample of the vectors, so that vectors that crowd into
+    few buckets get more bits, or are centred, or are searched exactly.
+    """
+    n, d = unit.shape
+    order = torch.randperm(n, generator=generator(seed, "sample", n)).to(unit.device)
+    left, right = unit[order[:SAMPLE]].float(), unit[order[-SAMPLE:]].float()
+    mean = unit.mean(0).float()
+    plain = _PairModel.of(left, right, left.new_full((1,), cosine).acos())
+    # Centring leaves the distance of two vectors as it is and shortens them, which widens their angle.
+    half = ((1 - cosine) / 2) ** 0.5 / torch.linalg.vector_norm(left - mean, dim=-1)
+    centred = _PairModel.of(left - mean, right - mean, 2 * half.clamp_max(1).asin(), negated=-right - mean)
+    found = [*_searches(plain, n, d, recall, None), *_searches(centred, n, d, recall, mean)]
+    best = min(found, key=lambda search: search.cost, default=None)
+    return best if best is not None and best.cost < (n - 1) / 2 * (d + ENTRY_COST) else None
+
+
+@dataclass(frozen=True)
+class _PairModel:
+    """Probabilities for one random hyperplane and pairs of vectors."""
+
+    apart: Tensor  # that it separates pairs at the threshold
+    together: tuple[Tensor, Tensor]  # that it does not separate random pairs, and pairs of which one is negated
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, angles: Tensor, *, negated: Tensor | None = None) -> _PairModel:
+        same = _together(left, right)
+        opposite = 1 - same if negated is None else _together(left, negated)
+        return cls((angles.sort().values[::STEPS] / pi).cpu().double(), (same, opposite))
+
+
+def _together(a: Tensor, b: Tensor) -> Tensor:
+    a, b = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (a, b))
+    return 1 - (a @ b.mT).clamp(-1, 1).acos() / pi
+
+
+def _searches(pairs: _PairModel, n: int, d: int, recall: float, mean: Tensor | None) -> Iterator[Search]:
+    """One search per pool and number of bits that reaches the recall."""
+    copies = 1 if mean is None else 2  # without a mean a negated vector has the complementary bits
+    shares = {pool: _separating(pairs.apart, pool) for pool in POOLS}
+    for bits in BITS:
+        met = (n - 1) / 2 * sum(float(p.pow(bits).mean()) for p in pairs.together)
+        for pool in POOLS:
+            bands, expected = _bands(shares[pool], pool, bits, recall)
+            hashing = copies * (pool * (d + bands) + KEY_COST * bands)
+            cost = hashing + bands * met * (CANDIDATE_COST + GATHER_COST * d)
+            if expected >= recall:
+                yield Search(pool, bits, bands, mean, expected, cost)
+
+
+def _separating(apart: Tensor, pool: int) -> Tensor:
+    """Probability that 0, 1, … `pool` hyperplanes separate a pair: binomial, averaged over `apart`."""
+    h = torch.arange(pool + 1, dtype=torch.float64)
+    log_count = torch.lgamma(h.new_tensor(pool + 1.0)) - torch.lgamma(h + 1) - torch.lgamma(pool - h + 1)
+    p = apart.clamp(1e-300, 1 - 1e-12)[:, None]
+    return torch.exp(log_count + h * p.log() + (pool - h) * torch.log1p(-p)).mean(0)
+
+
+def _bands(share: Tensor, pool: int, bits: int, recall: float) -> tuple[int, float]:
+    r"""Fewest bands with this recall (or the largest number), and their recall.
+
+    A band of `k` bits reads none of the `h` hyperplanes that separate a pair with probability
+    :math:`\binom{m - h}{k} / \binom{m}{k}`, independently of the other bands once h is given.
+    """
+    h = torch.arange(pool + 1, dtype=torch.float64)
+    taken = torch.arange(bits, dtype=torch.float64)[:, None]
+    meet = ((pool - h - taken).clamp_min(0) / (pool - taken)).prod(0)
+    miss = torch.log1p(-meet)  # −∞ at h = 0: such a pair meets in every band
+
+    def expected(bands: int) -> float:
+        return 1 - float((share * torch.exp(bands * miss)).sum())
+
+    low, high = 0, MAX_BANDS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if expected(middle) >= recall else (middle, high)
+    return high, expected(high)
+
+
+# --- hashing --------------------------------------------------------------------------------------
+
+
+def _candidates(unit: Tensor, search: Search, seed: int) -> tuple[Tensor, int]:
+    """Distinct codes i·n + j, i < j, of vectors that share a bucket; and the number of vectors in crowded buckets."""
+    n = len(unit)
+    keys = _keys(unit, search, seed)
+    entries = torch.arange(keys.shape[1], device=unit.device)
+    # Copies of one vector share every bucket. Vectors that agree in many bands are compared once, and all but the
+    # last of a crowd are left out of the bands.
+    together = range(min(len(keys), 62 // search.bits))
+    joined = torch.stack([keys[k].long() << (k * search.bits) for k in together]).sum(0)
+    first, crowd = _meetings(joined.unique(return_inverse=True)[1], entries, n)
+    capped = torch.zeros(n, dtype=torch.bool, device=unit.device)
+    capped[crowd] = True
+    kept = (~capped[entries % n]).nonzero().squeeze(-1)
+    codes = [first]
+    for band in keys if len(kept) == len(entries) else keys[:, kept]:
+        found, crowd = _meetings(band, entries[kept], n)
+        codes.append(found)
+        capped[crowd] = True
+        if sum(map(len, codes)) > MERGE:  # crowded buckets yield the same pairs in every band
+            codes = [torch.unique(torch.cat(codes))]
+    return torch.unique(torch.cat(codes)), int(capped.sum())
+
+
+def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
+    """Buckets of each band, (bands, n), or (bands, 2n) with those of the negated vectors after the others.
+
+    Without centring a negated vector has the complementary bits, so key and complement share the smaller of
+    the two as bucket, and antipodes meet without a second copy.
+    """
+    normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
+    places = torch.rand(search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool))
+    places = places.topk(search.bits).indices
+    powers = 2.0 ** torch.arange(search.bits).expand_as(places)
+    reading = torch.zeros(search.bands, search.pool).scatter_(1, places, powers).mT.to(unit)
+    signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
+    keys = []
+    for part in (part for vectors in signed for part in vectors.split(ROW_CHUNK)):
+        projections = part @ normals
+        bits = torch.ge(projections, 0, out=projections)  # 1 or 0, as numbers
+        keys.append((bits @ reading).to(torch.int32))
+    joined = torch.cat(keys).mT.contiguous()
+    return torch.minimum(joined, (1 << search.bits) - 1 - joined) if search.mean is None else joined
+
+
+def _meetings(keys: Tensor, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Codes of pairs in equal buckets, and the vectors in buckets above the limit."""
+    # Key and entry in one number: sorting numbers alone is faster than sorting with indices, and buckets are in
+    # the order of the entries, so that crowded ones yield the same pairs in every band.
+    width = (2 * n).bit_length()
+    ordered = _sorted_((keys.long() << width).bitwise_or_(entries))
+    codes = [entries[:0]]
+    for shift in range(1, BUCKET_LIMIT + 1):
+        same = _same_key(ordered, shift, width)
+        if not len(same):
+            return torch.cat(codes), entries[:0]
+        a, b = ordered[same], ordered[same + shift]
+        codes.append(_codes(a & ((1 << width) - 1), b & ((1 << width) - 1), n))
+    crowded = ordered[_same_key(ordered, BUCKET_LIMIT + 1, width)]
+    return torch.cat(codes), (crowded & ((1 << width) - 1)) % n
+
+
+def _same_key(ordered: Tensor, shift: int, width: int) -> Tensor:
+    """Places whose key equals that of the place `shift` further on."""
+    return ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
+
+
+def _sorted_(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return x.sort().values
+    x.numpy().sort()  # in place; torch's sort always makes indices too
+    return x
+
+
+def _codes(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """i·n + j for entries of which at most one is a negated copy (index ≥ n) of another vector."""
+    useful = ((a < n) | (b < n)) & (a % n != b % n)
+    a, b = a[useful] % n, b[useful] % n
+    return torch.minimum(a, b) * n + torch.maximum(a, b)
+
+
+# --- very long vectors ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NearPairs:
+    """Pairs of rows, first < second, and their cosines, of at least :data:`NEAR` in absolute value."""
+
+    pairs: Tensor
+    cosines: Tensor
+
+
+def near_pairs(matrix: Tensor, *, name: str) -> NearPairs | None:
+    """:func:`near_duplicates` at :data:`NEAR` among very many or very long rows, in bounded memory.
+
+    Rows longer than :data:`SKETCH` are projected first, see Note [Sketch]. Rows with a non-finite entry are in
+    no pair. None if there are too many rows to search.
+
+    Args:
+        matrix: (n, d), in any floating-point dtype.
+        name: seeds the projection.
+    """
+    n, d = matrix.shape
+    if n * min(d, SKETCH) > SEARCHED:
+        return None
+    if d <= SKETCH:
+        found = near_duplicates(_zero_nonfinite(matrix.float()), cosine=NEAR)
+        return NearPairs(found.pairs, found.cosines)
+    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name)).to(matrix.device)
+    sketch = torch.empty(n, SKETCH, device=matrix.device)
+    for start, rows in row_blocks(matrix):
+        sketch[start : start + len(rows)] = row_directions(_zero_nonfinite(rows)).float() @ onto
+    candidates = near_duplicates(sketch, cosine=SKETCH_COSINE).pairs
+    kept, cosines = [candidates[:0]], [matrix.new_zeros(0, dtype=torch.float32)]
+    for part in candidates.split(max(1, BLOCK // d)):
+        first, second = (row_directions(rows_at(matrix, part[:, side])) for side in (0, 1))
+        dots = (first * second).sum(-1)
+        near = dots.abs() >= NEAR
+        kept.append(part[near])
+        cosines.append(dots[near])
+    return NearPairs(torch.cat(kept), torch.cat(cosines))
+
+
+def _zero_nonfinite(rows: Tensor) -> Tensor:
+    """The rows with 0 for every row that has a non-finite entry."""
+    fine = torch.isfinite(rows).all(-1, keepdim=True)
+    return rows if bool(fine.all()) else torch.where(fine, rows, torch.zeros_like(rows))

@@ -1,22 +1,35 @@
-"""The largest singular value by Golub–Kahan bidiagonalisation: a tight lower bound in few products."""
+"""The largest singular value from few products of the matrix with vectors: tight lower bounds."""
 
 from __future__ import annotations
+
+from math import log, sqrt
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import check_finite, check_matrix, full_precision, whole, widen
+from gonio.geometry.blocks import row_blocks, safe_scale
+from gonio.geometry.norms import (
+    check_finite,
+    check_matrix,
+    full_precision,
+    matrix_vector,
+    normalize,
+    safe_norm,
+    whole,
+    widen,
+)
 from gonio.seeding import generator
 
-__all__ = ["spectral_norm"]
+__all__ = ["lanczos_error", "largest_singular_value", "spectral_norm"]
+
+CERTAINTY = 0.99  # of lanczos_error
 
 # Note [Golub–Kahan]
 # k steps from a start vector u on the smaller side give orthonormal bases U (k + 1 vectors) and V (k) with
 # W V = U B, B lower bidiagonal. The top singular value of B is the best lower bound in the two Krylov
-# spaces; power iteration keeps one vector of the same spaces, and needs the square of the number of steps
-# for the same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
+# spaces. Power iteration uses one vector of the same spaces, and needs the square of the number of steps for the
+# same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
 
 
 def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
@@ -28,7 +41,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 
     Args:
         matrix: see Shape.
-        steps: products; more tighten the bound.
+        steps: number of products; more steps tighten the bound.
         seed: of the start vector.
 
     Shape:
@@ -69,7 +82,7 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix; W has n ≤ d."""
     least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
     scale = torch.maximum(-least, most)
-    scale = scale.masked_fill(scale == 0, 1)  # products near 1, whatever unit the weights are in
+    scale = scale.masked_fill(scale == 0, 1)  # products near 1 at every scale of the weights
     start = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
     left = [normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)]
     right: list[Tensor] = []
@@ -96,15 +109,79 @@ def _top_of_bidiagonal(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _next_direction(x: Tensor, basis: list[Tensor], alphas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norm and unit vector of the part of the column `x` outside the basis; zero if that is rounding.
+    """Norm and unit vector of the component of the column `x` outside the basis; zero if it is rounding.
 
-    A residual of rounding size means that the Krylov space is complete; scaled up to a unit vector it would
-    be noise inside the basis.
+    A residual of rounding size means that the Krylov space is complete; normalised it would be noise.
     """
     scale = torch.stack([*alphas, safe_norm(x, -2)]).amax(0)
-    for _ in range(2 if basis else 0):  # "twice is enough": one pass leaves what cancellation left
+    for _ in range(2 if basis else 0):  # one pass leaves a component from cancellation; two are enough
         known = torch.cat(basis, -1)
         x = x - known @ (known.mT @ x)
     norm = safe_norm(x, -2)
     norm = norm * (norm > 32 * torch.finfo(x.dtype).eps * scale)
     return norm, normalize(x, -2) * (norm > 0).unsqueeze(-1)
+
+
+def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> float:
+    r"""A lower bound of :math:`\lVert W \rVert` by Lanczos steps on :math:`W^\top W` from a random start.
+
+    For weights that are not to be held in a wider dtype: each step reads the matrix once, block by block; for a
+    block C of rows :math:`C^\top (C v)` is added up. The basis is kept, and each new vector is orthogonalised
+    against it twice. :func:`lanczos_error` bounds the error.
+
+    Args:
+        matrix: (n, d) with finite entries, in any floating-point dtype.
+        name: seeds the start vector.
+        steps: products with the matrix and its transpose.
+
+    References:
+        [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
+    """
+    scale, basis, diagonal, off_diagonal = safe_scale(matrix), [], [], []
+    start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
+    v = normalize(start).to(matrix.device, torch.promote_types(matrix.dtype, torch.float32))
+    for _ in range(min(steps, *matrix.shape)):
+        basis.append(v)
+        image = _gram_times(matrix, v, scale)
+        diagonal.append(float(image @ v))
+        known = torch.stack(basis)
+        for _ in range(2):  # one pass leaves a component from cancellation
+            image -= known.mT @ (known @ image)
+        size = float(torch.linalg.vector_norm(image))
+        if size <= 1e-6 * max(diagonal):  # the Krylov space is complete
+            break
+        off_diagonal.append(size)
+        v = image / size
+    off = torch.tensor(off_diagonal[: len(diagonal) - 1], dtype=torch.float64)
+    tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+    return sqrt(max(0.0, float(torch.linalg.eigvalsh(tridiagonal)[-1]))) * scale
+
+
+def _gram_times(matrix: Tensor, v: Tensor, scale: float) -> Tensor:
+    total = torch.zeros_like(v)
+    for _, block in row_blocks(matrix):
+        if scale != 1:
+            block.div_(scale)
+        total += matrix_vector(block.mT, matrix_vector(block, v))
+    return total
+
+
+def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> float:
+    r"""Relative error of :func:`largest_singular_value` that is not exceeded with probability `certainty`.
+
+    With a start that is uniform on the sphere of :math:`\mathbb{R}^d`, k steps find the largest eigenvalue
+    :math:`\lambda` of :math:`W^\top W` up to :math:`\varepsilon \lambda` with a probability of at least
+    :math:`1 - 1.648 \sqrt d\, e^{-\sqrt\varepsilon (2k - 1)}` for every matrix. The error is relative to the
+    value found, and usually a hundred times smaller.
+
+    Example:
+        >>> from gonio.geometry.lanczos import lanczos_error
+        >>> round(lanczos_error(32, 4096), 4), round(lanczos_error(64, 4096), 4)
+        (0.011, 0.0027)
+
+    References:
+        [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
+        algorithms with a random start", SIAM J. Matrix Anal. Appl. 13(4), 1992, Theorem 4.2.
+    """
+    missed = (max(0.0, log(1.648 * sqrt(length) / (1 - certainty))) / (2 * steps - 1)) ** 2
+    return (1 - missed) ** -0.5 - 1 if missed < 1 else float("inf")

@@ -1,38 +1,56 @@
-"""Norms and unit vectors whose values and gradients are finite at zero."""
+"""Norms and unit vectors with finite values and gradients at zero, and how geometry computes: float32 at least,
+outside autocast, and on stacks of matrices."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from math import inf
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import check_matrix, widen
+from gonio.errors import InvalidArgumentError
 
-__all__ = ["filter_norms", "least_norm", "normalize", "safe_norm", "unit_vectors"]
+__all__ = [
+    "check_finite",
+    "check_matrix",
+    "computed_in",
+    "filter_norms",
+    "flat_filters",
+    "full_precision",
+    "least_norm",
+    "matrix_vector",
+    "normalize",
+    "safe_norm",
+    "unit_vectors",
+    "whole",
+    "widen",
+    "widest",
+]
 
 # Note [Zero vectors]
 # A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13
-# in float32 and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16 (its smallest normal number). Above it, first
-# and second derivatives of norm and direction, which grow as 1/|x| and 1/|x|², are representable with all
-# that is computed on the way (1/|x|³). No eps is added, so that norms of small filters are not biased.
+# in float32 and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16 (its smallest normal number). Above it, the
+# first and second derivatives of norm and direction, which grow as 1/|x| and 1/|x|², and their intermediates
+# (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
+SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
 
 
 def least_norm(dtype: torch.dtype) -> float:
     """Norm below which a vector of `dtype` counts as zero; see Note [Zero vectors]."""
-    computed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-    return max(2 * computed.tiny ** (1 / 3), torch.finfo(dtype).tiny)
+    return max(2 * torch.finfo(computed_in(dtype)).tiny ** (1 / 3), torch.finfo(dtype).tiny)
 
 
 def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     r"""Euclidean norm :math:`\lVert x \rVert = \sqrt{\sum x_i^2}` with a finite gradient at 0.
 
-    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. Unlike
-    ``torch.linalg.vector_norm`` it is fast over a channel dimension on CPU (plain multiply and sum).
+    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. Faster than
+    ``torch.linalg.vector_norm`` over a channel dimension on CPU (plain multiply and sum).
 
     Args:
-        x: any floating-point tensor. Norms above 1.8e19 in float32 overflow to infinity, and those
-            below :func:`least_norm` (4.5e-13 in float32) count as 0.
+        x: any floating-point tensor. Norms above 1.8e19 in float32 overflow to infinity, and norms
+            below ``least_norm`` (4.5e-13 in float32) count as 0.
         dim: the dimension(s) summed over.
         keepdim: keep them with size 1.
 
@@ -49,7 +67,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
 
 
 def _root(x: Tensor, dim: int | tuple[int, ...], keepdim: bool, least: float) -> tuple[Tensor, Tensor]:
-    """The norm, 1 where it counts as zero; and where that is."""
+    """The norm, replaced by 1 where it counts as zero, and the mask of these places."""
     square = (x * x).sum(dim, keepdim)
     zero = square < least * least
     return square.masked_fill(zero, 1).sqrt(), zero
@@ -81,9 +99,9 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
 
 
 def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`normalize` with a result in `dtype`, or else in float32 at least.
+    """:func:`normalize` with a result in `dtype`, by default float32 at least.
 
-    What counts as zero is decided by the dtype of `x`, which has to hold the gradient.
+    The dtype of `x`, which has to hold the gradient, decides which vectors count as zero.
     """
     wide = widen(x) if dtype is None else x.to(dtype)
     root, zero = _root(wide, dim, True, least_norm(x.dtype))
@@ -108,3 +126,106 @@ def filter_norms(matrix: Tensor) -> Tensor:
     """
     check_matrix(matrix, "filter_norms")
     return safe_norm(matrix, -1)
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which figures of a weight of `dtype` are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in float32 if it is narrower (float16, bfloat16, float8), else `x` itself.
+
+    Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3, so no
+    sum of squares is taken in half precision.
+
+    Raises:
+        InvalidArgumentError: if `x` is not a real floating-point tensor.
+    """
+    if not x.is_floating_point():
+        raise InvalidArgumentError(
+            "geometry works on real floating-point tensors",
+            f"dtype {x.dtype}",
+            "Convert it first, for example with .float(); a quantised weight must be dequantised.",
+        )
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def whole(x: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank, differentiably; any other tensor unchanged.
+
+    For functions that combine the weight with tensors of their own, which DTensor does not allow.
+    """
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
+
+
+def widest(x: Tensor) -> torch.dtype:
+    """float64 where the device has it, else float32 (Apple's MPS)."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast does not turn the matrix products of `x` into half precision."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def check_finite(matrix: Tensor, function: str) -> None:
+    """Raise if a decomposition of `matrix` would fail or return noise."""
+    if bool(torch.isfinite(matrix.detach().sum())):  # a non-finite entry makes the sum non-finite: one pass, no memory
+        return
+    bad = int((~torch.isfinite(matrix)).sum())
+    if bad:
+        raise InvalidArgumentError(
+            f"{function}() needs finite entries",
+            f"{bad} of {matrix.numel()} NaN or infinite",
+            "Find the training step that produced them.",
+        )
+
+
+def flat_filters(weight: Tensor) -> Tensor:
+    """The filters (out, in·kernel) of a 2-d or 3-d convolution's weight (out, in, *kernel); other tensors unchanged."""
+    return weight.flatten(1) if weight.ndim in (4, 5) else weight
+
+
+def check_matrix(matrix: Tensor, function: str) -> None:
+    """Raise unless `matrix` is one matrix (n, d) or a stack of matrices (groups, n, d)."""
+    if matrix.ndim not in (2, 3):
+        raise InvalidArgumentError(
+            f"{function}() takes a matrix (n, d), one filter per row, or a stack (groups, n, d)",
+            f"shape {tuple(matrix.shape)}",
+            "Turn a layer's weight into matrices with gonio.geometry.matrix_view(weight, layout).",
+        )
+
+
+def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
+    """matrix @ vector on all cores, for a matrix (rows, columns); for its transpose pass ``matrix.T``.
+
+    BLAS multiplies a matrix with a vector on a single core, which cannot saturate the memory bandwidth. As a
+    batch of as many blocks as there are threads, each core reads its own: up to twice as fast on two.
+
+    Example:
+        >>> from gonio.geometry.norms import matrix_vector
+        >>> matrix = torch.arange(6.0).view(2, 3)
+        >>> matrix_vector(matrix, torch.ones(3)), matrix_vector(matrix.T, torch.ones(2))
+        (tensor([ 3., 12.]), tensor([3., 5., 7.]))
+    """
+    if not matrix.is_cpu or matrix.numel() < SHARED_FROM or torch.compiler.is_compiling():
+        return torch.mv(matrix, vector)
+    stored = matrix if matrix.stride(1) == 1 else matrix.T
+    parts = _equal_parts(len(stored), torch.get_num_threads())
+    if parts == 1:
+        return torch.mv(matrix, vector)
+    blocks = stored.unflatten(0, (parts, -1))
+    if stored is matrix:
+        return torch.bmm(vector.expand(parts, 1, -1), blocks.mT).view(-1)
+    return torch.bmm(vector.view(parts, 1, -1), blocks).sum((0, 1))
+
+
+@lru_cache(maxsize=256)
+def _equal_parts(rows: int, threads: int) -> int:
+    """The largest number of equal blocks of rows, at most one per thread."""
+    return max(parts for parts in range(1, max(1, min(rows, threads)) + 1) if rows % parts == 0)

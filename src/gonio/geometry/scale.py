@@ -1,4 +1,4 @@
-"""How unevenly scale is spread over the layers of a chain, and what that costs."""
+"""Imbalance of scale between the layers of a chain, and the squared norm that it wastes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen, widest
+from gonio.geometry.norms import widen, widest
 
 __all__ = ["least_scale", "scale_imbalance"]
 
 
 def least_scale(weights: Iterable[Tensor]) -> Tensor:
-    r"""Least sum of squared norms among all ways to move scale between the layers.
+    r"""Smallest sum of squared norms over all rescalings :math:`\gamma_l` of the layers whose product is 1.
 
     .. math::
         \min_{\prod\gamma_l = 1} \sum_l \lVert \gamma_l W_l \rVert^2 = L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L}
 
     attained when all norms are equal (AM–GM). In a network with positively homogeneous activations all these
     weights, with biases scaled by the cumulative product, compute the same function. The gradient at one layer
-    grows as the inverse of its norm: beyond float16 for a layer far smaller than the others.
+    grows as the inverse of its norm and overflows float16 for a layer far smaller than the others.
 
     Raises:
         InvalidArgumentError: if there is no weight.
@@ -43,17 +43,17 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
 
     .. math:: \sum_l \lVert W_l \rVert^2 - L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L} \ge 0
 
-    0 exactly when all layers have the same norm. Weight decay can be lowered by that much without changing
-    the function of a positively homogeneous chain, which is why L2 alone says little about it.
+    0 exactly if all layers have the same norm. The L2 penalty of a positively homogeneous chain can be lowered
+    by that much without changing its function.
 
     Args:
         weights: one tensor per layer, of any shapes; tied weights once.
 
     Returns:
-        A scalar in float32 at least, differentiable. If a layer is zero, all of the rest is waste.
+        A scalar in float32 at least, differentiable. If a layer is zero, the sum of the squared norms.
 
     Invariances:
-        Permuting layers; not rescaling them, which is the point.
+        Permuting layers; not rescaling them.
 
     Raises:
         InvalidArgumentError: if there is no weight.
@@ -72,7 +72,7 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
 
 
 def _squares(weights: Iterable[Tensor], function: str) -> tuple[Tensor, torch.dtype]:
-    """Squared norms in float64, where they do not overflow and differences keep their digits; the result's dtype."""
+    """Squared norms in float64, in which they do not overflow or cancel, and the dtype of the result."""
     wide = [widen(w) for w in weights]
     if not wide:
         raise InvalidArgumentError(f"{function}() needs at least one weight", "none", "Pass the weights of a chain.")

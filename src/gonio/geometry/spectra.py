@@ -1,4 +1,4 @@
-"""Singular values and what they say: norms, ranks, conditioning, distance from orthogonality."""
+"""Singular values and figures computed from them: norms, ranks, conditioning, distance from orthogonality."""
 
 from __future__ import annotations
 
@@ -9,26 +9,40 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import check_finite, check_matrix, full_precision, whole, widen, widest
+from gonio.geometry.blocks import GramMatrix, row_blocks, safe_scale
+from gonio.geometry.lanczos import lanczos_error, largest_singular_value
+from gonio.geometry.norms import check_finite, check_matrix, full_precision, safe_norm, whole, widen, widest
+from gonio.seeding import generator
 
 __all__ = [
     "OrthogonalityDefect",
     "Spectrum",
+    "SpectrumEstimate",
     "condition_number",
     "effective_rank",
+    "energy_rank",
     "orthogonality_defect",
+    "shared_gram",
     "singular_values",
     "spectrum",
+    "spectrum_estimate",
     "stable_rank",
 ]
 
 # Note [Gram or SVD]
-# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but squares the
-# condition number: a singular value s is off by about 1e-15·s_max²/s. Below this ratio of eigenvalues
-# (s/s_max < 3e-6) the matrix is handed to the SVD, so every s > 1e-4·s_max is right to 1e-6 relative
-# and every smaller one to 1e-9·s_max absolute.
+# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but squares the condition
+# number: the error of a singular value s is about 1e-15·s_max²/s. If the ratio of eigenvalues is below this limit
+# (s/s_max < 3e-6) the SVD is used, so the relative error is below 1e-6 for s > 1e-4·s_max, and the absolute error
+# below 1e-9·s_max for smaller ones.
 GRAM_LIMIT = 1e-11
+
+# Of spectrum_estimate:
+EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
+DECOMPOSED = 1 << 22  # entries up to which a matrix is held in float64, so that small singular values are exact too
+SHARED = 128  # size of the smaller side from which only half of the Gram matrix is computed
+SMALL = 256  # size of the smaller side up to which its Gram matrix is always computed
+STEPS = 32  # of the Lanczos iteration for larger matrices
+LARGEST_RANK = 256  # largest energy_rank found without all singular values
 
 
 def singular_values(matrix: Tensor) -> Tensor:
@@ -46,7 +60,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         Permuting, flipping and rotating rows or columns.
 
     Raises:
-        InvalidArgumentError: for non-finite entries, which have no spectrum, or another rank.
+        InvalidArgumentError: for non-finite entries or another rank.
 
     Example:
         >>> gonio.geometry.singular_values(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
@@ -60,7 +74,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         if 0 in matrix.shape:
             return wide.new_zeros((*matrix.shape[:-2], min(matrix.shape[-2:])), dtype=widen(matrix).dtype)
         scale = wide.detach().abs().amax((-2, -1), keepdim=True)
-        scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 is no float64
+        scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 overflows
         return (_singular_values(wide / scale) * scale.squeeze(-1)).to(widen(matrix).dtype)
 
 
@@ -68,7 +82,7 @@ def _singular_values(matrix: Tensor) -> Tensor:
     eigenvalues = torch.linalg.eigvalsh(_small_gram(matrix)).flip(-1)
     if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
         return torch.linalg.svdvals(matrix)
-    zero = eigenvalues <= 0  # only where every eigenvalue is 0, or the Gram limit would have applied
+    zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
     return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
@@ -79,7 +93,7 @@ def _small_gram(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OrthogonalityDefect:
-    """Three sizes of the Gram matrix's deviation from the identity; see :func:`orthogonality_defect`."""
+    """Three norms of the deviation of the Gram matrix from the identity; see :func:`orthogonality_defect`."""
 
     entrywise: Tensor  # mean squared entry
     frobenius: Tensor
@@ -88,7 +102,7 @@ class OrthogonalityDefect:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values, computed once, and the figures that follow from them.
+    """Singular values, computed once, and the quantities that follow from them.
 
     Example:
         >>> gonio.geometry.spectrum(torch.diag(torch.tensor([2.0, 1.0]))).stable_rank
@@ -99,7 +113,7 @@ class Spectrum:
 
     @property
     def _relative(self) -> Tensor:
-        """Values over the largest, whose square may overflow; 0 for a zero matrix."""
+        """Values divided by the largest, so that squares do not overflow; 0 for a zero matrix."""
         top = self.values[..., :1]
         return self.values / top.masked_fill(top == 0, 1)
 
@@ -111,10 +125,7 @@ class Spectrum:
     @property
     def effective_rank(self) -> Tensor:
         """See :func:`effective_rank`."""
-        total = self._relative.sum(-1, keepdim=True)
-        share = self._relative / total.masked_fill(total == 0, 1)
-        share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
-        return torch.special.entr(share).sum(-1).exp() * (total.squeeze(-1) > 0)
+        return _entropy_rank(self._relative)
 
     @property
     def condition_number(self) -> Tensor:
@@ -135,7 +146,7 @@ class Spectrum:
 
 
 def spectrum(matrix: Tensor) -> Spectrum:
-    """All figures of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
+    """All quantities of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
 
     Raises:
         InvalidArgumentError: as :func:`singular_values`, and for a matrix without entries.
@@ -147,18 +158,26 @@ def spectrum(matrix: Tensor) -> Spectrum:
     """
     if matrix.numel() == 0:
         raise InvalidArgumentError(
-            "spectrum() needs a matrix with entries", f"shape {tuple(matrix.shape)}", "Leave empty layers out."
+            "spectrum() needs a matrix with entries", f"shape {tuple(matrix.shape)}", "Exclude empty layers."
         )
     return Spectrum(singular_values(matrix))
+
+
+def _entropy_rank(values: Tensor) -> Tensor:
+    """exp(−Σ p ln p) of the shares p of the values; 0 if all are 0."""
+    total = values.sum(-1, keepdim=True)
+    share = values / total.masked_fill(total == 0, 1)
+    share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
+    return torch.special.entr(share).sum(-1).exp() * (total.squeeze(-1) > 0)
 
 
 def stable_rank(matrix: Tensor) -> Tensor:
     r"""Squared Frobenius over squared spectral norm, :math:`\lVert W \rVert_F^2 / s_{\max}^2`.
 
-    Between 1 (all filters parallel) and min(n, d) (orthogonal of equal norms); never above the rank, and
-    insensitive to small singular values. A zero matrix has stable rank 0. For an :math:`n \times d` random
-    matrix it is near :math:`nd / (\sqrt n + \sqrt d)^2`. Its gradient grows as :math:`1/s_{\max}`: beyond
-    float16 for weights below about 1e-4, which are to be differentiated in float32.
+    Between 1 (all filters parallel) and min(n, d) (orthogonal filters of equal norm); never above the rank, and
+    insensitive to small singular values. A zero matrix has stable rank 0, an :math:`n \times d` random matrix
+    about :math:`nd / (\sqrt n + \sqrt d)^2`. The gradient grows as :math:`1/s_{\max}` and overflows float16 for
+    weights below about 1e-4; differentiate these in float32.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -180,8 +199,8 @@ def stable_rank(matrix: Tensor) -> Tensor:
 def effective_rank(matrix: Tensor) -> Tensor:
     r"""Exponential of the entropy of the singular values, :math:`\exp(-\sum p_i \ln p_i)`, :math:`p_i = s_i / \sum s`.
 
-    Between 1 and min(n, d), both attained as by :func:`stable_rank`; unlike it, small singular values
-    count. A zero matrix has effective rank 0. Its gradient grows as that of :func:`stable_rank`.
+    Between 1 and min(n, d), attained as for :func:`stable_rank`; unlike it, sensitive to small singular
+    values. A zero matrix has effective rank 0. The gradient grows as that of :func:`stable_rank`.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -201,8 +220,8 @@ def effective_rank(matrix: Tensor) -> Tensor:
 def condition_number(matrix: Tensor) -> Tensor:
     r"""Largest over smallest singular value, :math:`s_{\max} / s_{\min} \ge 1`.
 
-    1 for (semi-)orthogonal matrices times a number; about :math:`n` for a square Gaussian matrix, however
-    near to orthogonal its entries look. Infinite where the smaller singular value is 0.
+    1 for multiples of (semi-)orthogonal matrices; about :math:`n` for a square Gaussian matrix. Infinite if the
+    smallest singular value is 0.
 
     Shape:
         - ``matrix``: (n, d) or (groups, n, d).
@@ -216,17 +235,17 @@ def condition_number(matrix: Tensor) -> Tensor:
 
 
 def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
-    r"""How far a matrix is from semi-orthogonal: :math:`E = G - I`, in three norms that disagree.
+    r"""Distance of a matrix from semi-orthogonal, :math:`E = G - I`, in three norms.
 
     :math:`G` is the Gram matrix of the smaller side, :math:`WW^\top` for :math:`n \le d`, of size
-    :math:`m = \min(n, d)`. All three are 0 exactly for semi-orthogonal matrices.
+    :math:`m = \min(n, d)`. All three are 0 exactly for semi-orthogonal matrices. They disagree on random ones:
 
     ============= ========================================== ==============================================
-    field         is                                         square Gaussian, variance 1/n
+    field         definition                                 square Gaussian, variance 1/n
     ============= ========================================== ==============================================
-    ``entrywise`` mean of :math:`E_{ij}^2`                   :math:`1/n`: nearer to orthogonal as n grows
-    ``frobenius`` :math:`\lVert E \rVert_F`                  :math:`\sqrt n`: farther
-    ``spectral``  :math:`\max_i |s_i^2 - 1|`                 3, whatever n: never orthogonal
+    ``entrywise`` mean of :math:`E_{ij}^2`                   :math:`1/n`, decreases with n
+    ``frobenius`` :math:`\lVert E \rVert_F`                  :math:`\sqrt n`, increases with n
+    ``spectral``  :math:`\max_i |s_i^2 - 1|`                 3 for every n
     ============= ========================================== ==============================================
 
     Shape:
@@ -239,3 +258,123 @@ def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
         (tensor(2.2500), tensor(6.), tensor(3.))
     """
     return spectrum(matrix).orthogonality_defect
+
+
+# --- weights of any size --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpectrumEstimate:
+    """Singular values of some matrices as one block-diagonal matrix, or only the largest.
+
+    Attributes:
+        largest: largest singular value of all matrices.
+        error: 0 if all singular values were computed; else `largest` is too small by at most this share of it,
+            with probability 0.99.
+        values: all singular values of all matrices, in no order; None if they were not computed.
+    """
+
+    largest: float
+    error: float
+    values: Tensor | None
+
+    def stable_rank(self, frobenius: float) -> float:
+        """See :func:`stable_rank`; `frobenius` is the norm of all matrices together."""
+        return (frobenius / self.largest) ** 2 if self.largest else 0.0
+
+    @property
+    def effective_rank(self) -> float | None:
+        """See :func:`effective_rank`; None without all singular values."""
+        return None if self.values is None else float(_entropy_rank(self.values))
+
+
+def shared_gram(matrices: Tensor) -> GramMatrix | None:
+    """The Gram matrix from which :func:`spectrum_estimate` computes the singular values, if it does.
+
+    It serves :func:`~gonio.geometry.pairs.pair_statistics` too.
+    """
+    groups, n, d = matrices.shape
+    if groups > 1 or min(n, d) < SHARED or not _affordable(matrices) or matrices.device.type != "cpu":
+        return None
+    return GramMatrix.of(matrices[0])
+
+
+def _affordable(matrices: Tensor) -> bool:
+    """Whether small singular values are computed exactly too."""
+    return matrices.numel() <= DECOMPOSED and matrices.numel() * min(matrices.shape[1:]) <= EXACT_WORK
+
+
+def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = None) -> SpectrumEstimate:
+    """The spectrum of (groups, n, d) with finite entries, in bounded memory.
+
+    Up to :data:`EXACT_WORK` multiply-adds all singular values, else the largest by :func:`largest_singular_value`.
+
+    Args:
+        matrices: a :func:`~gonio.geometry.matrix_view`, in any floating-point dtype.
+        name: seeds the start vector of the iteration.
+        gram: :func:`shared_gram` of these matrices, if it is known.
+    """
+    small = min(matrices.shape[1:])
+    if _affordable(matrices):
+        values = _all_values(matrices, gram or shared_gram(matrices))
+        return SpectrumEstimate(float(values.max()), 0.0, values)
+    if small <= SMALL or matrices.numel() * small <= EXACT_WORK:
+        values = torch.cat([_values_by_blocks(matrix) for matrix in matrices])
+        return SpectrumEstimate(float(values.max()), 0.0, values)
+    found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]
+    return SpectrumEstimate(max(found), lanczos_error(min(STEPS, small), matrices.shape[2]), None)
+
+
+def _all_values(matrices: Tensor, gram: GramMatrix | None) -> Tensor:
+    """From the float64 Gram matrix, or by an SVD where that would lose small values; see Note [Gram or SVD]."""
+    if gram is None:
+        return singular_values(matrices.to(widest(matrices))).double().flatten()  # in float32 the largest may overflow
+    eigenvalues = torch.linalg.eigvalsh(gram.lower)
+    if bool(eigenvalues[0] < GRAM_LIMIT * eigenvalues[-1]):
+        return torch.linalg.svdvals(matrices[0].double() / gram.scale) * gram.scale
+    return eigenvalues.sqrt() * gram.scale
+
+
+def _values_by_blocks(matrix: Tensor) -> Tensor:
+    """From the float64 Gram matrix of the smaller side, summed over blocks; below 1e-8 of the largest only noise."""
+    n, d = matrix.shape
+    scale = safe_scale(matrix)
+    gram = torch.zeros(min(n, d), min(n, d), dtype=torch.float64, device=matrix.device)
+    for _, block in row_blocks(matrix if n > d else matrix.mT):
+        part = block.double() / scale
+        gram += part.mT @ part
+    return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt() * scale
+
+
+def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name: str) -> int | None:
+    r"""The smallest number of singular directions of (groups, n, d) that hold this share of the squared norm.
+
+    Without all singular values those of :math:`Q^\top W` are used, with Q the range of W times
+    :data:`LARGEST_RANK` random vectors [1]. None of them exceeds its counterpart of W, so the result is never too
+    small; it is exact for a weight of lower rank, and None if so many directions hold less.
+
+    Args:
+        matrices: (groups, n, d).
+        found: their :func:`spectrum_estimate`.
+        share: of the squared Frobenius norm, in [0, 1].
+        name: seeds the random vectors.
+
+    References:
+        [1] N. Halko, P. Martinsson, J. Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011,
+        Algorithm 4.1 and Theorem 1.1.
+    """
+    if found.values is not None:
+        squares = found.values.square()
+        total = float(squares.sum())
+    else:
+        squares = torch.cat([_range_values(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
+        total = float(torch.linalg.vector_norm(matrices, dtype=torch.float64)) ** 2
+    held = squares.sort(descending=True).values.cumsum(0)
+    enough = held >= share * total
+    return int(enough.int().argmax()) + 1 if bool(enough.any()) else None
+
+
+def _range_values(matrix: Tensor, name: str) -> Tensor:
+    draw = torch.randn(matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64)
+    basis = torch.linalg.qr(matrix @ draw.to(matrix.device, matrix.dtype)).Q
+    return singular_values(basis.mT @ matrix).double()

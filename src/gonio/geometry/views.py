@@ -1,8 +1,8 @@
-"""The one place that knows how torch's layers store their weights.
+"""How layers of torch store their weights, and how a weight becomes matrices.
 
-A weight becomes matrices in one of three ways (FILTERS, TAPS, LAST_TWO below); which one is always an
-explicit argument, because the same penalty on another view is another penalty. The linear map on whole
-feature maps is a fourth view; it needs a grid size and lives in `operator.py`.
+There are three views (`filters`, `taps`, `last_two`, see :func:`matrix_view`). The view is always an explicit
+argument, because the same penalty on another view is another penalty. The linear map on whole feature maps
+depends on a grid size; see :func:`~gonio.geometry.operator_matrix`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VIEWS = get_args(View)
 
 @dataclass(frozen=True)
 class Layout:
-    """How one weight tensor is stored and, for a convolution, how it is applied.
+    """How a weight tensor is stored and, for a convolution, how it is applied.
 
-    The default is torch's plain case: output filters on dim 0, one group, one matrix.
+    The default is output filters on dim 0, one group, one matrix.
 
     Args:
         transposed: output filters are on dim 1 within each group, as in ``ConvTranspose``.
-        groups: filters of different groups act on different inputs, and never share a matrix.
+        groups: of a convolution; filters of different groups act on different inputs and form separate matrices.
         blocks: independent matrices stacked on dim 0 (3 for packed attention and GRU, 4 for LSTM).
         stride: of the convolution; ``()`` means 1 in each dimension.
         padding: of the convolution; ``()`` means 0; may be torch's ``"same"`` or ``"valid"``.
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def matrices(self) -> int:
-        """How many matrices the filters view of such a weight has."""
+        """Number of matrices of the filters view."""
         return self.groups * self.blocks
 
 
@@ -71,18 +71,18 @@ PLAIN = Layout()
 
 
 def layout_of(module: nn.Module, name: str = "weight") -> Layout:
-    """How the tensor `name` of a torch layer is stored.
+    """The layout of the tensor `name` of a layer.
 
     Covers Linear, Embedding, EmbeddingBag, Conv1–3d, ConvTranspose1–3d (all with groups), the packed and the
-    separate projections of MultiheadAttention, and the weights of RNN, LSTM, GRU and their cells. The
-    transposed linear layer that Hugging Face calls ``Conv1D`` is recognised without importing it.
+    separate projections of MultiheadAttention, the weights of RNN, LSTM, GRU and their cells, and the
+    transposed linear layer ``Conv1D`` of Hugging Face.
 
     Args:
-        module: the layer; subclasses count.
-        name: the attribute that holds the weight.
+        module: the layer, or one of a subclass.
+        name: attribute of the weight.
 
     Raises:
-        NotApplicableError: if the tensor is not a weight whose rows or slices are filters.
+        NotApplicableError: if the tensor is not a weight with filters of one of these layers.
 
     Example:
         >>> gonio.geometry.layout_of(nn.LSTM(3, 5), "weight_ih_l0").blocks
@@ -91,11 +91,11 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
     layout = _layout(module, name)
     if layout is None:
         raise NotApplicableError(
-            "a matrix view",
+            "layout_of()",
             f"{type(module).__name__}.{name}",
-            "it is not a weight that this library knows how to read as filters",
+            "it is not a weight with filters of a known layer",
             "Known: Linear, Embedding, Conv1–3d, ConvTranspose1–3d, MultiheadAttention, RNN, LSTM, GRU; "
-            "for your own layer pass an explicit Layout.",
+            "for other layers pass an explicit Layout.",
         )
     return layout
 
@@ -144,15 +144,15 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
 
     ``"filters"``
         each output filter flattened: ``groups·blocks`` matrices of ``out/groups`` rows and
-        ``in/groups·kernel`` columns. The view in which "orthogonal filters" means what it says.
+        ``in/groups·kernel`` columns. Orthogonality of filters refers to this view.
     ``"taps"``
         one (out/groups, in/groups) matrix per kernel position and group; groups vary slowest.
     ``"last_two"``
-        the last two stored dims, batched over the rest: what torch's own
-        ``parametrizations.orthogonal`` uses. For a convolution these are single 2-D kernels, whose
-        orthogonality says nothing about the filters.
+        the last two stored dims, batched over the rest, as in torch's
+        ``parametrizations.orthogonal``. For a convolution these are single 2-D kernels, whose
+        orthogonality does not imply that of the filters.
 
-    The result is a view of `weight` where strides allow, and always differentiable.
+    The result is a view of `weight` if its strides allow, and differentiable.
 
     Args:
         weight: the stored tensor, 2-D or more, in any memory format.
@@ -205,7 +205,7 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         raise InvalidArgumentError(
             f"unview() to a weight of shape {tuple(shape)} needs its {view!r} matrices, of shape {expected}",
             f"shape {tuple(matrix.shape)}",
-            "Pass what matrix_view() returned for the same layout and view.",
+            "Pass the result of matrix_view() with the same layout and view.",
         )
     if view == "last_two":
         return matrix.reshape(shape)
@@ -238,12 +238,12 @@ def _check_view(view: str) -> None:
 
 
 def check_shape(shape: Sequence[int], layout: Layout) -> None:
-    """Raise unless a weight of `shape` can be stored as `layout` says."""
+    """Raise unless a weight of `shape` can have this layout."""
     if len(shape) < 2:
         raise InvalidArgumentError(
             "a matrix view needs a weight with at least 2 dimensions",
             f"shape {tuple(shape)}",
-            "Biases and normalisation scales have no filters; leave them out.",
+            "Exclude biases and normalisation scales, which have no filters.",
         )
     if shape[0] % layout.matrices:
         raise InvalidArgumentError(

@@ -1,9 +1,8 @@
-"""Initialisation: in-place functions `f_(weight, *, layout=…, generator=…)`."""
+"""Initialisation of weights: in-place functions `f_(weight, *, layout=…, generator=…)`."""
 
-from gonio.init.fans import Fans, fans
 from gonio.init.gain import gain
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
-from gonio.init.variance import he_, lecun_, variance_scaling_, xavier_
+from gonio.init.variance import Fans, fans, he_, lecun_, variance_scaling_, xavier_
 
 __all__ = [
     "Fans",
@@ -16,3 +15,7 @@ __all__ = [
     "variance_scaling_",
     "xavier_",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Orthogonal initialisation, per group, of matrices and of convolutions."""
+"""Orthogonal initialisation of matrices and of convolutions, per group, uniform in the Haar measure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import computed_in, widest
 from gonio.geometry.views import PLAIN, Layout, View, matrix_view, unview
-from gonio.init.draws import check_fillable, fresh_generator, working_dtype, write_
-from gonio.init.fans import fans
 from gonio.init.gain import Gain, resolve_gain
-from gonio.init.haar import haar_columns
+from gonio.init.variance import check_fillable, fans, fresh_generator, write_
 
-__all__ = ["delta_orthogonal_", "orthogonal_"]
+__all__ = ["delta_orthogonal_", "haar_columns", "orthogonal_"]
+
+# Note [Stewart's method]
+# Uniform orthonormal columns without a QR decomposition: in the QR of a Gaussian matrix the reflected trailing
+# columns are again Gaussian and independent, so reflector j can be built from new numbers x ~ N(0, I_{n−j}). Then
+#     Q = H_1 H_2 … H_m · diag(−sign x_jj),
+# restricted to m columns, is uniform on the Stiefel manifold (the signs make the diagonal of R positive).
+# A block of b reflectors is I − V T Vᵀ with T⁻¹ = triu(VᵀV, 1) + diag(|v|²/2) (compact WY), so that all
+# of the work is matrix products: 4/3 n³ operations against 8/3 n³ and a serial panel in QR + unpacking.
+#
+# G. W. Stewart, "The efficient generation of random orthogonal matrices with an application to condition
+# estimators", SIAM J. Numer. Anal. 17(3), 1980. R. Schreiber, C. Van Loan, "A storage-efficient WY
+# representation for products of Householder transformations", SIAM J. Sci. Stat. Comput. 10(1), 1989.
+BLOCK = 64
 
 
 def orthogonal_(
@@ -27,22 +39,22 @@ def orthogonal_(
     layout: Layout = PLAIN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Fill each matrix of `weight` with `gain` times a uniformly random (Haar) semi-orthogonal one.
+    r"""Fill each matrix of `weight` with `gain` times a uniformly random (Haar) semi-orthogonal matrix.
 
-    Of an :math:`n \times d` matrix the rows are orthonormal if :math:`n \le d`, else the columns: all
+    The rows of an :math:`n \times d` matrix are orthonormal if :math:`n \le d`, else its columns; all
     singular values equal `gain`. Every group of a grouped convolution and every block of a stacked weight is
-    its own matrix, so the filters of a depthwise convolution have norm `gain` each.
+    a matrix of its own, so each filter of a depthwise convolution has norm `gain`.
 
     Args:
         weight: any real floating-point tensor of at least 2 dimensions; half precision is computed in
             float32 and rounded once; a DTensor keeps its sharding.
-        gain: a number, or an activation (name or callable) whose rms gain is taken.
+        gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
         preserve: ``None`` sets the singular values to `gain`. ``"norm"`` or ``"rms"`` rescale the matrix so
-            that random input keeps its norm, or each entry its variance (times `gain`), through the layer
-            with its stride. The three agree for square matrices of stride 1.
+            that the layer with its stride preserves the norm of random input, or the variance of each entry
+            (times `gain`). The three agree for square matrices of stride 1.
         view: which matrices; see :func:`gonio.geometry.matrix_view`.
         layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
-        generator: decides the numbers alone; without one the operating system seeds them.
+        generator: determines the numbers; by default a new one, seeded by the operating system.
 
     Returns:
         `weight`.
@@ -63,16 +75,16 @@ def orthogonal_(
         condition estimators", SIAM J. Numer. Anal. 17(3), 1980, §3.
 
     Differs:
-        ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, which gives depthwise 3×3
-        filters a norm far below 1, reads transposed convolutions by their input channels, refuses half
-        precision on CPU, and does nothing on the meta device.
+        ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get
+        a norm far below 1; takes the input channels of transposed convolutions for filters; raises for half
+        precision on CPU; and does nothing on the meta device.
     """
     check_fillable(weight, "orthogonal_")
     matrices, rows, cols = _view_shape(weight, layout, view)
     scale = resolve_gain(gain) * _scale(weight, layout, max(rows, cols), preserve)
     small, large = sorted((rows, cols))
     tall = rows >= cols
-    q = haar_columns(matrices, large, small, fresh_generator(generator), working_dtype(weight), by_rows=tall)
+    q = haar_columns(matrices, large, small, fresh_generator(generator), computed_in(weight.dtype), by_rows=tall)
     return write_(weight, unview((q if tall else q.mT).mul_(scale), weight.shape, layout, view=view))
 
 
@@ -86,7 +98,7 @@ def _scale(weight: Tensor, layout: Layout, larger: int, preserve: str | None) ->
         return 1.0
     if preserve not in ("norm", "rms"):
         raise InvalidArgumentError(
-            "orthogonal_() has preserve=None, 'norm' or 'rms'", f"{preserve!r}", "Choose one of them."
+            "orthogonal_() takes preserve=None, 'norm' or 'rms'", f"{preserve!r}", "Choose one of them."
         )
     fan = fans(weight.shape, layout)
     return sqrt(larger / (fan.fan_out if preserve == "norm" else fan.fan_in))
@@ -99,20 +111,20 @@ def delta_orthogonal_(
     layout: Layout = PLAIN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Make the convolution itself, not its filters, an isometry times `gain`.
+    r"""Make the convolution as a map on feature maps an isometry times `gain`.
 
-    The centre tap is a random matrix with orthonormal columns per group and all other taps are zero, so
-    :math:`\lVert Kx \rVert = g \lVert x \rVert` for every input, at stride 1 with "same" padding. It mixes
-    channels and no pixels; a stride drops pixels and with them their part of the norm.
+    The centre tap of each group is a random matrix with orthonormal columns and all other taps are zero, so
+    :math:`\lVert Kx \rVert = g \lVert x \rVert` for every input, at stride 1 with "same" padding. Channels are
+    mixed, pixels are not; a stride drops pixels and their share of the norm.
 
     Args:
-        weight: a convolution's weight of odd or even kernel; even kernels use the tap before the middle.
-        gain: a number, or an activation (name or callable) whose rms gain is taken.
+        weight: of a convolution; even kernels use the tap before the middle.
+        gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
         layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
-        generator: decides the numbers alone; without one the operating system seeds them.
+        generator: determines the numbers; by default a new one, seeded by the operating system.
 
     Raises:
-        InvalidArgumentError: for fewer output than input channels per group (then no isometry exists), for a
+        InvalidArgumentError: for fewer output than input channels per group (no isometry exists), for a
             weight without kernel dimensions, and for meta, empty or non-floating tensors.
 
     Example:
@@ -130,7 +142,7 @@ def delta_orthogonal_(
     _, rows, cols = _view_shape(weight, layout, "taps")
     _check_isometry(weight, rows, cols)
     kernel = weight.shape[2:]
-    q = haar_columns(layout.matrices, rows, cols, fresh_generator(generator), working_dtype(weight))
+    q = haar_columns(layout.matrices, rows, cols, fresh_generator(generator), computed_in(weight.dtype))
     taps = q.new_zeros(layout.matrices, prod(kernel), rows, cols)
     taps[:, _centre(kernel)] = q * resolve_gain(gain)
     return write_(weight, unview(taps.flatten(0, 1), weight.shape, layout, view="taps"))
@@ -145,7 +157,7 @@ def _check_isometry(weight: Tensor, rows: int, cols: int) -> None:
         )
     if rows < cols:
         raise InvalidArgumentError(
-            "delta_orthogonal_() keeps every input's norm, which needs no fewer outputs than inputs",
+            "delta_orthogonal_() preserves the norm of every input, which needs at least as many outputs as inputs",
             f"{rows} outputs for {cols} inputs per group",
             "Use orthogonal_(), or widen the layer.",
         )
@@ -156,3 +168,53 @@ def _centre(kernel: torch.Size) -> int:
     for size in kernel:
         index = index * size + (size - 1) // 2
     return index
+
+
+# --- uniform orthonormal columns ------------------------------------------------------------------
+
+
+def haar_columns(
+    batch: int, n: int, m: int, generator: torch.Generator, dtype: torch.dtype, *, by_rows: bool = True
+) -> Tensor:
+    """A (batch, n, m) stack of independent, uniform matrices with QᵀQ = I, m ≤ n; see Note [Stewart's method].
+
+    Stored by rows, or by columns for a result that is transposed next.
+    """
+    shape = (batch, n, m) if by_rows else (batch, m, n)
+    q = torch.zeros(shape, dtype=dtype, device=generator.device)
+    q = q if by_rows else q.mT
+    for start in reversed(range(0, m, BLOCK)):  # the last block first: it touches the smallest corner
+        width = min(BLOCK, m - start)
+        v, signs = _reflectors(batch, n - start, width, generator, dtype)
+        q[:, start : start + width, start : start + width] = torch.diag_embed(signs)
+        corner = q[:, start:, start:]
+        if batch == 1:  # products of single matrices read and write parts of q in place
+            _apply_block_(corner[0], v[0])
+        else:
+            _apply_block_(corner, v)
+    return q
+
+
+def _reflectors(
+    batch: int, n: int, width: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Householder vectors (batch, n, width), lower trapezoidal, each contiguous, and the signs −sign x_jj."""
+    x = torch.randn(batch, width, n, generator=generator, dtype=dtype, device=generator.device).triu_().mT
+    pivot = x.diagonal(dim1=-2, dim2=-1)
+    # Norms in float64: float32 ones raise |QᵀQ − I| from 4e-7 to 8e-6 at n = 4096.
+    norm = torch.linalg.vector_norm(x, dim=-2, dtype=widest(x)).to(dtype)
+    sign = torch.where(pivot < 0, -1.0, 1.0).to(dtype)
+    pivot += sign * norm
+    return x, -sign
+
+
+def _apply_block_(corner: Tensor, v: Tensor) -> None:
+    """corner ← (I − V T Vᵀ) corner."""
+    gram = v.mT @ v
+    half = torch.linalg.vector_norm(v, dim=-2, dtype=widest(v)).square().div(2).to(v.dtype)
+    t_inverse = gram.triu(1) + torch.diag_embed(half)
+    update = torch.linalg.solve_triangular(t_inverse, v.mT @ corner, upper=True)
+    if corner.ndim == 2:
+        corner.addmm_(v, update, alpha=-1)
+    else:
+        corner.baddbmm_(v, update, alpha=-1)

@@ -1,17 +1,15 @@
-"""Measure the norms, angles and spectra of a model's weights, and hold each against chance."""
+"""Measure the norms, angles and spectra of a model's weights, each beside its value for random weights."""
 
 from __future__ import annotations
 
-from gonio.measuring.difference import difference
-from gonio.measuring.differences import Differences, TensorDifference
-from gonio.measuring.findings import Finding
+from gonio.measuring.difference import Differences, TensorDifference, difference
+from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.findings.finding import Finding, Suppressed
+from gonio.measuring.findings.rules import explain
+from gonio.measuring.findings.suppression import Suppression
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
-from gonio.measuring.rules import explain
-from gonio.measuring.suppressed import Suppressed
-from gonio.measuring.suppression import Suppression
-from gonio.measuring.tensor import TensorMeasurement
 from gonio.measuring.tracker import Tracker
 
 __all__ = [
@@ -30,3 +28,7 @@ __all__ = [
     "measure",
     "outline",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

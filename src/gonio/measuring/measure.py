@@ -1,34 +1,54 @@
-"""Measure a model, a state dict or a file."""
+"""`measure`: figures and findings of a model, a state dict or a file."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.measuring.engines import measure_here, measure_on_ray
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.measuring.difference import Differences, difference
+from gonio.measuring.figures.signals import measure_signals
+from gonio.measuring.figures.structure import Structure, structure_of
+from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
+from gonio.measuring.findings.advice import Setting, Training
+from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
-from gonio.measuring.operator_norm import ALSO, Also
-from gonio.measuring.rules import findings_of
-from gonio.measuring.setting import Setting
-from gonio.measuring.signals import measure_signals
-from gonio.measuring.source import Source, contents_of, name_of
-from gonio.measuring.structure import Structure, structure_of
-from gonio.measuring.tensor import TensorMeasurement
-from gonio.measuring.training import Training
+from gonio.measuring.reading.entry import Entry
+from gonio.measuring.reading.source import Source, contents_of, name_of
 
-__all__ = ["measure"]
+Progress = Callable[[int, int], None] | None
+
+
+@overload
+def measure(
+    source: Source,
+    after: None = None,
+    *,
+    batch: Any = ...,
+    loader: Any = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    base: Source | None = ...,
+    engine: Literal["local", "ray"] = ...,
+    also: Also = ...,
+    progress: Progress = ...,
+) -> Measurements: ...
+
+
+@overload
+def measure(source: Source, after: Source, *, progress: Progress = None) -> Differences: ...
 
 
 def measure(
     source: Source,
+    after: Source | None = None,
     *,
     batch: Any = None,
     loader: Any = None,
@@ -36,41 +56,41 @@ def measure(
     base: Source | None = None,
     engine: Literal["local", "ray"] = "local",
     also: Also = (),
-    progress: Callable[[int, int], None] | None = None,
-) -> Measurements:
-    r"""Norms, angles and spectra of all weights, each beside what random weights would show.
+    progress: Progress = None,
+) -> Measurements | Differences:
+    r"""Norms, angles and spectra of all weights, each beside its value for random weights.
 
     For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
-    whose law for random directions is :math:`p(\theta) \propto \sin^{d-2}\theta`; the alignment
+    distributed as :math:`p(\theta) \propto \sin^{d-2}\theta` for random directions; the alignment
     :math:`d \cdot \overline{\cos^2}`, 1 for random directions, with its z-score; the coherence beside the
-    Welch bound; the spectral norm and the ranks beside those of random matrices. Every tensor gets figures or
-    the reason why it has none. Nothing is changed, and no random number of yours is used.
+    Welch bound; the spectral norm and the ranks beside those of random matrices. Every tensor has figures or
+    the reason why it has none. The model is not changed, and the global random generator is not used.
 
     Args:
         source: a model (measured as its layers use their weights, parametrized or not); a state dict or a
             checkpoint that holds one; the path of a `.safetensors` file, of the index of a sharded one, of a
             torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
-            of these. Without the model, layouts are read off the shapes; each tensor's `notes` say so.
+            of these. Without the model, layouts are inferred from the shapes; each tensor's `notes` say so.
+        after: a second one: then the result is :func:`gonio.measuring.difference` of the two.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
             the outputs of all layers and the gradients there are measured too, in evaluation mode: `signals`.
-        loader: the data loader of the model's training. Its sizes are read, nothing is drawn from it: batches too
-            small for batch normalisation, a last batch of one sample.
-        optimizer: of the model's training: weight decay where the scale of a weight does not matter.
-        base: of a source that holds low-rank adapters, the model that they adapt: then the adapted weights and their
+        loader: the data loader of the model's training, for advice on batch sizes. Nothing is drawn from it.
+        optimizer: of the model's training, for advice on weight decay.
+        base: for a source that holds low-rank adapters, the model that they adapt: then the adapted weights and their
             sums with the adapters are measured too.
-        engine: `ray` spreads the tensors of a file over the cluster to which this process is, or can be, connected;
-            the file must have the same path everywhere.
+        engine: `ray` distributes the tensors of a file over the Ray cluster to which this process is, or can be,
+            connected; the file must have the same path on all nodes.
         also: figures that take longer than all others together: `operator_norm`, of convolutions, on a periodic grid of
-            16 positions each way (or twice the kernel), exact up to 1e-5 as a rule.
-        progress: called after each tensor with how many are done and how many there are.
+            16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
+        progress: called after each tensor with the number done and the number in all.
 
     Returns:
-        :class:`Measurements`: printable, a mapping from paths, exportable.
+        :class:`Measurements`, or :class:`Differences` for two sources: printable, a mapping from paths, exportable.
 
     Raises:
-        InvalidArgumentError: if the source is none of these or holds no tensors, if a batch, a loader or an
-            optimizer is given without a model, or is none, if a base is given without adapters, or for an unknown
-            engine.
+        InvalidArgumentError: if the source is none of these or holds no tensors; if a batch, a loader or an
+            optimizer is given without a model, or is of another type; if a base is given without adapters; or for an
+            unknown engine.
         UnknownNameError: for an unknown figure in `also`.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
@@ -86,15 +106,20 @@ def measure(
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
+    if after is not None:
+        given = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
+        given["engine"] = None if engine == "local" else engine
+        _check_two(after, [name for name, value in given.items() if value is not None])
+        return difference(source, after, progress=progress)
     _check(source, batch, loader, optimizer)
     _check_engine(engine, source, base)
     _check_also(also)
     training = Training.of(loader, optimizer)
     name, contents = name_of(source), contents_of(source, base)
     if engine == "ray":
-        tensors = measure_on_ray(source, base, contents.entries, progress, also)
+        tensors = _on_ray(source, base, contents.entries, progress, also)
     else:
-        tensors = measure_here(contents.entries, progress, also)
+        tensors = _here(contents.entries, progress, also)
     notes = contents.notes
     if not isinstance(source, nn.Module):
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
@@ -112,17 +137,23 @@ def measure(
     )
 
 
+def _check_two(after: Source, given: list[str]) -> None:
+    """Refuse what only a single source has, such as `measure(model, batch)` without its keyword."""
+    if isinstance(after, torch.Tensor):
+        raise InvalidArgumentError("measure(a, b) compares two sources", "a Tensor", "Pass a batch as batch=.")
+    if given:
+        raise InvalidArgumentError("measure(a, b) compares two sources", f"{given[0]}= as well", "Leave it out.")
+
+
 def _check(source: Source, batch: Any, loader: Any, optimizer: Any) -> None:
-    """What says how a model is used needs the model."""
-    if isinstance(source, nn.Module):
-        return
+    """Refuse arguments that describe the use of a model where there is no model."""
     given = {
         "batch": (batch, "runs a batch through a model"),
         "loader": (loader, "reads the loader of a model's training"),
         "optimizer": (optimizer, "reads the optimizer of a model's training"),
     }
     for name, (value, what) in given.items():
-        if value is not None:
+        if value is not None and not isinstance(source, nn.Module):
             raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
 
 
@@ -132,7 +163,7 @@ def _check_engine(engine: str, *sources: Source | None) -> None:
     other = [source for source in sources if source is not None and not isinstance(source, (str, os.PathLike))]
     if engine == "ray" and other:
         raise InvalidArgumentError(
-            "measure(engine='ray') spreads the tensors of files",
+            "measure(engine='ray') distributes the tensors of files",
             type(other[0]).__name__,
             "Save the weights where all nodes can read them, or measure here.",
         )
@@ -147,13 +178,12 @@ def _check_also(also: Also) -> None:
 
 
 def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:
+    """The measurement with a note on the normalisation that follows, if one does."""
     norm = structure.followed.get(tensor.path)
     if norm is None or tensor.status != "measured":
         return tensor
-    note = f"followed by {norm}"
-    if tensor.path in structure.invariant:
-        note += ": the function does not depend on its norm"
-    return replace(tensor, notes=(*tensor.notes, note))
+    free = ": the function does not depend on its norm" if tensor.path in structure.invariant else ""
+    return replace(tensor, notes=(*tensor.notes, f"followed by {norm}{free}"))
 
 
 def _versions() -> dict[str, str]:
@@ -162,3 +192,70 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree that is not installed
         own = "not installed"
     return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+# --- engines: this process, or the workers of a Ray cluster ----------------------------------------------------------
+
+PARCELS = 4  # per core of the cluster, so that all workers end at about the same time
+
+
+def _here(entries: Sequence[Entry], progress: Progress, also: Also) -> list[TensorMeasurement]:
+    """One tensor after the other."""
+    made = []
+    for done, entry in enumerate(entries, start=1):
+        made.append(measure_tensor(entry, also=also))
+        if progress is not None:
+            progress(done, len(entries))
+    return made
+
+
+def _on_ray(
+    source: Source, base: Source | None, entries: Sequence[Entry], progress: Progress, also: Also
+) -> list[TensorMeasurement]:
+    """By workers that open the file themselves; only figures are sent."""
+    ray = _connected()
+    task = ray.remote(num_cpus=1)(_measured)
+    parcels = _parcels(entries, PARCELS * max(1, int(ray.cluster_resources().get("CPU", 1))))
+    paths = [None if path is None else os.path.abspath(os.fspath(path)) for path in (source, base)]  # type: ignore[arg-type]
+    waiting = {task.remote(*paths, numbers, also): numbers for numbers in parcels}
+    made: dict[int, TensorMeasurement] = {}
+    while waiting:
+        (ready, *_), _ = ray.wait(list(waiting))
+        made.update(zip(waiting.pop(ready), ray.get(ready), strict=True))
+        if progress is not None:
+            progress(len(made), len(entries))
+    return [made[number] for number in range(len(entries))]
+
+
+def _connected() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("measure(engine='ray')", "ray", "ray") from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise InvalidArgumentError(
+                "measure(engine='ray') connects to a running cluster",
+                "none",
+                "Start one (`ray start --head`), or set RAY_ADDRESS, or measure here.",
+            ) from error
+    return ray
+
+
+def _measured(source: str, base: str | None, numbers: Sequence[int], also: Also) -> list[TensorMeasurement]:
+    entries = contents_of(source, base).entries
+    return [measure_tensor(entries[number], also=also) for number in numbers]
+
+
+def _parcels(entries: Sequence[Entry], count: int) -> list[list[int]]:
+    """Indices of entries, in parcels with about the same number of weights, largest first."""
+    parcels: list[list[int]] = [[] for _ in range(max(1, min(count, len(entries))))]
+    loads = [0] * len(parcels)
+    for number in sorted(range(len(entries)), key=lambda n: -prod(entries[n].shape or ())):
+        least = loads.index(min(loads))
+        parcels[least].append(number)
+        loads[least] += prod(entries[number].shape or ()) + 1
+    return [parcel for parcel in parcels if parcel]

@@ -1,44 +1,41 @@
-"""What was measured on a whole model, and how to read it."""
+"""The result of `measure`: a row per tensor, findings, and figures of the whole model; printable and exportable."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
 
-from gonio.errors import UnknownNameError, listing
-from gonio.escaping import plain
-from gonio.measuring.as_text import as_text
-from gonio.measuring.export import csv_of, frame_of, markdown_of
-from gonio.measuring.findings import Finding
-from gonio.measuring.page import page_of
-from gonio.measuring.screen import screen
-from gonio.measuring.signals import Signal
-from gonio.measuring.structure import MovableScale
-from gonio.measuring.suppressed import Suppressed
-from gonio.measuring.tensor import TensorMeasurement
-
-__all__ = ["Measurements"]
+from gonio.errors import listing
+from gonio.escaping import markdown_cell, plain
+from gonio.measuring.figures.signals import Signal
+from gonio.measuring.figures.structure import MovableScale
+from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.findings.finding import Finding, Suppressed
+from gonio.measuring.showing import terminal
+from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
+from gonio.measuring.showing.page import render
+from gonio.measuring.showing.table import Table, markdown_table
 
 SCHEMA = "gonio.measurements/1"
 
 
 @dataclass(frozen=True, repr=False)
-class Measurements:
-    """Every tensor of a model with its figures or the reason why it has none; a mapping by path.
+class Measurements(Table[TensorMeasurement]):
+    """Every tensor of a model with its figures or the reason why it has none: a mapping from paths to rows.
 
-    Printing it gives a table as wide as the terminal; in a notebook it is a page.
+    Printing it gives a table as wide as the terminal; a notebook shows a page.
 
     Attributes:
-        source: what was measured.
+        source: the name of the model or file.
         tensors: one :class:`TensorMeasurement` per parameter and buffer, in the model's order.
-        findings: what does not look like working weights, worst first.
-        scale: how much squared norm could be saved by moving scale between layers: the wasted L2. None for a
+        findings: unusual properties, worst first.
+        scale: the squared norm that moving scale between layers would save: the wasted L2. None for a
             source without a graph, or where no scale can move.
         mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
         signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
@@ -49,9 +46,11 @@ class Measurements:
         >>> m = gonio.measure(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
         >>> len(m), m["0"].filters, m["0"].dim
         (4, 32, 64)
-        >>> m.coverage.split("; ")[0]
-        '2 of 4 tensors have filters and are measured'
+        >>> m.coverage
+        'Measured: 2 of 4 tensors. Checked only for NaN and infinity: 2 (2 vectors). Skipped: none.'
     """
+
+    ROW: ClassVar = TensorMeasurement
 
     source: str
     tensors: tuple[TensorMeasurement, ...]
@@ -63,26 +62,6 @@ class Measurements:
     versions: dict[str, str] = field(default_factory=dict)
     suppressed: Suppressed | None = None
 
-    def __getitem__(self, path: str) -> TensorMeasurement:
-        """The tensor of this path; `conv1` and `conv1.weight` are the same.
-
-        Raises:
-            UnknownNameError: with the nearest paths.
-        """
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
-
-    def __iter__(self) -> Iterator[TensorMeasurement]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __contains__(self, path: object) -> bool:
-        return any(path in (tensor.path, tensor.name) for tensor in self.tensors)
-
     @property
     def layers(self) -> tuple[TensorMeasurement, ...]:
         """The tensors that have filters."""
@@ -91,36 +70,75 @@ class Measurements:
     @property
     def coverage(self) -> str:
         """How many tensors were measured, and why the others were not."""
-        states = Counter(tensor.status for tensor in self.tensors)
+        said = f"Measured: {len(self.layers)} of {len(self.tensors)} tensors."
         without = Counter(tensor.reason for tensor in self.tensors if tensor.status == "no filters")
-        kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
-        skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
-        said = f"{states['measured']} of {len(self.tensors)} tensors have filters and are measured"
         if without:
-            said += f"; {states['no filters']} have none ({kinds}) and are checked for non-finite values"
-        return f"{said}; {f'{len(skipped)} skipped: {listing(skipped, limit=5)}' if skipped else 'none is skipped'}."
-
-    def __str__(self) -> str:
-        return as_text(self)
+            kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
+            said += f" Checked only for NaN and infinity: {without.total()} ({kinds})."
+        skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
+        return f"{said} Skipped: {f'{len(skipped)} ({listing(skipped, limit=5)})' if skipped else 'none'}."
 
     def __repr__(self) -> str:
         return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from screen(self, options.max_width)
+        width, entries = options.max_width, sum(tensor.entries for tensor in self.tensors)
+        yield Text(f"{plain(self.source)}: {len(self.layers)} layers, {entries:,} numbers", style="bold")
+        for note in self.notes:
+            yield Text(plain(note), style="dim")
+        yield Text("")
+        yield from terminal.findings(self.findings, self.suppressed)
+        if self.layers:
+            flagged = {finding.path for finding in self.findings if finding.level != "info"}
+            yield terminal.tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
+            yield Text("")
+        if self.scale is not None:
+            yield Text(terminal.scale_sentence(self.scale))
+            yield Text("")
+        for path, shares in self.mixtures.items():
+            parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
+            yield Text(f"{plain(path)} mixes {'; '.join(parts)}")
+        if self.mixtures:
+            yield Text("")
+        if self.signals:
+            yield terminal.signal_table(self.signals, width)
+            yield Text("")
+        yield Text(self.coverage, style="dim")
 
     def _repr_html_(self) -> str:
-        return page_of(self, whole=False)
+        return self._page(whole=False)
+
+    def to_html(self) -> str:
+        """One self-contained page without scripts and network access.
+
+        Raises:
+            MissingExtraError: without jinja2.
+        """
+        return self._page(whole=True)
+
+    def _page(self, *, whole: bool) -> str:
+        kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
+        return render(
+            "measurements.html.j2",
+            whole=whole,
+            m=self,
+            columns=COLUMNS,
+            signals=SIGNALS,
+            scale=self.scale and terminal.scale_sentence(self.scale),
+            kinds=tuple(dict.fromkeys(kinds)),
+            others=[tensor for tensor in self.tensors if tensor.status == "skipped" or tensor.notes],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version, a non-finite number is None."""
+        scale = self.scale
         made: dict[str, Any] = _finite(
             {
                 "schema": SCHEMA,
                 "source": self.source,
                 "coverage": self.coverage,
                 "notes": self.notes,
-                "scale": self.scale and _scale(self.scale),
+                "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
                 "mixtures": self.mixtures,
                 "signals": [asdict(signal) for signal in self.signals],
                 "findings": [asdict(finding) for finding in self.findings],
@@ -131,38 +149,21 @@ class Measurements:
         )
         return made
 
-    def to_json(self) -> str:
-        """:meth:`to_dict` as strict JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-
-    def to_csv(self) -> str:
-        """One line per tensor; no cell runs as a formula in a spreadsheet."""
-        return csv_of(self.tensors)
-
-    def to_frame(self) -> Any:
-        """A `pandas.DataFrame` with one row per tensor and the columns of :meth:`to_csv`.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return frame_of(self.tensors)
-
     def to_markdown(self) -> str:
-        """The table of the layers, for an issue or a README."""
-        return markdown_of(self)
-
-    def to_html(self) -> str:
-        """One self-contained page: no script, no network."""
-        return page_of(self, whole=True)
+        """Findings, the table of the layers, and the coverage, for an issue or a README."""
+        lines = [f"**{markdown_cell(self.source)}**", ""]
+        for f in self.findings:
+            place = markdown_cell(f.path) or "the model"
+            lines.append(f"- **{f.level} {f.code}** {place}: {markdown_cell(f.found)}")
+        lines += [""] if self.findings else []
+        for sentence in self.suppressed.sentences if self.suppressed is not None else ():
+            lines += [markdown_cell(sentence), ""]
+        return "\n".join([*lines, *markdown_table("layer", self.layers, COLUMNS), "", markdown_cell(self.coverage), ""])
 
 
 def _plural(reason: str, n: int) -> str:
     noun = reason.removeprefix("a ")
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
-
-
-def _scale(scale: MovableScale) -> dict[str, float]:
-    return {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer}
 
 
 def _finite(value: Any) -> Any:

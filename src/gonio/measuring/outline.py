@@ -1,4 +1,4 @@
-"""What a model or file holds, by its headers alone: no value is read, so that its size does not matter."""
+"""`outline`: names, shapes, dtypes and sizes of all tensors, from headers alone, so that no values are read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from gonio.errors import GonioError, UnknownNameError
+from gonio.errors import GonioError
 from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
-from gonio.measuring.as_text import as_text
-from gonio.measuring.entry import Entry
-from gonio.measuring.source import Source, contents_of, name_of
-from gonio.measuring.stored import dtype_named
-
-__all__ = ["Outline", "TensorHeader", "outline"]
+from gonio.measuring.reading.entry import Entry, dtype_named
+from gonio.measuring.reading.source import Source, contents_of, name_of
+from gonio.measuring.showing.table import Table
+from gonio.measuring.showing.terminal import bare_table
 
 SCHEMA = "gonio.outline/1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHeader:
-    """What is known of a tensor before it is read.
+    """The header of a tensor.
 
     Attributes:
-        shape: None for a weight that its layer computes, and for one that is not there.
-        entries, bytes: how many numbers it holds, and their size as `dtype`; None where that is not known.
-        groups, filters, dim: how it is read as filters, as in :class:`TensorMeasurement`; None for one without.
+        shape: None for a weight that its layer computes, and for a missing one.
+        entries, bytes: number of entries, and their size as `dtype`; None if not known.
+        groups, filters, dim: as in :class:`TensorMeasurement`; None for a tensor without filters.
         reason: why it has no filters, or why it cannot be read.
     """
 
@@ -51,37 +48,27 @@ class TensorHeader:
 
 
 @dataclass(frozen=True, repr=False)
-class Outline:
-    """Every tensor of a model or file with its shape, dtype and size; a mapping by path that prints as a table.
+class Outline(Table[TensorHeader]):
+    """Every tensor of a model or file with its shape, dtype and size: a mapping by path that prints as a table.
 
     Attributes:
-        source: what was read. `notes`: how.
+        source: the name of the model or file. `notes`: how it was read.
     """
+
+    ROW: ClassVar = TensorHeader
 
     source: str
     tensors: tuple[TensorHeader, ...]
     notes: tuple[str, ...] = ()
 
-    def __getitem__(self, path: str) -> TensorHeader:
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
-
-    def __iter__(self) -> Iterator[TensorHeader]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
     @property
     def entries(self) -> int:
-        """How many numbers all tensors hold, as far as that is known."""
+        """Number of entries of all tensors, as far as known."""
         return sum(tensor.entries or 0 for tensor in self.tensors)
 
     @property
     def bytes(self) -> int:
-        """Their size, as far as that is known."""
+        """Their size, as far as known."""
         return sum(tensor.bytes or 0 for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,9 +82,6 @@ class Outline:
             "tensors": [{k: plain(v) if isinstance(v, str) else v for k, v in asdict(t).items()} for t in self.tensors],
         }
 
-    def __str__(self) -> str:
-        return as_text(self)
-
     def __repr__(self) -> str:
         return f"<Outline of {plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers>"
 
@@ -109,10 +93,7 @@ class Outline:
         kinds = Counter(tensor.dtype for tensor in self.tensors if tensor.dtype)
         yield Text(", ".join(f"{n} {plain(dtype)}" for dtype, n in kinds.most_common()), style="dim")
         yield Text("")
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("tensor", no_wrap=True)
-        for title in ("shape", "dtype", "numbers", "size"):
-            table.add_column(title, justify="right", no_wrap=True)
+        table = bare_table("tensor", ("shape", "dtype", "numbers", "size"))
         for tensor in self.tensors:
             table.add_row(Text(shorten(tensor.name, longest=max(12, options.max_width // 2))), *_cells(tensor))
         yield table
@@ -129,7 +110,7 @@ def _cells(tensor: TensorHeader) -> tuple[str, ...]:
 
 
 def _size(count: int) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Bytes in the largest unit that gives at least 1."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -139,11 +120,11 @@ def _size(count: int) -> str:
 
 
 def outline(source: Source) -> Outline:
-    """The names, shapes, dtypes and sizes of all tensors, at once at any size.
+    """Names, shapes, dtypes and sizes of all tensors, without reading values.
 
     Args:
-        source: what :func:`gonio.measure` takes. Of a safetensors file the header alone is read, of a torch
-            archive the directory.
+        source: as for :func:`gonio.measure`. Only the header of a safetensors file is read, and the directory of a
+            torch archive.
 
     Returns:
         :class:`Outline`: printable, a mapping from paths, exportable.

@@ -1,10 +1,12 @@
-"""Models by name: built-in ones, those of timm and torchvision, and the user's own."""
+"""Models by name: built-in models, models of timm, torchvision and transformers, and the user's own."""
 
 from __future__ import annotations
 
-from gonio.models.byte_transformer import ByteTransformer, byte_transformer
-from gonio.models.digits_cnn import digits_cnn
-from gonio.models.pointnet import pointnet
-from gonio.models.resolve import BUILT_IN, ModelFactory, resolve
+from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
+from gonio.models.resolve import ModelFactory, resolve
 
 __all__ = ["BUILT_IN", "ByteTransformer", "ModelFactory", "byte_transformer", "digits_cnn", "pointnet", "resolve"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

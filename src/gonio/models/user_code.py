@@ -1,4 +1,4 @@
-"""Load the one thing that a user may run: a function in a Python file that they named."""
+"""Functions in Python files that the user names as `file.py:function`: the only user code that is run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     """The callable that `path/file.py:name` refers to. Executes the file.
 
     Raises:
-        InvalidArgumentError: the file or the part after the colon is missing, or it is not callable.
-        UnknownNameError: the file defines no such name; gives the closest ones.
+        InvalidArgumentError: if the file or the part after the colon is missing, or it is not callable.
+        UnknownNameError: if the file does not define this name; the message has the closest names.
     """
     path, name = _split(spec)
-    return _function(spec, path, name, _execute(path))
+    # The digest makes the name unique, and registration lets classes of the file be pickled.
+    module_name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise InvalidArgumentError(f"{spec!r} must name a Python file", str(path), "Give a file that ends in .py.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module
+    module_spec.loader.exec_module(module)
+    return _function(spec, path, name, module)
 
 
 def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., Any]:
@@ -45,21 +53,19 @@ def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., An
     function: Callable[..., Any] = getattr(module, name)
     if not callable(function):
         raise InvalidArgumentError(
-            f"{spec!r} must name a function",
-            f"a {type(function).__name__}",
-            "Name a function that builds it.",
+            f"{spec!r} must name a function", f"a {type(function).__name__}", "Name a function that builds it."
         )
     return function
 
 
 def load_script(spec: str) -> Callable[..., Any]:
-    """The function that `path/file.py:name` refers to, imported as `python path/file.py` would import it.
+    """The function that `path/file.py:name` refers to, from the module that `python path/file.py` would import.
 
-    The file's folder comes first on the path and the module has the file's own name, so that its neighbours
-    can be imported, and its functions from processes that it starts.
+    The folder of the file is put first on the path and the module has the name of the file, so that
+    neighbouring modules can be imported, and its functions can be unpickled in processes that it starts.
 
     Raises:
-        InvalidArgumentError: the file or the function is missing, or a module of that name is loaded already.
+        InvalidArgumentError: if the file or the function is missing, or another module has the same name.
     """
     path, name = _split(spec)
     folder = str(path.resolve().parent)
@@ -75,7 +81,7 @@ def load_script(spec: str) -> Callable[..., Any]:
 
 
 def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `names` that `function` has as explicit parameters.
+    """The names that are explicit parameters of `function`.
 
     Example:
         >>> from gonio.models.user_code import accepted
@@ -87,7 +93,7 @@ def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str,
 
 
 def code_digest(spec: str) -> str | None:
-    """SHA-256 of the file that `spec` names; None for a built-in."""
+    """SHA-256 of the file that `spec` names; None for a built-in name."""
     if not is_user_code(spec):
         return None
     path, _ = _split(spec)
@@ -98,7 +104,7 @@ def _split(spec: str) -> tuple[Path, str]:
     text, _, name = spec.rpartition(":")
     if not text:
         raise InvalidArgumentError(
-            f"{spec!r} names a Python file", "no function after it", f"Write {spec}:name_of_the_function."
+            f"{spec!r} must name a function in the file", "no function after it", f"Write {spec}:name_of_the_function."
         )
     path = Path(text)
     if not path.is_file():
@@ -106,15 +112,3 @@ def _split(spec: str) -> tuple[Path, str]:
             f"{spec!r} names a Python file", f"no file {str(path.absolute())!r}", "Check the path."
         )
     return path, name
-
-
-def _execute(path: Path) -> Any:
-    # The digest makes the name unique, and registration lets classes of the file be pickled.
-    name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InvalidArgumentError("a Python file was asked for", str(path), "Give a file that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -1,4 +1,4 @@
-r"""Angular activations :math:`g(\theta)`: what a decoupled operator does with the angle.
+r"""Angular activations :math:`g(\theta)`: how a decoupled operator depends on the angle.
 
 Every :math:`g` here falls from 1 at :math:`\theta = 0` through 0 at :math:`\pi/2` to −1 at
 :math:`\pi` and is odd about the right angle, :math:`g(\pi - \theta) = -g(\theta)`. Each is a frozen
@@ -16,14 +16,38 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.nn.arcsine import bounded_asin
-from gonio.nn.elementary import tanh
-from gonio.nn.pictures import draw_angular
+from gonio.nn.plots import draw_angular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Angular", "Cosine", "Linear", "Sigmoid", "SquaredCosine"]
+
+# Note [Bounded arcsine]
+# The derivative of the arcsine, 1/√(1 − c²), is infinite at c = ±1, and a clamp of c would cut it to 0 beyond. A
+# cosine computed from products carries a rounding error of a few eps, so below these values 1 − c² is noise: it is
+# floored there in the derivative, which is then at most 1e3 in float32.
+FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def bounded_asin(cosine: Tensor) -> Tensor:
+    """The arcsine of a cosine, safe at and slightly beyond ±1; see Note [Bounded arcsine].
+
+    The value is that of the cosine clamped to ±1, exact.
+
+    Example:
+        >>> from gonio.nn.angular import bounded_asin
+        >>> c = torch.tensor([0.0, 1.0], requires_grad=True)
+        >>> bounded_asin(c).sum().backward()
+        >>> c.grad.isfinite().all().item()
+        True
+    """
+    floor = FLOOR[cosine.dtype]
+    edge = math.sqrt(1 - floor)
+    beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)
+    # straight lines beyond the edge for the derivative, then the exact value
+    extended = torch.asin(cosine.clamp(-edge, edge)) + beyond / math.sqrt(floor)
+    return extended + (torch.asin(cosine.clamp(-1, 1)) - extended).detach()
 
 
 class Angular(ABC):
@@ -78,7 +102,7 @@ class Linear(Angular):
 
     It is also the expected product of the signs that two directions give a random projection.
     Evaluated as :math:`\tfrac{2}{\pi}\arcsin(\cos\theta)`, which is exact at the right angle; the
-    derivative of the arcsine is bounded near ±1 (:func:`gonio.nn.arcsine.bounded_asin`).
+    derivative of the arcsine is bounded near ±1 (Note [Bounded arcsine]).
 
     Example:
         >>> gonio.nn.angular.Linear()(torch.tensor([torch.pi / 4]))
@@ -124,18 +148,18 @@ class Sigmoid(Angular):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.k) and self.k > 0):
-            raise InvalidArgumentError("Sigmoid was asked for its width k", repr(self.k), "Give a positive number.")
+            raise InvalidArgumentError("Sigmoid: invalid width k", repr(self.k), "Pass a positive number.")
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
-        return tanh(bounded_asin(cosine) / (2 * self.k)) * (1 / math.tanh(math.pi / (4 * self.k)))
+        return torch.tanh(bounded_asin(cosine) / (2 * self.k)) * (1 / math.tanh(math.pi / (4 * self.k)))
 
 
 @dataclass(frozen=True)
 class SquaredCosine(Angular):
     r"""The signed square of the cosine, :math:`g(\theta) = \operatorname{sgn}(\cos\theta)\cos^2\theta`.
 
-    It keeps what nearly agrees and suppresses what is nearly orthogonal: two random directions in
-    :math:`d` dimensions get :math:`1/d` where the cosine gives :math:`1/\sqrt{d}`.
+    It suppresses nearly orthogonal pairs: two random directions in :math:`d` dimensions get :math:`1/d` where the
+    cosine gives :math:`1/\sqrt{d}`.
 
     Example:
         >>> gonio.nn.angular.SquaredCosine()(torch.tensor([0.0, torch.pi / 3, torch.pi]))

@@ -1,4 +1,4 @@
-"""Building a layer around the parameters of a torch layer, and back."""
+"""Conversion between a torch layer and a layer on the same parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["check_plain", "share_", "with_weight_"]
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], *, asked: str) -> None:
+def check_plain(layer: nn.Module, kind: type[nn.Module], *, verb: str) -> None:
     """Raise unless `layer` computes exactly what torch's `kind` computes from its own parameters."""
     found = type(layer).__name__
     if not isinstance(layer, kind):
-        raise NotApplicableError(asked, found, f"it takes a {kind.__name__}", "Select layers of that type.")
+        raise NotApplicableError(verb, found, f"it takes a {kind.__name__}", "Select layers of that type.")
     for method in ("forward", "_conv_forward"):
         if getattr(type(layer), method, None) is not getattr(kind, method, None):
             why = f"this subclass of {kind.__name__} computes something else"
-            raise NotApplicableError(asked, found, why, "Convert it to the torch layer first, or leave it out.")
+            raise NotApplicableError(verb, found, why, "Convert it to the torch layer first, or leave it out.")
     if isinstance(getattr(type(layer), "weight", None), property) or "weight" not in layer._parameters:
         why = "its weight is computed by a parametrization"
-        raise NotApplicableError(asked, found, why, "Fold the parametrization first.")
+        raise NotApplicableError(verb, found, why, "Fold the parametrization first.")
 
 
 def share_(target: Layer, source: nn.Module) -> Layer:

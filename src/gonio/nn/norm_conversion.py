@@ -1,4 +1,4 @@
-"""Batch, layer, instance and group normalisation turned into one another, with what means the same carried over."""
+"""Conversions between batch, layer, instance and group normalisation, with scale, shift and equal statistics kept."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def to_batch_norm(
     See also:
         :func:`gonio.swap_`, which converts the norms of a whole model.
     """
-    _check(norm, asked="to_batch_norm")
-    kind = _BATCH[_dims(norm, dims, asked="to_batch_norm")]
+    _check(norm, verb="to_batch_norm")
+    kind = _BATCH[_dims(norm, dims, verb="to_batch_norm")]
     tracks = isinstance(norm, _Instance) or getattr(norm, "track_running_stats", True)
     momentum = getattr(norm, "momentum", 0.1)
     new = kind(_channels(norm), momentum=momentum, track_running_stats=tracks, **_common(norm))
     for name, value in new.named_buffers():
         if norm._buffers.get(name) is not None:
             value.copy_(norm.get_buffer(name))
-    return _carry_(new, norm, asked="to_batch_norm")
+    return _carry_(new, norm, verb="to_batch_norm")
 
 
 def to_instance_norm(
@@ -106,8 +106,8 @@ def to_instance_norm(
     References:
         D. Ulyanov et al., "Instance normalization", 2016. https://arxiv.org/abs/1607.08022
     """
-    _check(norm, asked="to_instance_norm")
-    dims = _dims(norm, dims, asked="to_instance_norm")
+    _check(norm, verb="to_instance_norm")
+    dims = _dims(norm, dims, verb="to_instance_norm")
     if dims == 0:
         raise NotApplicableError(
             "to_instance_norm",
@@ -116,7 +116,7 @@ def to_instance_norm(
             "Use to_group_norm or to_layer_norm.",
         )
     new = _INSTANCE[dims](_channels(norm), momentum=getattr(norm, "momentum", 0.1), **_common(norm))
-    return _carry_(new, norm, asked="to_instance_norm")
+    return _carry_(new, norm, verb="to_instance_norm")
 
 
 def to_group_norm(
@@ -149,13 +149,13 @@ def to_group_norm(
         Y. Wu and K. He, "Group normalization", ECCV 2018, section 3. https://arxiv.org/abs/1803.08494
     """
     if groups < 1:
-        raise InvalidArgumentError("to_group_norm needs groups >= 1", f"{groups}", "The paper's 32 is the default.")
-    _check(norm, asked="to_group_norm")
+        raise InvalidArgumentError("to_group_norm: groups must be >= 1", f"{groups}", "The paper's 32 is the default.")
+    _check(norm, verb="to_group_norm")
     if dims is not None or isinstance(norm, nn.LayerNorm):
-        _dims(norm, dims, asked="to_group_norm")
+        _dims(norm, dims, verb="to_group_norm")
     channels = _channels(norm)
     new = nn.GroupNorm(_group_count(channels, groups), channels, **_common(norm))
-    return _carry_(new, norm, asked="to_group_norm")
+    return _carry_(new, norm, verb="to_group_norm")
 
 
 def to_layer_norm(
@@ -184,13 +184,13 @@ def to_layer_norm(
     References:
         J. L. Ba et al., "Layer normalization", 2016. https://arxiv.org/abs/1607.06450
     """
-    _check(norm, asked="to_layer_norm")
+    _check(norm, verb="to_layer_norm")
     if len(positions) not in _ranks(norm):
         ranks = " or ".join(map(str, _ranks(norm)))
         raise InvalidArgumentError(
-            f"to_layer_norm of a {type(norm).__name__} needs the sizes of {ranks} positions",
+            f"to_layer_norm: a {type(norm).__name__} needs the sizes of {ranks} positions",
             f"positions={tuple(positions)}",
-            "Pass those of the inputs; to_group_norm(norm, groups=1) is the same function without them.",
+            "Pass the sizes of its inputs after (N, C), or use to_group_norm(norm, groups=1), the same function.",
         )
     common = _common(norm)
     affine = common.pop("affine")
@@ -200,15 +200,15 @@ def to_layer_norm(
     return new.train(norm.training)
 
 
-def _check(norm: nn.Module, *, asked: str) -> None:
+def _check(norm: nn.Module, *, verb: str) -> None:
     found = type(norm).__name__
     if any(is_lazy(tensor) for tensor in (*norm.parameters(), *norm.buffers())):
-        raise NotApplicableError(asked, found, "it has no shape yet", "Run one batch through it first.")
+        raise NotApplicableError(verb, found, "it has no shape yet", "Run one batch through it first.")
     kind = next((kind for kind in _RANKS if isinstance(norm, kind)), None)
     if kind is None:
         why = "it is no batch, layer, instance, group or switchable norm"
-        raise NotApplicableError(asked, found, why, "Select layers of these types.")
-    check_plain(norm, kind, asked=asked)
+        raise NotApplicableError(verb, found, why, "Select layers of these types.")
+    check_plain(norm, kind, verb=verb)
 
 
 def _ranks(norm: nn.Module) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _ranks(norm: nn.Module) -> tuple[int, ...]:
     return next(ranks for kind, ranks in _RANKS.items() if isinstance(norm, kind))
 
 
-def _dims(norm: nn.Module, dims: int | None, *, asked: str) -> int:
+def _dims(norm: nn.Module, dims: int | None, *, verb: str) -> int:
     """How many dimensions of positions the inputs have, by the caller or, where it tells, by the layer."""
     ranks = _ranks(norm)
     tells = ranks[0] > 0
@@ -226,7 +226,7 @@ def _dims(norm: nn.Module, dims: int | None, *, asked: str) -> int:
         return ranks[0]
     if dims is not None and dims in ranks:
         return dims
-    about = f"{asked} of a {type(norm).__name__}"
+    about = f"{verb}: a {type(norm).__name__}"
     if ranks == (0,):
         about += f" over ({_channels(norm)},), which normalises the last axis of its inputs,"
     do = "Pass the number of dimensions of its inputs after (N, C)."
@@ -252,20 +252,20 @@ def _common(norm: nn.Module) -> dict[str, Any]:
     return {"eps": norm.eps, "affine": affine, "device": like.device, "dtype": like.dtype}
 
 
-def _carry_(new: Norm, norm: nn.Module, *, asked: str) -> Norm:
+def _carry_(new: Norm, norm: nn.Module, *, verb: str) -> Norm:
     """Give `new` the scale and shift per channel, and the mode, of `norm`; returns `new`."""
     for name in ("weight", "bias"):
-        new._parameters[name] = _per_channel(norm._parameters[name], asked=asked, layer=type(norm).__name__)
+        new._parameters[name] = _per_channel(norm._parameters[name], verb=verb, layer=type(norm).__name__)
     return new.train(norm.training)
 
 
-def _per_channel(parameter: nn.Parameter | None, *, asked: str, layer: str) -> nn.Parameter | None:
+def _per_channel(parameter: nn.Parameter | None, *, verb: str, layer: str) -> nn.Parameter | None:
     if parameter is None or parameter.dim() == 1:
         return parameter
     values = parameter.detach().flatten(1)
     if not (values.is_meta or bool((values == values[:, :1]).all())):
         why = "its scale or shift differs between the positions of a channel, which only a layer norm can have"
-        raise NotApplicableError(asked, layer, why, "Average them first, and measure what that changes.")
+        raise NotApplicableError(verb, layer, why, "Average them first, and measure what that changes.")
     return nn.Parameter(values[:, 0].clone(), requires_grad=parameter.requires_grad)
 
 

@@ -1,21 +1,39 @@
-"""Running statistics: buffers that stay in float32, and move once per batch."""
+"""Running statistics: buffers in float32 that move once per batch, and sums over the processes of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["RunningStatistics", "inside_backward"]
+__all__ = ["RunningStatistics", "several_ranks", "total"]
 
 
-def inside_backward() -> bool:
-    """Whether this call is the recomputation of a checkpointed forward, which happens inside backward."""
-    if torch.compiler.is_compiling():
-        return False  # a compiled graph recomputes below this level
-    return bool(torch._C._current_graph_task_id() != -1)  # private: no public function tells
+def several_ranks() -> bool:
+    """Whether the default process group has been started with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of `x` over all processes, with the gradient; each must call it, in the same order."""
+    result: Tensor = _Total.apply(x)
+    return result
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.clone()
+        dist.all_reduce(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # every process's loss depends on every process's summand
+        return total(grad)
 
 
 class RunningStatistics(nn.Module):
@@ -31,7 +49,7 @@ class RunningStatistics(nn.Module):
 
     def _track(self, news: Mapping[str, Tensor], count: Tensor | int) -> None:
         """Move the buffers named in `news` towards a batch's values; a batch of `count` 0 moves nothing."""
-        if inside_backward() or (isinstance(count, int) and count == 0):
+        if isinstance(count, int) and count == 0:
             return
         with torch.no_grad():
             seen = count > 0

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
+from gonio.nn import kernels
 from gonio.nn.conversion import check_plain
-from gonio.nn.fused import ordinary_eager
-from gonio.nn.ranks import several_ranks, total
-from gonio.nn.running import RunningStatistics
-from gonio.nn.switchable_function import Settings, fused, plain
-from gonio.nn.switchable_statistics import accumulator
+from gonio.nn.running import RunningStatistics, several_ranks, total
+from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
 
 __all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
 
@@ -65,14 +63,14 @@ class SwitchableNorm(RunningStatistics):
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
-        """Forget the batches seen: mean 0, variance 1."""
+        """Reset the running statistics: mean 0, variance 1."""
         if self.running_mean is not None and self.running_var is not None:
             self.running_mean.zero_()
             self.running_var.fill_(1)
             self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
-        """Equal mixtures, scale 1, shift 0, no batch seen."""
+        """Reset to equal mixtures, scale 1, shift 0 and no running statistics."""
         self.reset_running_stats()
         nn.init.ones_(self.mean_logits)
         nn.init.ones_(self.var_logits)
@@ -84,7 +82,7 @@ class SwitchableNorm(RunningStatistics):
     @classmethod
     def _around(cls: type[Self], norm: nn.modules.batchnorm._BatchNorm, use_batch: bool, synchronize: bool) -> Self:
         kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else cls.torchs
-        check_plain(norm, kind, asked="from_batch_norm")
+        check_plain(norm, kind, verb="from_batch_norm")
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         like = next((t for t in (norm.weight, norm.running_mean) if t is not None), torch.empty(0))
         new = cls(*same, like.device, like.dtype, use_batch=use_batch, synchronize=synchronize)
@@ -99,7 +97,7 @@ class SwitchableNorm(RunningStatistics):
         return new.train(norm.training)
 
     def mixture(self) -> dict[str, dict[str, float]]:
-        """How much of each statistic is in the mean and in the variance; each sums to 1."""
+        """The share of each statistic in the mean and in the variance; each sums to 1."""
         return {
             what: dict(zip(KINDS, logits.detach().double().softmax(0).tolist(), strict=False))
             for what, logits in (("mean", self.mean_logits), ("var", self.var_logits))
@@ -120,12 +118,13 @@ class SwitchableNorm(RunningStatistics):
         fixed = self.running_mean is not None and not self.training
         join = self.training and self.use_batch and self.synchronize and several_ranks()
         defined = self._defined(positions, fixed=fixed, join=join)
-        function = fused if ordinary_eager() else plain
+        function = kernels.switchable_norm_by_rows if kernels.ordinary_eager(x) else switchable_norm
         logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
         running = self._running(accumulator(x), fixed=fixed)
         settings = Settings(self.eps, join, defined)
         out, batch, count = function(positions, logits, affine, running, settings)
-        if batch is not None and self.running_mean is not None and defined[2]:
+        # a checkpointed forward is computed again in backward, and counts once
+        if batch is not None and self.running_mean is not None and defined[2] and not kernels.inside_backward():
             mean, var = batch.squeeze(1)
             self._track({"running_mean": mean, "running_var": var}, count)
         return out if x.dim() > 2 else out.squeeze(-1)
@@ -133,8 +132,8 @@ class SwitchableNorm(RunningStatistics):
     def _check(self, x: Tensor) -> None:
         if x.dim() not in self.ranks or x.shape[1] != self.num_features:
             shapes = " or ".join(f"{rank} dimensions" for rank in self.ranks)
-            asked = f"{type(self).__name__} takes inputs of {shapes} with {self.num_features} channels"
-            raise InvalidArgumentError(asked, f"shape {tuple(x.shape)}", "Check the layer before it.")
+            problem = f"{type(self).__name__}: the input must have {shapes} and {self.num_features} channels"
+            raise InvalidArgumentError(problem, f"shape {tuple(x.shape)}", "Check the layer before it.")
 
     def _defined(self, x: Tensor, *, fixed: bool, join: bool) -> tuple[bool, bool, bool]:
         """Which statistics are over more than one value; the others would erase the input."""
@@ -142,9 +141,9 @@ class SwitchableNorm(RunningStatistics):
         batch = self.use_batch and (fixed or area > 1 or self._samples(x, join) != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
         if not any(defined):
-            asked = f"{type(self).__name__} was asked to normalise a single value"
+            problem = f"{type(self).__name__}: cannot normalise a single value"
             do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
-            raise InvalidArgumentError(asked, f"shape {tuple(x.shape)} in training", do)
+            raise InvalidArgumentError(problem, f"shape {tuple(x.shape)} in training", do)
         return defined
 
     @staticmethod

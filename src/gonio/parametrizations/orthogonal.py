@@ -1,36 +1,35 @@
-"""Orthonormal filters, as the nearest ones to what is trained."""
+"""Orthonormal filters: the polar factor of the trained matrix, and its derivatives of every order."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.polar import nearest_orthogonal, polar
 
-__all__ = ["Orthogonal"]
+__all__ = ["Orthogonal", "polar"]
 
 
 class Orthogonal(Parametrization):
     r"""Orthonormal filters: the polar factor :math:`Q = (V V^\top)^{-1/2} V` of each group's matrix, times s.
 
-    Q is the nearest matrix to V with orthonormal rows (or, where filters outnumber their entries, columns).
+    Q is the nearest matrix to V with orthonormal rows, or columns if there are more filters than entries.
     The filters of one group are orthonormal; those of different groups act on different inputs. A depthwise
     layer has one filter per group, of unit norm. Attaching projects the trained tensor, so training starts
     from the orthogonal matrix that is nearest to the weight.
 
-    Why this map and not the exponential or the Cayley transform of a skew matrix: it needs no base point, so
-    the trained tensor alone determines the weight and a plain checkpoint is a valid start; it is the
-    projection for conversion and the map for training in one; no orthogonal matrix is out of reach (Cayley
-    leaves out those with eigenvalue −1); and for one row it is :class:`Sphere`. Its derivative divides by sums
-    of two singular values of V, or by one where rows leave their span. Plain gradient steps only raise the
-    singular values from 1, as they raise norms under weight normalisation, so it stays well conditioned;
-    weight decay lowers them. Directions in which V is zero (a zero weight) stay zero.
+    Unlike the exponential or the Cayley transform of a skew matrix, this map needs no base point, so the
+    trained tensor alone determines the weight and a plain checkpoint is a valid start; it reaches every
+    orthogonal matrix (Cayley excludes those with eigenvalue −1); and for one row it equals :class:`Sphere`.
+    Its derivative divides by sums of two singular values of V, or by one for directions out of the span of the
+    rows. Plain gradient steps only raise the singular values from 1, as they raise norms under weight
+    normalisation, so the map stays well conditioned; weight decay lowers them. Directions in which V is zero
+    (a zero weight) stay zero.
 
     Args:
         scale: s > 0, every singular value of the weight.
@@ -76,10 +75,10 @@ class Orthogonal(Parametrization):
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The nearest orthogonal tensor; a rank-deficient weight is completed by some orthonormal rows."""
+        """The nearest orthogonal tensor; orthonormal rows complete a rank-deficient weight."""
         layout = self.bound_layout
-        nearest = nearest_orthogonal(matrices_of(widen(weight), layout))
-        return from_matrices(nearest, weight.shape, layout).to(weight.dtype)
+        u, _, vh = torch.linalg.svd(matrices_of(widen(weight), layout), full_matrices=False)
+        return from_matrices(u @ vh, weight.shape, layout).to(weight.dtype)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the rows (or columns) of each group are orthonormal up to the scale and rounding."""
@@ -87,3 +86,119 @@ class Orthogonal(Parametrization):
         small = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
         defect = small @ small.mT - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)
         return bool(defect.abs().max() <= 10 * small.shape[-1] ** 0.5 * torch.finfo(weight.dtype).eps)
+
+
+# Note [Polar derivative]
+# For a wide A = H Q with H = (A Aᵀ)^{1/2}, a direction P changes Q by
+#     J(P) = Ω Q + H⁻¹ (P − P Qᵀ Q),   where  H Ω + Ω H = P Qᵀ − Q Pᵀ:
+# a rotation of the rows among themselves, and a tilt of the rows out of their span. In the eigenbasis of H
+# the first has factors 1/(s_i + s_j) and the second 1/s_i, so equal singular values are no problem, unlike
+# in the derivative of an SVD. J is its own transpose: it serves backwards and forwards.
+
+
+def polar(matrices: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows (columns, if there are more rows) to each matrix of a stack.
+
+    It is unique for a matrix of full rank. Singular values below about √(n·eps) of the largest cannot be
+    distinguished from zero and shrink towards zero; a zero matrix stays zero, with the gradient of the identity.
+
+    Shape:
+        - ``matrices``: (groups, n, d); the output is the same.
+    """
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return polar(matrices.mT).mT
+    if torch.compiler.is_compiling():
+        # Plain operations with the first derivative, which a compiler can trace. torch raises an error for the
+        # second derivative of any compiled graph.
+        factor, vectors, values = (x.detach() for x in _decomposed(matrices.detach()))
+        return factor + _derivative(factor, vectors, values, matrices - matrices.detach())
+    found: Tensor = _Polar.apply(matrices)[0]
+    return found
+
+
+def _decomposed(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, and the eigenvectors and eigenvalues of H."""
+    values, vectors = torch.linalg.eigh(matrices @ matrices.mT)
+    largest = values[..., -1:]
+    floor = matrices.shape[-2] * torch.finfo(matrices.dtype).eps * largest
+    zero = largest < torch.finfo(matrices.dtype).tiny
+    values = torch.where(zero, 1.0, torch.maximum(values, floor)).sqrt()
+    factor = (vectors / values.unsqueeze(-2)) @ (vectors.mT @ matrices)
+    # One Newton–Schulz step restores the digits that the Gram matrix lost.
+    factor = 1.5 * factor - 0.5 * (factor @ factor.mT) @ factor
+    return torch.where(zero.unsqueeze(-1), matrices, factor), vectors, values
+
+
+def _derivative(factor: Tensor, vectors: Tensor, values: Tensor, direction: Tensor) -> Tensor:
+    """J(direction), see Note [Polar derivative]."""
+    turned = vectors.mT @ (direction @ factor.mT) @ vectors
+    within = (turned - turned.mT) / (values.unsqueeze(-1) + values.unsqueeze(-2))
+    basis = vectors.mT @ factor
+    out = (vectors.mT @ direction - turned @ basis) / values.unsqueeze(-1)
+    return vectors @ (within @ basis + out)
+
+
+class _Polar(torch.autograd.Function):
+    """:func:`_decomposed` with derivatives of Q in both modes and of every order."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _decomposed(matrices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs, *output)
+        ctx.save_for_forward(*inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
+        matrices, factor, vectors, values = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return _derivative(factor, vectors, values, grad)
+        # J(grad) in operations that can be differentiated again
+        factor, vectors, values = _Polar.apply(matrices)
+        root = factor @ matrices.mT
+        root = (root + root.mT) / 2
+        # The value is the H of :func:`_decomposed`, whose singular values are not below its floor; the derivative
+        # is that of H itself.
+        root = root + ((vectors * values.unsqueeze(-2)) @ vectors.mT - root).detach()
+        turned = grad @ factor.mT
+        rotation = _Lyapunov.apply(root, turned - turned.mT)
+        return rotation @ factor + torch.linalg.solve(root, grad - turned @ factor)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, None, None]:
+        _, factor, vectors, values = ctx.saved_tensors
+        return _derivative(factor, vectors, values, tangent), None, None
+
+
+class _Lyapunov(torch.autograd.Function):
+    """Ω with H Ω + Ω H = K, for a symmetric positive H; its derivatives solve two more such equations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(root: Tensor, right: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(root)
+        inner = vectors.mT @ right @ vectors
+        return vectors @ (inner / (values.unsqueeze(-1) + values.unsqueeze(-2))) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        root, solution = ctx.saved_tensors
+        pulled = _Lyapunov.apply(root, grad)
+        return -(pulled @ solution.mT + solution.mT @ pulled), pulled
+
+    @staticmethod
+    def jvp(ctx: Any, of_root: Tensor, of_right: Tensor) -> Tensor:
+        root, solution = ctx.saved_tensors
+        moved: Tensor = _Lyapunov.apply(root, of_right - of_root @ solution - solution @ of_root)
+        return moved

@@ -1,8 +1,9 @@
-"""The one idea of this package: a weight is a function of what is trained, with a right inverse."""
+"""The base class of all parametrizations: a weight as a function of a trained tensor."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -11,33 +12,36 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnsetStateError
-from gonio.geometry.precision import full_precision, widen
+from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout
 
 __all__ = ["Parametrization", "describe", "kind_of"]
 
-_VERSION = 1
+_VERSION = 1  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
 
 
 class Parametrization(nn.Module, ABC):
     r"""A map :math:`W = f(V)` from a trained tensor to the weight that the layer uses.
 
-    Members of this class are templates until they are attached to a layer; then they hold what state
-    the map needs (a gain, singular vectors) for that one tensor. Four statements hold for all:
+    An instance is a template until it is attached to a layer. Attached, it holds the state that the map
+    needs for this one tensor (a gain, singular vectors). All members guarantee:
 
     * reading the weight is pure: no call of :meth:`forward` changes any state;
-    * :math:`f(f^{-1}(W)) = W` for each weight that :meth:`holds`, and the nearest or rescaled member
-      of the set otherwise;
+    * :math:`f(f^{-1}(W)) = W` for each weight that :meth:`holds`, and the nearest or a rescaled member
+      of the set for others;
     * the map is computed in float32 at least, outside autocast, and returned in the dtype of `V`;
-    * values and gradients are finite wherever `V` is, zero filters included.
+    * values and gradients are finite wherever `V` is, also for zero filters.
 
-    To add a member, write a subclass with its constructor's keywords in :attr:`options`, and
-    :meth:`weight_of`, :meth:`holds`, and :meth:`bind` if it has state.
+    A subclass names the keywords of its constructor in :attr:`options` and defines :meth:`weight_of`,
+    :meth:`holds` and, if it has state, :meth:`bind`.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
-    """The constructor's keywords, each also an attribute that JSON can hold."""
+    """Keywords of the constructor; each is also an attribute with a value that JSON can represent."""
+
+    bound_to: weakref.ref[nn.Parameter] | None = None
+    """The Parameter to which `attach` bound this object; not in copies and pickles."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -46,53 +50,68 @@ class Parametrization(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.layout: Layout | None = None
-        self.raw_id: int | None = None  # id() of the Parameter it was bound to
-        self._unset = False  # state tensors exist, but hold whatever memory held
+        self._unset = False  # whether the state was allocated by to_empty() and not initialised since
 
     @abstractmethod
     def weight_of(self, raw: Tensor) -> Tensor:
-        """The map itself, on a tensor of float32 or float64."""
+        """The map itself, for a tensor in float32 or float64."""
 
     @abstractmethod
     def holds(self, weight: Tensor) -> bool:
-        """Whether `weight` obeys the law that :meth:`forward` guarantees, up to rounding."""
+        """Whether `weight` has the property that :meth:`forward` guarantees, up to rounding."""
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight of `raw`, in its shape and dtype; changes no state."""
         if self._unset:
             raise UnsetStateError(type(self).__name__)
-        # Only where autocast is on: to enter the context costs as much as a small layer, and shows in graphs.
+        # Only if autocast is on: entering the context costs as much as a small layer and shows in graphs.
         if not raw.is_meta and torch.is_autocast_enabled("cpu" if raw.is_cpu else raw.device.type):
             with full_precision(raw):
-                return self._widened(raw)
-        return self._widened(raw)
+                return self._in_full_precision(raw)
+        return self._in_full_precision(raw)
 
-    def _widened(self, raw: Tensor) -> Tensor:
+    def _in_full_precision(self, raw: Tensor) -> Tensor:
         if raw.dtype in (torch.float32, torch.float64):
             return self.weight_of(raw)
-        return self.weight_of(_normal(widen(raw), raw.dtype)).to(raw.dtype)
+        wide = widen(raw)
+        if raw.dtype is torch.float16:
+            # Subnormal numbers (below 6e-5) count as zero but keep their gradient: a filter of subnormal
+            # numbers has a gradient of size 1/norm, which float16 cannot represent; a zero filter has gradient 0.
+            wide = wide - wide.detach() * (wide.detach().abs() < torch.finfo(raw.dtype).tiny)
+        return self.weight_of(wide).to(raw.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """A trained tensor whose effective weight is `weight`, or the nearest that the map can reach."""
+        """A trained tensor whose effective weight is `weight`, or the nearest weight that the map can reach."""
         return weight
 
     def bind(self, weight: Tensor, layout: Layout) -> None:
-        """Create the state for a layer whose weight is `weight`; called once, by `attach`."""
+        """Create the state for a layer whose weight is `weight`; `attach` calls it once."""
         self.layout = layout
 
     @torch.no_grad()
     def rebind_(self, weight: Tensor) -> None:
-        """Overwrite the state by what :meth:`bind` would make of `weight`, keeping every tensor object."""
+        """Overwrite the state with the state that :meth:`bind` creates for `weight`; keeps every tensor object."""
         fresh = self.unbound()
         fresh.bind(weight.detach(), self.bound_layout)
         for mine, new in zip(self._state(), fresh._state(), strict=True):
             mine.copy_(new)
         self._unset = False
 
-    def reset_parameters(self) -> None:
-        """Nothing: the state follows from the weight, and the layer's own reset sets both.
+    @torch.no_grad()
+    def reaches(self, weight: Tensor) -> bool:
+        """Whether binding to `weight` keeps its values, up to 0.1 % of the largest (1 % in half precision)."""
+        weight = weight.detach()
+        if weight.is_meta:
+            return True
+        fresh = self.unbound()
+        fresh.bind(weight, self.bound_layout)
+        tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        return bool((fresh(fresh.right_inverse(weight)) - weight).abs().max() <= tolerance * weight.abs().max())
 
-        It is here so that ``for m in model.modules(): m.reset_parameters()`` works in any order.
+    def reset_parameters(self) -> None:
+        """Do nothing: the state follows from the weight, and `reset_parameters` of the layer sets both.
+
+        The method exists so that ``for m in model.modules(): m.reset_parameters()`` works in any order.
         """
 
     def unbound(self) -> Self:
@@ -101,33 +120,33 @@ class Parametrization(nn.Module, ABC):
 
     @property
     def bound_layout(self) -> Layout:
-        """The layout of the tensor; torch's plain one for a template."""
+        """The layout of the tensor; for a template the default layout."""
         return self.layout or Layout()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "bound_to"}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
 
     def get_extra_state(self) -> Tensor:
-        """Kind, options and layout as JSON bytes: a tensor, so that every file format can store it."""
-        text = json.dumps(
-            {
-                "kind": type(self).__name__,
-                "version": _VERSION,
-                "options": self._options(),
-                "layout": None if self.layout is None else vars(self.layout),
-            },
-            sort_keys=True,
-        )
-        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+        """Kind, options and layout as bytes of JSON, in a tensor: every file format can store a tensor."""
+        description = {
+            "kind": type(self).__name__,
+            "version": _VERSION,
+            "options": self._options(),
+            "layout": None if self.layout is None else vars(self.layout),
+        }
+        return torch.tensor(list(json.dumps(description, sort_keys=True).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Accept the description in a checkpoint if it is this parametrization's own."""
+        """Check that the description in a checkpoint is of this kind with these options."""
         found = describe(state)
         if not self.wrote(found):
             raise InvalidArgumentError(
-                f"{self} reads the state that it wrote itself",
+                f"{self}.load_state_dict() needs the state of a parametrization of the same kind and options",
                 f"that of {found.get('kind')} {found.get('options')}",
-                "Load the state dict of the whole layer: it is translated.",
+                "Load the state dict of the whole layer, which is converted.",
             )
         self._unset = False
 
@@ -137,10 +156,10 @@ class Parametrization(nn.Module, ABC):
         return all(mine[key] == description.get(key) for key in ("kind", "options"))
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The raw tensor if torch's own state `tensors` can be taken over exactly, else None.
+        """The raw tensor if this map can take over the state of torch's own parametrization exactly, else None.
 
-        Called on a bound copy, whose state it may set. `tensors` holds ``g`` and ``v`` of a weight
-        norm, or ``original``, ``u`` and ``v`` of a spectral norm.
+        It is called on a bound copy, whose state it may set. `tensors` holds ``g`` and ``v`` of torch's weight
+        norm, or ``original``, ``u`` and ``v`` of torch's spectral norm.
         """
         return None
 
@@ -151,7 +170,7 @@ class Parametrization(nn.Module, ABC):
         return [*self.parameters(recurse=False), *self.buffers(recurse=False)]
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        # `to_empty` on a meta module comes through here: what it leaves in the state is garbage.
+        # `to_empty` of a module on the meta device allocates the state without initialising it.
         was_meta = any(tensor.is_meta for tensor in self._state())
         super()._apply(fn, recurse)
         self._unset = self._unset or (was_meta and not any(tensor.is_meta for tensor in self._state()))
@@ -159,41 +178,28 @@ class Parametrization(nn.Module, ABC):
 
 
 def describe(extra_state: Tensor) -> dict[str, Any]:
-    """What :meth:`Parametrization.get_extra_state` wrote."""
+    """The description that :meth:`Parametrization.get_extra_state` wrote."""
     found: dict[str, Any] = json.loads(bytes(extra_state.tolist()).decode())
     return found
 
 
 def kind_of(description: Mapping[str, Any]) -> Parametrization:
-    """A template of the kind and options that a checkpoint describes, with its layout.
+    """A template of the kind and options in a checkpoint's description, with its layout.
 
     Raises:
-        InvalidArgumentError: if the kind is unknown, or a newer version wrote it.
+        InvalidArgumentError: if the kind is unknown, or if a newer version wrote the description.
     """
     kind = _KINDS.get(description.get("kind", ""))
     if kind is None or description.get("version", 0) > _VERSION:
         raise InvalidArgumentError(
-            f"a checkpoint's parametrization is one of {', '.join(sorted(_KINDS))}, version <= {_VERSION}",
+            f"the parametrization in a checkpoint must be one of {', '.join(sorted(_KINDS))}, version <= {_VERSION}",
             f"{description.get('kind')} of version {description.get('version')}",
             "Load it with the version of gonio that wrote it, and save the folded model.",
         )
     found = kind(**description["options"])
-    if description["layout"] is not None:
-        found.layout = Layout(**{k: _frozen(v) for k, v in description["layout"].items()})
+    if description["layout"] is not None:  # JSON has lists for tuples
+        fields: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in description["layout"].items()
+        }
+        found.layout = Layout(**fields)
     return found
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-
-
-def _normal(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """float16 subnormals (below 6e-5) count as zero, but keep their gradient.
-
-    A filter of subnormals alone has a gradient of size 1/norm that float16 cannot hold; as a zero filter
-    it has gradient zero. The wider types hold the gradient of every filter that is not zero to them.
-    """
-    if dtype is not torch.float16:
-        return wide
-    small = wide.detach().abs() < torch.finfo(dtype).tiny
-    return wide - wide.detach() * small

@@ -1,48 +1,55 @@
-"""Spectral normalisation: the largest gain of a layer is a constant."""
+"""Spectral normalisation: the largest gain of a layer is a constant, and power iteration follows it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import ClassVar, Literal, get_args
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
+from gonio.parametrizations import kernels
+from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.spectral_convolution import ConvolutionView
-from gonio.parametrizations.spectral_division import divided, gains
-from gonio.parametrizations.spectral_views import FilterView, SpectralView
+from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
-__all__ = ["SpectralNorm"]
+__all__ = ["SpectralNorm", "tick_", "tick_on_step"]
 
 Of = Literal["filters", "conv"]
-_UNTICKED = 100  # changes of the weight without a tick after which training is warned
+_UNTICKED = 100  # changes of the weight without a tick, after which a warning is given
+# Layers of one shape are iterated as one stack, which copies their weights. On CPU the copy takes longer than the
+# calls that it saves, except for small layers (up to 64 KiB, measured).
+_SMALL = 2**14
 
 
 class SpectralNorm(Parametrization):
     r"""A weight of spectral norm n: :math:`W = n \, V / \sigma(V)`.
 
-    What :math:`\sigma` is the norm of is chosen by `view`:
+    `view` chooses the operator whose norm :math:`\sigma` is:
 
     ``"filters"``
-        the largest singular value of the matrices with one flattened filter per row, the largest over
+        the matrices with one flattened filter per row; :math:`\sigma` is the largest singular value of all
         groups. For a convolution this is what the literature calls spectral normalisation, and it does *not*
         bound the layer: the operator's norm can be up to :math:`\sqrt{k_h k_w}` times larger.
     ``"conv"``
-        a sound bound of the operator on feature maps of any size, with its stride, dilation, groups and zero
-        or circular padding: the exact circular norm on a grid of 8r points per dimension (r the kernel's
-        reach), times the 2 % per dimension by which a frequency between grid points can exceed it. The
-        effective operator norm therefore lies in :math:`[0.96\,n, n]` for a 3×3 kernel, up to the convergence
-        of the power iteration. A linear layer and a 1×1 convolution are their matrix in either view.
+        the operator on feature maps of any size, with its stride, dilation, groups and zero or circular
+        padding, for which :math:`\sigma` is a sound bound: the exact circular norm on a grid of 8r points per
+        dimension (r the kernel's reach), times the 2 % per dimension by which a frequency between grid points
+        can exceed it. The effective operator norm therefore lies in :math:`[0.96\,n, n]` for a 3×3 kernel, up
+        to the convergence of the power iteration. A linear layer and a 1×1 convolution are their matrix in
+        either view.
 
     :math:`\sigma = u^\top V v` with unit vectors that a power iteration improves. The vectors are constants in
-    the backward pass, whose gradient goes through :math:`u^\top V v`. **They move only in a tick**: call
+    the backward pass, whose gradient goes through :math:`u^\top V v`. **They change only in a tick**: call
     ``tick_(model)`` after each optimizer step, or once ``tick_on_step(optimizer, model)``. Reading the weight,
-    evaluating, recomputing under activation checkpointing and logging never move them. They start exact (an
+    evaluation, recomputation under activation checkpointing and logging never change them. They start exact (an
     SVD, or Lanczos steps for large weights). A zero weight stays zero, with the gradient of the identity.
 
     Args:
@@ -61,7 +68,7 @@ class SpectralNorm(Parametrization):
 
     Cost:
         two passes over the weight forward (one for :math:`Vv`) and two backward, and two per tick; ``"conv"``
-        ticks cost two products of the size of a convolution of an 8r × 8r map, and keep one vector per
+        ticks cost two products of the size of a convolution of an 8r × 8r map, and store one vector per
         frequency (144 · in numbers for 3×3).
 
     Folding:
@@ -105,31 +112,32 @@ class SpectralNorm(Parametrization):
         wide = widen(weight.detach())
         self.how = _view_of(self.view, layout, wide)
         for name, value in self.how.start(self.how.matrices(wide)).items():
-            setattr(self, name, value)
+            # Not a view, such as a column of the SVD: safetensors saves only tensors that fill their storage.
+            setattr(self, name, value.clone(memory_format=torch.contiguous_format))
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        kept = self._buffers  # the registry itself: `self.u` is a slow search
-        u, v, how = kept["u"], kept["v"], self.how
-        if how is None or u is None or v is None:  # a template has no vectors to keep
+        buffers = self._buffers  # the registry itself: `self.u` is a slow search
+        u, v, how = buffers["u"], buffers["v"], self.how
+        if how is None or u is None or v is None:  # a template stores no vectors
             how = _view_of(self.view, self.bound_layout, raw)
             state = how.start(how.matrices(raw.detach()))
-            return divided(raw, state["u"], state["v"], state.get("length"), how, self.norm / how.margin)
+            return _divided(raw, state["u"], state["v"], state.get("length"), how, self.norm / how.margin)
         self._watch(raw)
-        return divided(raw, u, v, kept["length"], how, self.norm / how.margin)
+        return _divided(raw, u, v, buffers["length"], how, self.norm / how.margin)
 
     @torch.no_grad()
     def sigma(self, raw: Tensor) -> Tensor:
-        """The norm of the trained tensor as the vectors show it now: what the weight is divided by.
+        """The norm of the trained tensor that the vectors show now, by which the weight is divided.
 
         For ``view="conv"`` the circular norm on the grid, without the margin for other grids.
         """
         if self.how is None or self.u is None or self.v is None:
             raise InvalidArgumentError("sigma() reads bound vectors", "a template", "Attach it to a layer.")
-        return gains(self.how.matrices(widen(raw)), self.u, self.v, self.length)[0].amax(0)
+        return _sigma(self.how.matrices(widen(raw)), self.u, self.v, self.length)
 
     def measured(self, weight: Tensor) -> float:
-        """The largest gain of a weight, found anew and not by the vectors; for ``view="conv"`` that of the operator.
+        """The largest gain of a weight, computed without the vectors; for ``view="conv"`` that of the operator.
 
         Example:
             >>> layer = nn.Linear(8, 8)
@@ -153,10 +161,15 @@ class SpectralNorm(Parametrization):
     def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Take over torch's u and v, if the layer has one matrix and the norm is torch's, 1."""
         u, v, original = (tensors.get(name) for name in ("u", "v", "original"))
-        if u is None or v is None or self.u is None or self.v is None or self.norm != 1:
+        if u is None or v is None or self.u is None or self.v is None or self.norm != 1 or self.view != "filters":
             return None
-        if self.view != "filters" or u.numel() != self.u.numel() or v.numel() != self.v.numel():
-            return None
+        if self.bound_layout.matrices > 1:
+            raise InvalidArgumentError(
+                "SpectralNorm normalises each group of a layer as a matrix of its own",
+                f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups, which is one matrix "
+                "there: loading it would rescale the weight",
+                "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm.",
+            )
         self.u, self.v = u.detach().clone().view_as(self.u), v.detach().clone().view_as(self.v)
         return original
 
@@ -165,7 +178,7 @@ class SpectralNorm(Parametrization):
         self._unticked = 0
 
     def _watch(self, raw: Tensor) -> None:
-        """Count changes of the weight without a tick, and say so once when they become many."""
+        """Count changes of the weight without a tick, and warn once if they are many."""
         training = self.training and torch.is_grad_enabled() and isinstance(raw, nn.Parameter)
         if not training or torch.compiler.is_compiling() or raw._version == self._seen:
             return
@@ -187,6 +200,139 @@ def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
         raise InvalidArgumentError(
             'SpectralNorm(view="conv") bounds layers with zero or circular padding',
             f"padding_mode={layout.padding_mode!r}, which repeats pixels and can exceed every such bound",
-            "Use zero padding, or leave the layer out.",
+            "Use zero padding, or exclude the layer.",
         )
     return kind.of(layout, weight.shape)
+
+
+def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
+    """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
+    if kernels.apply_to(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
+        weight: Tensor = kernels.DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
+        return weight
+    sigma = _sigma(view.matrices(raw), u, v, length)
+    zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
+    return raw * torch.where(zero, 1.0, norm / sigma.masked_fill(zero, 1))
+
+
+def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Tensor:
+    """The largest norm that the vectors show for a group; see Note [Stale vectors].
+
+    The vectors are constants, and need not be of unit length (averaged or half-precision buffers are not).
+    """
+    right = normalize(v.detach().to(matrices.dtype), (1, 2))
+    if length is not None:
+        right = right * length.detach().to(matrices.dtype)[:, None, None]
+    left = normalize(u.detach().to(matrices.dtype), (1, 2))
+    image = right @ matrices.mT  # (groups, parts, rows)
+    stale = (left * image).sum((1, 2)) < kernels.STALE * safe_norm(image, (1, 2))
+    left = torch.where(stale[:, None, None], normalize(image, (1, 2)), left).detach()
+    return (left * image).sum((1, 2)).amax(0)
+
+
+# --- ticks: power iterations, once per optimizer step and nowhere else -----------------------------
+
+
+@torch.no_grad()
+def tick_(model: nn.Module, *, iterations: int = 1) -> int:
+    """Advance the singular vectors of every spectral norm in a model, in place.
+
+    Call it after each optimizer step; :func:`tick_on_step` does so. Layers of equal shape are advanced
+    together. Nothing else changes: no weight, no other buffer, no random generator.
+
+    Args:
+        model: any module; a parametrization that several layers share is advanced once.
+        iterations: power iterations; more after a large change, such as averaging weights.
+
+    Returns:
+        The number of parametrizations that were advanced.
+
+    Raises:
+        InvalidArgumentError: if `iterations` is below 1.
+
+    Example:
+        >>> layer = nn.Linear(8, 8)
+        >>> sn = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
+        >>> raw = next(layer.parameters())
+        >>> _ = raw.data.copy_(torch.diag(torch.arange(1.0, 9.0)))  # a step much larger than any optimizer's
+        >>> sn.holds(layer.weight)
+        False
+        >>> gonio.parametrizations.tick_(layer, iterations=100), sn.holds(layer.weight)
+        (1, True)
+    """
+    if iterations < 1:
+        raise InvalidArgumentError("tick_() needs iterations >= 1", f"{iterations}", "Use 1 per step.")
+    stacks: dict[Any, list[tuple[SpectralNorm, Tensor]]] = defaultdict(list)
+    found = dict(_spectral_norms(model))
+    for norm, raw in found.items():
+        alone = raw.is_cpu and raw.numel() > _SMALL
+        stacks[norm if alone else (norm.how, raw.device, raw.dtype)].append((norm, raw))
+    for stack in stacks.values():
+        with full_precision(stack[0][1]):
+            _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
+    return len(found)
+
+
+def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
+    """Call :func:`tick_` after every step that the optimizer takes.
+
+    A step that a gradient scaler skips makes no tick.
+
+    Args:
+        optimizer: the tick is a post-step hook of it; its pickles and state dicts do not contain the hook.
+        model: the model to tick; layers that are parametrized later are included.
+
+    Returns:
+        A handle; ``handle.remove()`` ends it.
+
+    Raises:
+        NoMatchError: if the model has no spectral norm.
+
+    Example:
+        >>> layer = nn.Linear(4, 4)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> handle = gonio.parametrizations.tick_on_step(optimizer, layer)
+        >>> layer(torch.ones(1, 4)).sum().backward(); optimizer.step()
+        >>> handle.remove()
+    """
+    if not any(True for _ in _spectral_norms(model)):
+        raise NoMatchError("tick_on_step", "the model", [])
+
+    def after(*_: Any) -> None:
+        tick_(model)
+
+    return optimizer.register_step_post_hook(after)
+
+
+def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
+    """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
+    for module in model.modules():
+        if not isinstance(module, Parametrized):
+            continue
+        for name in module.parametrized_names:
+            found, raw = parametrization_of(module, name), module._parameters.get(name)
+            if isinstance(found, SpectralNorm) and raw is not None:
+                yield found, whole(raw)  # each process stores the vectors of the whole weight
+
+
+def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) -> None:
+    """Power iterations of weights of one shape, as one stack."""
+    how = norms[0].how
+    if how is None:
+        return
+    matrices = _stacked([how.matrices(widen(raw)) for raw in raws])
+    buffers = [{name: b for name, b in norm._buffers.items() if b is not None} for norm in norms]
+    state = {name: _stacked([each[name].to(matrices.dtype) for each in buffers]) for name in buffers[0]}
+    for _ in range(iterations):
+        state = how.step(matrices, state)
+    for name, value in state.items():
+        parts = value.chunk(len(norms)) if len(norms) > 1 else [value]
+        for each, part in zip(buffers, parts, strict=True):
+            each[name].copy_(part)
+    for norm in norms:
+        norm.ticked()
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -1,44 +1,46 @@
-"""What a spectral norm is the norm of: the matrix of filters, or the map on feature maps.
+"""The matrices whose norm a spectral norm bounds: the filters, or the convolution at many frequencies.
 
-Both views keep unit singular vectors and improve them by power iteration. `u` and `v` are stacks of real
-vectors, (groups, parts, rows) and (groups, parts, columns), against the stored matrices of a weight, such
-that the norm of a group is the sum over parts of uᵀ W v: one part for a real matrix, the real and the
-imaginary part at one frequency for a convolution. There a vector of one number per input channel is spread
-over the taps and would have a length above 1; `v` is of length 1, and `length` remembers.
+Both views store unit singular vectors and improve them by power iteration. `u` and `v` are stacks of real
+vectors, (groups, parts, rows) and (groups, parts, columns), for the stored matrices W of a weight: the norm of a
+group is the sum over parts of uᵀ W v. A real matrix has one part. A convolution has two, the real and the imaginary
+part at one frequency. There the vector of one number per input channel is repeated for every tap and has a length
+above 1; `v` is stored with length 1, and `length` is the factor.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import sqrt
-from typing import Self
+from dataclasses import dataclass, replace
+from itertools import product
+from math import cos, pi, prod
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from gonio.geometry.conv_norm import conv_spectral_norm_estimate
+from gonio.geometry.conv_operator import frequencies
 from gonio.geometry.lanczos import spectral_norm
-from gonio.geometry.matrix_vector import matrix_vector
-from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.norms import least_norm, normalize, safe_norm
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.seeding import generator
 
-__all__ = ["EXACT", "ITERATIONS", "FilterView", "SpectralView", "random_vectors", "unit_or"]
+__all__ = ["EXACT", "ConvolutionView", "FilterView", "SpectralView"]
 
 EXACT = 2**28  # multiplications up to which the first vectors come from a singular value decomposition
-_PLAIN = (1e-24, 1e24)  # squares of norms that float32 holds
-ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
+_ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
+_POINTS = 8  # of the grid, per dimension and unit of the kernel's reach: a margin of 2 % per dimension
 
 
 @dataclass(frozen=True)
 class SpectralView(ABC):
-    """How weights of one shape and layout become operators, and how top singular vectors are found."""
+    """How weights of one shape and layout become matrices, and how their top singular vectors are found."""
 
     layout: Layout
     shape: torch.Size
-    margin: float  # the factor by which the operator's norm may exceed what converged vectors show
+    margin: float  # the factor by which the operator's norm may exceed the norm that converged vectors show
 
     @classmethod
     @abstractmethod
@@ -47,7 +49,7 @@ class SpectralView(ABC):
 
     @abstractmethod
     def measured(self, weight: Tensor) -> float:
-        """The norm itself, found anew: tight from below, and for any weight of the shape."""
+        """The norm itself, computed without the stored vectors: a tight lower bound for any weight of the shape."""
 
     @abstractmethod
     def matrices(self, weight: Tensor) -> Tensor:
@@ -63,15 +65,11 @@ class SpectralView(ABC):
 
     @abstractmethod
     def step(self, matrices: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state after one more power iteration."""
-
-    def step_alone_(self, matrices: Tensor, state: dict[str, Tensor], iterations: int) -> bool:
-        """:meth:`step` in place for the matrices of a single weight, where there is a quicker way; else False."""
-        return False
+        """The state after one more power iteration; runs without synchronising a device."""
 
 
 class FilterView(SpectralView):
-    """The matrices with one filter per row; the norm is the largest singular value of any of them."""
+    """The matrices with one filter per row; the norm is the largest singular value of all groups."""
 
     @classmethod
     def of(cls, layout: Layout, shape: torch.Size) -> Self:
@@ -88,60 +86,193 @@ class FilterView(SpectralView):
 
     def start(self, matrices: Tensor) -> dict[str, Tensor]:
         groups, rows, columns = matrices.shape
-        u, v = matrices.new_empty(groups, 1, rows), matrices.new_empty(groups, 1, columns)
         if matrices.is_meta:
-            return {"u": u, "v": v}
+            return {"u": matrices.new_empty(groups, 1, rows), "v": matrices.new_empty(groups, 1, columns)}
         if matrices.numel() * min(rows, columns) <= EXACT:
             left, _, right = torch.linalg.svd(matrices, full_matrices=False)
             return {"u": left[..., 0].unsqueeze(1).contiguous(), "v": right[:, :1].contiguous()}
-        return _top_pair(matrices)
+        with torch.enable_grad():  # the gradient of a matrix's norm is the product u vᵀ of its top vectors
+            matrices = matrices.detach().requires_grad_()
+            (product,) = torch.autograd.grad(spectral_norm(matrices).sum(), matrices)
+        largest = safe_norm(product, -1).argmax(-1)
+        v = normalize(product[torch.arange(groups, device=largest.device), largest], -1)
+        return {"u": normalize((product @ v.unsqueeze(-1)).mT, -1), "v": v.unsqueeze(1)}
 
     def step(self, matrices: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        v = unit_or(state["u"] @ matrices, state["v"], (1, 2))
-        return {"u": unit_or(v @ matrices.mT, state["u"], (1, 2)), "v": v}
-
-    def step_alone_(self, matrices: Tensor, state: dict[str, Tensor], iterations: int) -> bool:
-        u, v = state["u"], state["v"]
-        if not matrices.is_cpu or len(matrices) > 1 or not u.dtype is v.dtype is matrices.dtype:
-            return False
-        matrix, left, right = matrices[0], u.view(-1), v.view(-1)
-        for _ in range(iterations):
-            _turn_(right, matrix_vector(matrix.T, left))
-            _turn_(left, matrix_vector(matrix, right))
-        return True
+        v = _unit_or(torch.bmm(state["u"], matrices), state["v"], (1, 2))
+        return {"u": _unit_or(torch.bmm(v, matrices.mT), state["u"], (1, 2)), "v": v}
 
 
-def _turn_(unit: Tensor, image: Tensor) -> None:
-    """The direction of `image` written to `unit`, which stays where the image is zero."""
-    square = torch.dot(image, image).item()  # to read a number is free on CPU
-    if _PLAIN[0] < square < _PLAIN[1]:
-        torch.div(image, sqrt(square), out=unit)
-    else:
-        unit.copy_(unit_or(image, unit, (0,)))
+class ConvolutionView(SpectralView):
+    r"""The convolution itself, by its symbol :math:`F(\omega) = \sum_t W_t e^{-i \omega t}` on a grid.
+
+    Every frequency has its own right singular vector (state `basis`), and two matrix products per step
+    improve all of them; `u` and `v` belong to the frequency with the largest norm.
+    """
+
+    @classmethod
+    def of(cls, layout: Layout, shape: torch.Size) -> Self:
+        return cls(layout, shape, _taps(layout, shape).margin)
+
+    def measured(self, weight: Tensor) -> float:
+        finer = [
+            2 * n * s
+            for n, s in zip(_taps(self.layout, self.shape).grid, _stride(self.layout, self.shape), strict=True)
+        ]
+        return float(conv_spectral_norm_estimate(weight, finer, layout=self.layout))
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        # A transposed convolution is the adjoint of the convolution with the same stored weight.
+        return weight.unflatten(0, (self.layout.groups, -1)).flatten(2)
+
+    def weight_of(self, matrices: Tensor) -> Tensor:
+        return matrices.reshape(self.shape)
+
+    def start(self, matrices: Tensor) -> dict[str, Tensor]:
+        groups, rows, columns = matrices.shape
+        taps = self._taps(matrices)
+        inputs = self.shape[1] * taps.phases
+        shape = (groups, len(taps.angle), inputs)
+        state = {
+            "u": matrices.new_zeros(groups, 2, rows),
+            "v": matrices.new_zeros(groups, 2, columns),
+            "length": matrices.new_ones(groups),
+            "basis": matrices.new_zeros(*shape, 2),
+        }
+        if matrices.is_meta:
+            return state
+        if prod(shape) * rows * min(rows, inputs) <= EXACT:
+            state["basis"] = _as_pairs(self._right_vectors(matrices))
+            return self.step(matrices, state)
+        state["basis"][..., 0] = _random_vectors(shape, matrices)
+        for _ in range(_ITERATIONS):
+            state = self.step(matrices, state)
+        return state
+
+    def step(self, matrices: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        folded, waves = self._folded(matrices), self._waves(matrices)
+        basis = torch.view_as_complex(state["basis"].to(matrices.dtype))
+        waved = (waves.unsqueeze(-1) * basis.unsqueeze(2)).flatten(2)  # (groups, frequencies, steps · inputs)
+        left = _as_complex(normalize(_as_pairs(_times(waved, folded.mT)), (2, 3)))
+        right = _times(left, folded).unflatten(2, (waves.shape[1], -1))
+        right = _as_pairs((waves.conj().unsqueeze(-1) * right).sum(2))
+        best = safe_norm(right, (2, 3)).argmax(1)
+        basis = _unit_or(right, state["basis"], (2, 3))
+        spread = self._repeated(basis, best, waves)
+        u = _unit_or(spread @ matrices.mT, state["u"], (1, 2))
+        return {"u": u, "v": normalize(spread, (1, 2)), "length": safe_norm(spread, (1, 2)), "basis": basis}
+
+    def _repeated(self, basis: Tensor, best: Tensor, waves: Tensor) -> Tensor:
+        """The vector of each group's best frequency for the stored columns, as two real parts, (groups, 2, columns)."""
+        taps = self._taps(basis)
+        vector = _as_complex(basis[torch.arange(len(best), device=best.device), best])
+        by_tap = vector.unflatten(1, (-1, taps.phases))[..., taps.phase] * waves[best][:, None, taps.step]
+        return _as_pairs(by_tap.flatten(1)).movedim(-1, 1)
+
+    def _right_vectors(self, matrices: Tensor) -> Tensor:
+        """Top right singular vector of the symbol at each frequency, (groups, frequencies, inputs)."""
+        waves = self._waves(matrices)
+        folded = self._folded(matrices).unflatten(2, (waves.shape[1], -1))
+        symbol = torch.einsum("ft,gnti->gfni", waves, folded.to(waves.dtype))
+        return torch.linalg.svd(symbol, full_matrices=False)[2][..., 0, :].conj()
+
+    def _folded(self, matrices: Tensor) -> Tensor:
+        """The stored matrices with their columns in the order (step, input, phase); absent taps are 0."""
+        taps = self._taps(matrices)
+        by_tap = matrices.unflatten(2, (self.shape[1], -1))  # (groups, rows, inputs, taps)
+        groups, rows, inputs, _ = by_tap.shape
+        folded = matrices.new_zeros(groups, rows, taps.angle.shape[1], inputs, taps.phases)
+        folded[:, :, taps.step, :, taps.phase] = by_tap.movedim(3, 0)
+        return folded.flatten(2)
+
+    def _waves(self, like: Tensor) -> Tensor:
+        """e^{−iω·t}, (frequencies, steps)."""
+        angle = self._taps(like).angle.to(like.dtype)
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def _taps(self, like: Tensor) -> _Taps:
+        return _taps(self.layout, self.shape, like.device)
 
 
-def _top_pair(matrices: Tensor) -> dict[str, Tensor]:
-    """Top singular vectors of large matrices: the gradient of a norm is the product of the two."""
-    with torch.enable_grad():
-        matrices = matrices.detach().requires_grad_()
-        (product,) = torch.autograd.grad(spectral_norm(matrices).sum(), matrices)  # u vᵀ
-    largest = safe_norm(product, -1).argmax(-1)
-    v = normalize(product[torch.arange(len(product), device=largest.device), largest], -1)
-    return {"u": normalize((product @ v.unsqueeze(-1)).mT, -1), "v": v.unsqueeze(1)}
+@dataclass(frozen=True)
+class _Taps:
+    """The positions of a kernel's taps after the stride is folded into input channels: tap = step · stride + phase."""
+
+    step: Tensor  # (taps,): the step of each tap, as an index
+    phase: Tensor  # (taps,): the phase of each tap, as an index
+    phases: int  # product of the strides
+    grid: tuple[int, ...]  # points per dimension
+    angle: Tensor  # (frequencies, distinct steps): −ω·t for half of a grid; the other half is complex conjugate
+    margin: float
+
+    def to(self, device: torch.device) -> _Taps:
+        return replace(self, step=self.step.to(device), phase=self.phase.to(device), angle=self.angle.to(device))
 
 
-def unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Unit vectors; where a vector is zero, the one that was there: iteration from 0 would stay at 0."""
-    if vectors.is_cpu and len(vectors) == 1 and dims == (1, 2):  # one number, and to read it is free here
-        size = torch.linalg.vector_norm(vectors).item()
-        if _PLAIN[0] < size * size < _PLAIN[1]:
-            return vectors / size
-    norm = safe_norm(vectors, dims, keepdim=True)
-    return torch.where(norm > 0, vectors / norm.masked_fill(norm == 0, 1), fallback)
+_TAPS: dict[tuple[Any, ...], _Taps] = {}
 
 
-def random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:
+def _taps(layout: Layout, shape: torch.Size, device: torch.device | None = None) -> _Taps:
+    """The taps of a convolution; made once per geometry and device, so that a step copies nothing to a device."""
+    key = (layout.stride, layout.dilation, shape[2:], device)
+    if key in _TAPS:
+        return _TAPS[key]
+    made = _new_taps(_stride(layout, shape), layout.dilation, shape[2:]) if device is None else _taps(layout, shape)
+    if device is not None:
+        made = made.to(device)
+    if type(made.step) is Tensor:  # not a fake tensor of a compiler
+        _TAPS[key] = made
+    return made
+
+
+def _new_taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.Size) -> _Taps:
+    spread = (
+        dilation if dilation and prod(stride) > 1 else (1,) * len(kernel)
+    )  # at stride 1 it only renames frequencies
+    taps = [[t * d for t, d in zip(tap, spread, strict=True)] for tap in product(*(range(k) for k in kernel))]
+    step_of_tap = [tuple(t // s for t, s in zip(tap, stride, strict=True)) for tap in taps]
+    steps = sorted(set(step_of_tap))
+    phase = [
+        sum((t % s) * prod(stride[d + 1 :]) for d, (t, s) in enumerate(zip(tap, stride, strict=True))) for tap in taps
+    ]
+    reach = [max(along) for along in zip(*steps, strict=True)]
+    grid = tuple(max(1, _POINTS * r) for r in reach)
+    # Note [Between the grid points]: a product yᴴF(ω)x is, up to a phase, a trigonometric polynomial of degree
+    # r/2 in each component of ω. One of degree r/2 is at most 1/cos(πr/2N) times its maximum on N points
+    # [H. Ehlich and K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964].
+    margin = prod(1 / cos(pi * r / (2 * n)) for r, n in zip(reach, grid, strict=True))
+    omega = frequencies(grid, torch.zeros((), dtype=torch.float64, device="cpu"))
+    angle = -(omega @ torch.tensor(steps, dtype=torch.float64, device="cpu").mT)
+    index = {one: i for i, one in enumerate(steps)}
+    step = torch.tensor([index[one] for one in step_of_tap], device="cpu")
+    return _Taps(step, torch.tensor(phase, device="cpu"), prod(stride), grid, angle, margin)
+
+
+def _stride(layout: Layout, shape: torch.Size) -> tuple[int, ...]:
+    return layout.stride or (1,) * len(shape[2:])
+
+
+def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Unit vectors; the fallback for a zero vector, because a power iteration from zero stays at zero."""
+    norm = torch.linalg.vector_norm(vectors, dim=dims, keepdim=True)
+    return torch.where(norm > least_norm(vectors.dtype), vectors / norm, fallback)
+
+
+def _random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:
     """Unit vectors along the last dimension that depend on the shape alone."""
     # CPU numbers on every device, so that a model starts equal wherever it lives.
     drawn = torch.randn(*shape, generator=generator(0, "spectral norm", *shape), dtype=torch.float64)
     return (drawn / safe_norm(drawn, -1, keepdim=True)).to(like)
+
+
+def _times(x: Tensor, matrices: Tensor) -> Tensor:
+    """A complex stack of rows times real matrices, as one real product."""
+    return torch.complex(*(torch.cat([x.real, x.imag], 1) @ matrices).chunk(2, 1))
+
+
+def _as_pairs(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()).contiguous()
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous())

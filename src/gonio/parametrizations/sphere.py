@@ -9,9 +9,8 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import safe_norm
-from gonio.parametrizations.filters import by_filter, filter_size
+from gonio.parametrizations.filters import by_filter, filter_size, rescaled
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["Sphere"]
 
@@ -19,10 +18,10 @@ __all__ = ["Sphere"]
 class Sphere(Parametrization):
     r"""Filters of one fixed norm: :math:`w_i = r \, v_i / \lVert v_i \rVert`.
 
-    The projection to the sphere of radius r, filter by filter. The gradient with respect to
-    :math:`v_i` is tangent to the sphere and scales with :math:`1/\lVert v_i \rVert`, so plain gradient
-    steps let :math:`\lVert v_i \rVert` only grow and the effective learning rate only fall; weight decay
-    on :math:`v` holds it. A zero filter stays zero, with gradient 0.
+    Each filter is projected to the sphere of radius r. The gradient with respect to :math:`v_i` is tangent to
+    the sphere and scales with :math:`1/\lVert v_i \rVert`, so plain gradient steps only increase
+    :math:`\lVert v_i \rVert` and decrease the effective learning rate; weight decay on :math:`v` limits both. A
+    zero filter stays zero, with gradient 0.
 
     Args:
         radius: r > 0, the norm of each filter.

@@ -1,4 +1,4 @@
-"""Weight normalisation: the norm and the direction of each filter are trained apart."""
+"""Weight normalisation: the norm and the direction of each filter are separate parameters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from gonio.geometry.norms import safe_norm
 from gonio.geometry.views import Layout
-from gonio.parametrizations.filters import by_filter
+from gonio.parametrizations.filters import by_filter, rescaled
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["WeightNorm"]
 
@@ -23,7 +22,7 @@ class WeightNorm(Parametrization):
     Parameter ``magnitude`` with one number per output filter, for transposed and grouped layers too.
     The gradients are :math:`\nabla_{g_i} = \langle \nabla_{w_i}, \hat v_i \rangle` and
     :math:`\nabla_{v_i} = \frac{g_i}{\lVert v_i \rVert} (I - \hat v_i \hat v_i^\top) \nabla_{w_i}`.
-    A zero filter stays zero with gradient 0, as it has no direction: initialise it before.
+    A zero filter has no direction and stays zero, with gradient 0; initialise it before.
 
     Invariances:
         Rescaling any filter of the trained tensor by a positive factor.
@@ -74,14 +73,11 @@ class WeightNorm(Parametrization):
         if self.magnitude is None or "g" not in tensors:
             return None
         g, v = tensors["g"], tensors["v"]
-        if g.shape != self._gain_shape(v):
+        layout = self.bound_layout
+        if layout.transposed and layout.matrices > 1:
+            return None
+        filters = 1 if layout.transposed else 0
+        if g.shape != torch.Size(n if d == filters else 1 for d, n in enumerate(v.shape)):
             return None
         self.magnitude.data = g.detach().flatten().clone()
         return v
-
-    def _gain_shape(self, raw: Tensor) -> torch.Size | None:
-        """The shape of a gain per output filter that broadcasts against the stored weight."""
-        if self.bound_layout.transposed and self.bound_layout.matrices > 1:
-            return None
-        filters = 1 if self.bound_layout.transposed else 0
-        return torch.Size(n if d == filters else 1 for d, n in enumerate(raw.shape))

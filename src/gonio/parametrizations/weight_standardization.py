@@ -1,20 +1,17 @@
-"""Weight standardisation: every filter has mean 0 and a fixed standard deviation."""
+"""Weight standardisation: filters of mean 0 and a fixed standard deviation."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.norms import safe_norm
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import safe_norm, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.eager import is_eager
-from gonio.parametrizations.filters import by_filter, filter_size
+from gonio.parametrizations.filters import by_filter, filter_size, rescaled
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.rescaling import rescaled
 
 __all__ = ["WeightStandardization"]
 
@@ -101,13 +98,12 @@ class WeightStandardization(Parametrization):
     def weight_of(self, raw: Tensor) -> Tensor:
         filters, dims = by_filter(raw, self.bound_layout)
         size = filter_size(raw, self.bound_layout)
-        mean = filters.detach().mean(dims, keepdim=True)
+        mean = filters.mean(dims, keepdim=True)
         norm = (size - 1) ** 0.5 * self._constant(size)
         norms = raw.new_full((mean.numel(),), norm) if self.gains is None else self.gains.to(raw.dtype) * norm
-        # What is left of a constant filter is rounding of its mean, not a direction.
-        floor = mean.abs().flatten() * (16 * size**0.5 * torch.finfo(raw.dtype).eps)
-        centred = _Centred.apply(filters, mean, dims) if is_eager(raw) else filters - filters.mean(dims, keepdim=True)
-        return rescaled(centred.view_as(raw), norms, self.bound_layout, floor=floor)
+        # A constant filter minus its mean is a rounding error and has no direction.
+        floor = mean.detach().abs().flatten() * (16 * size**0.5 * torch.finfo(raw.dtype).eps)
+        return rescaled((filters - mean).view_as(raw), norms, self.bound_layout, floor=floor)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether every filter has mean 0 and, unless gains are learned, its standard deviation within 1 %."""
@@ -122,16 +118,3 @@ class WeightStandardization(Parametrization):
     def _constant(self, size: int) -> float:
         """The standard deviation that a filter gets, without learned gains."""
         return self.gain / size**0.5 if self.scale == "fan_in" else self.gain
-
-
-class _Centred(torch.autograd.Function):
-    """Filters minus their means; a projection, so the gradient is centred as well."""
-
-    @staticmethod
-    def forward(ctx: Any, filters: Tensor, mean: Tensor, dims: tuple[int, ...]) -> Tensor:
-        ctx.dims = dims
-        return filters - mean
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad - grad.mean(ctx.dims, keepdim=True), None, None

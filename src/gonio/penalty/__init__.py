@@ -4,3 +4,7 @@ from gonio.penalty.param_groups import ParamGroups, param_groups
 from gonio.penalty.penalty import Penalty
 
 __all__ = ["ParamGroups", "Penalty", "param_groups"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,9 +10,9 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
-from gonio.penalty.binding import TABLES, slots_of, unwrapped
 from gonio.penalty.penalty import Penalty
-from gonio.surgery.site import sites
+from gonio.penalty.terms import TABLES, unwrapped, weights_of
+from gonio.surgery.where import sites
 
 __all__ = ["ParamGroups", "param_groups"]
 
@@ -123,13 +123,13 @@ def _weights(model: nn.Module) -> tuple[set[int], set[int]]:
     """Parameters that hold more than a number per filter of some weight, and those of tables, by identity."""
     weights: set[int] = set()
     tables: set[int] = set()
-    for slot in (slot for site in sites(model) for slot in slots_of(site)):
-        if isinstance(slot.module, TABLES):
-            tables.update(map(id, slot.parameters()))
+    for ref in (ref for site in sites(model) for ref in weights_of(site)):
+        if isinstance(ref.module, TABLES):
+            tables.update(map(id, ref.parameters()))
             continue
-        groups, filters, _ = matrix_view(slot.tensor().detach(), slot.layout).shape
-        own = slot.module._parameters.get(slot.name)
-        for parameter in slot.parameters():
+        groups, filters, _ = matrix_view(ref.tensor().detach(), ref.layout).shape
+        own = ref.module._parameters.get(ref.name)
+        for parameter in ref.parameters():
             if parameter.numel() > groups * filters or (parameter is own and parameter.ndim == 2):
                 weights.add(id(parameter))
     return weights, tables

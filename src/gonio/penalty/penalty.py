@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.penalty.adding import add_gradients_
-from gonio.penalty.binding import bind
-from gonio.penalty.check import findings
-from gonio.penalty.processes import data_parallel_group
-from gonio.penalty.record import Record
-from gonio.penalty.table import table
-from gonio.penalty.term import OutputTerm, Term, WeightTerm, terms_of
-from gonio.regularizers import Regularizer, WeightRegularizer
+from gonio.penalty.hooks import data_parallel_group
+from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
+from gonio.regularizers import Evaluation, Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
 
 if TYPE_CHECKING:
@@ -38,23 +34,23 @@ class Penalty:
     call contributes the mean over its runs.
 
     Every rule applies to all layers that it selects; a weight under two rules has two terms. A tensor that
-    several layers share counts once per rule. Frozen weights are passed over as long as they are frozen.
-    Terms on scale alone pass over weights that a normalisation layer follows. ``print(penalty)`` shows all
+    several layers share counts once per rule. Frozen weights are skipped as long as they are frozen.
+    Regularizers of the scale alone skip weights in front of a normalisation layer. ``print(penalty)`` shows all
     of this.
 
     Under ``torch.amp.GradScaler`` the penalty is scaled with the loss that it is part of. Under gradient
     accumulation either divide the whole loss, penalty included, by the number of micro-batches, or divide
-    the loss alone and say ``accumulate=`` here.
+    only the loss and set ``accumulate=``.
 
     Args:
         model: not changed, but for forward hooks on the layers whose outputs are read.
         rules: pairs of a `where` (see :func:`gonio.surgery.as_selector`; None for every layer that the
             regularizer can act on, embeddings excepted) and a regularizer.
-        seed: of the generator with which regularizers sample.
+        seed: of the generators of regularizers that sample.
         accumulate: calls per optimizer step. Each call gives 1/n of the penalty, and schedules and `every`
             count optimizer steps.
         process_group: processes over which a batch is spread, so that terms on outputs are those of the
-            whole batch; found by itself if `model` is wrapped in DistributedDataParallel or sharded by FSDP2.
+            whole batch; by default that of `model`, if it is wrapped in DistributedDataParallel or sharded by FSDP2.
 
     Raises:
         NoMatchError: if a rule reads no tensor, with the reasons.
@@ -94,11 +90,10 @@ class Penalty:
         bindings, self._remarks = bind(model, rules)
         group = data_parallel_group(model) if process_group is None else process_group
         self._skipped = [b for b in bindings if b.skipped]
-        self._terms: list[Term] = terms_of([b for b in bindings if not b.skipped], seed, group)
+        self._terms = terms_of(bindings, seed, group)
         self._accumulate = accumulate
         self._calls = 0
-        self._last = Record()
-        self._backend: str | None = None
+        self._last: list[tuple[str, float, Evaluation]] = []
 
     @property
     def step(self) -> int:
@@ -112,18 +107,21 @@ class Penalty:
             NoActivationError: if a layer whose output is read did not run in training mode since the last
                 call, or its hook did not fire because the model was compiled before.
         """
-        self._last = Record()
-        parts: list[Tensor] = []
+        self._last = []
+        step, total = self.step, None
         for term in self._terms:
-            strength = term.regularizer.strength_at(self.step) / self._accumulate
+            strength = term.regularizer.strength_at(step) / self._accumulate
             evaluation = term.evaluate(active=strength > 0)
-            if evaluation is not None:
-                parts.append(strength * evaluation.value)
-                self._last.add(term, strength, evaluation)
+            if evaluation is None:
+                continue
+            value = evaluation.value
+            # torch.add with alpha is one operation where a product and a sum are two
+            total = strength * value if total is None else torch.add(total, value.to(total.device), alpha=strength)
+            self._keep(term, strength, evaluation)
         self._calls += 1
-        if not parts:
-            return torch.zeros((), device=self._terms[0].slot.tensor().device)
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        if total is None:
+            return torch.zeros((), device=self._terms[0].weight.tensor().device)
+        return total
 
     def add_grads_(self) -> None:
         """Add the gradient of this step's penalty to `.grad`, layer by layer, instead of calling it.
@@ -142,22 +140,22 @@ class Penalty:
                 f"rules that read outputs: {', '.join(reading)}",
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
-        self._last = Record()
-        active: list[tuple[WeightTerm, float]] = []
+        self._last = []
         step = self.step
         for term in self._terms:
             strength = term.regularizer.strength_at(step) / self._accumulate
-            if strength > 0 and isinstance(term, WeightTerm) and not term.slot.frozen:
-                active.append((term, strength))
-        for (term, strength), evaluation in zip(active, add_gradients_(active, self._backend), strict=True):
-            self._last.add(term, strength, evaluation)
+            if strength > 0 and isinstance(term, WeightTerm) and not term.weight.frozen:
+                self._keep(term, strength, term.add_gradient_(strength))
         self._calls += 1
 
-    def compile_(self, *, backend: str = "inductor") -> None:
-        """Let :meth:`add_grads_` use kernels that ``torch.compile`` makes, for the terms that have them: `ScaleShift`.
+    def _keep(self, term: Term, strength: float, evaluation: Evaluation) -> None:
+        """Keep the numbers of a term for :meth:`values`, without their graph."""
+        self._last.append((term.label, strength, Evaluation(evaluation.value.detach(), evaluation.terms)))
 
-        They read weights on CPU once and update once; weights and gradients that lie in flat buffers, one after
-        another, in one call. The first call takes a compiler's time. Results differ by rounding.
+    def compile_(self, *, backend: str = "inductor") -> None:
+        """Compile :meth:`add_grads_` by ``torch.compile`` for the regularizers that gain from it, such as `ScaleShift`.
+
+        The first call takes the compiler's time. Results differ by rounding.
 
         Args:
             backend: of ``torch.compile``.
@@ -174,27 +172,31 @@ class Penalty:
             >>> torch.allclose(layer.weight.grad, 1e-3 * w / w.norm() ** 2)
             True
         """
-        kinds = sorted({type(term.regularizer).__name__ for term in self._terms})
-        if not any(isinstance(t.regularizer, WeightRegularizer) and t.regularizer.compilable for t in self._terms):
+        compiled = [term.compile_(backend) for term in self._terms if isinstance(term, WeightTerm)]
+        if not any(compiled):
+            kinds = sorted({type(term.regularizer).__name__ for term in self._terms})
             raise InvalidArgumentError(
-                "Penalty.compile_() needs a term with a compiled form, which ScaleShift has",
-                f"terms of {', '.join(kinds)} alone",
-                "Leave it out: their time goes into matrix products.",
+                "Penalty.compile_() needs a regularizer with a compiled form, such as ScaleShift",
+                f"only {', '.join(kinds)}",
+                "Leave it out: most of their time is spent in matrix products.",
             )
-        self._backend = backend
 
     def values(self) -> dict[str, float]:
-        """What each term gave in the last call; they add up to the penalty.
+        """The terms of the last call by name; they add up to the penalty.
 
         Keys are ``layer.tensor/Regularizer``, with a third part where a regularizer has several terms.
         Empty before the first call.
         """
-        return self._last.values()
+        found = {}
+        for label, strength, evaluation in self._last:
+            parts = {f"{label}/{name}": part for name, part in evaluation.terms.items()} or {label: evaluation.value}
+            found.update({name: strength * float(part) for name, part in parts.items()})
+        return found
 
     def check(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What is wrong between this penalty and an optimizer, in words; nothing, if all is well.
+        """Conflicts between this penalty and an optimizer, one sentence each.
 
-        Finds weights that the optimizer does not have, and scale that its weight decay shrinks as well.
+        Finds weights that the optimizer does not have, and weights that its weight decay shrinks as well.
 
         Raises:
             InvalidArgumentError: if a step of SGD could carry a weight under :class:`ScaleShift` past zero.
@@ -205,19 +207,31 @@ class Penalty:
             >>> penalty.check(torch.optim.SGD(layer.parameters(), lr=0.1, weight_decay=1e-4))
             ["weight/L2: the optimizer's weight decay shrinks this weight as well"]
         """
-        return findings(self._terms, optimizer)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        found = []
+        for term in self._terms:
+            known = [groups[id(p)] for p in term.weight.parameters() if id(p) in groups]
+            if not known and not term.weight.frozen:
+                found.append(f"{term.label}: the optimizer does not have this weight, so the term has no effect here")
+            if not isinstance(term.regularizer, WeightRegularizer):
+                continue
+            if term.regularizer.scale_only and any(group.get("weight_decay", 0) for group in known):
+                found.append(f"{term.label}: the optimizer's weight decay shrinks this weight as well")
+            for group in known:
+                term.regularizer.check_step(term.label, optimizer, group)
+        return found
 
     def scaled_parameters(self) -> dict[int, str]:
-        """Parameters under a term on scale, by identity, and the term."""
+        """The parameters under a regularizer of the scale alone, by identity, with the reason not to decay them."""
         return {
             id(parameter): f"{term.label} draws its scale down"
             for term in self._terms
             if isinstance(term.regularizer, WeightRegularizer) and term.regularizer.scale_only
-            for parameter in term.slot.parameters()
+            for parameter in term.weight.parameters()
         }
 
     def remove(self) -> None:
-        """Take every hook off the model. Terms on outputs cannot be computed afterwards."""
+        """Remove every hook from the model. Terms on outputs cannot be computed afterwards."""
         for term in self._terms:
             term.remove()
 
@@ -230,15 +244,35 @@ class Penalty:
         self.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count and what iterative regularizers and samplers carry on, for resuming."""
+        """The step count and the state of iterative regularizers and samplers, for resuming."""
         return {"calls": self._calls, "terms": {t.label: s for t in self._terms if (s := t.state()) is not None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue from the step at which :meth:`state_dict` was called."""
         self._calls = int(state["calls"])
         for term in self._terms:
             if term.label in state["terms"]:
                 term.load(state["terms"][term.label])
 
     def __str__(self) -> str:
-        return table(self._terms, self._skipped, self._remarks)
+        rows = [(term.label.split("/")[0], describe(term.regularizer), _status(term)) for term in self._terms]
+        rows += [(b.weight.label, describe(b.regularizer), f"skipped: {b.skipped}") for b in self._skipped]
+        width = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
+        count = len(self._terms)
+        head = f"Penalty: {count} term{'s' if count != 1 else ''}, {len(self._skipped)} skipped"
+        return "\n".join([head, *lines, *(f"  note: {remark}" for remark in self._remarks)])
+
+
+def describe(regularizer: Regularizer) -> str:
+    """A regularizer as it would be written, without the fields at their defaults."""
+    given = [f"{regularizer.strength:g}"]
+    for field in fields(regularizer):
+        value = getattr(regularizer, field.name)
+        if field.name != "strength" and field.default is not MISSING and value != field.default:
+            given.append(f"{field.name}={value!r}")
+    return f"{type(regularizer).__name__}({', '.join(given)})"
+
+
+def _status(term: Term) -> str:
+    return "frozen: has no effect" if term.weight.frozen else term.remark

@@ -9,7 +9,7 @@ from torch import nn
 
 from gonio.errors import NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
 from gonio.geometry.views import layout_of
-from gonio.penalty.binding import bind
+from gonio.penalty.terms import bind
 from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.regularizers import OutputRegularizer
@@ -207,8 +207,8 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
         bindings, _ = bind(model, [(assignment.where, regularizer)])
     except NoMatchError as error:
         return assignment, f"has no effect: {error}"
-    reads = {b.slot.path for b in bindings if not b.skipped}
-    skipped = {b.slot.path: b.skipped for b in bindings if b.skipped and b.slot.path not in reads}
+    reads = {b.weight.path for b in bindings if not b.skipped}
+    skipped = {b.weight.path: b.skipped for b in bindings if b.skipped and b.weight.path not in reads}
     return replace(assignment, skipped=skipped), ""
 
 

@@ -1,17 +1,10 @@
 """Penalties on the norms and angles of weights, as frozen data; :class:`gonio.Penalty` binds them to a model."""
 
-from gonio.regularizers.base import (
-    Evaluation,
-    Regularizer,
-    WeightRegularizer,
-)
+from gonio.regularizers.base import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.conv_orthogonality import ConvOrthogonality
-from gonio.regularizers.double_orthogonality import DoubleOrthogonality
 from gonio.regularizers.hyperspherical_energy import HypersphericalEnergy
 from gonio.regularizers.l2 import L2
-from gonio.regularizers.mutual_coherence import MutualCoherence
-from gonio.regularizers.orthogonality import Orthogonality
-from gonio.regularizers.outputs import OutputRegularizer
+from gonio.regularizers.orthogonality import DoubleOrthogonality, MutualCoherence, Orthogonality
 from gonio.regularizers.scale_shift import ScaleShift
 from gonio.regularizers.schedules import Milestones, Schedule, Warmup
 from gonio.regularizers.self_orthogonality import SelfOrthogonality
@@ -35,3 +28,7 @@ __all__ = [
     "Warmup",
     "WeightRegularizer",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,67 +1,60 @@
-"""What every regularizer is: a strength and a formula, as frozen data."""
+"""Base classes of all regularizers: a strength and a formula, as frozen data."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import full_precision, widen
-from gonio.geometry.views import Layout
-from gonio.regularizers.closed_form import Closed
+from gonio.geometry.norms import full_precision, widen
+from gonio.geometry.views import Layout, unview
+from gonio.regularizers.kernels import use_plain
 from gonio.regularizers.schedules import Schedule
-from gonio.regularizers.sharding import is_sharded, with_placed_gradient
+from gonio.regularizers.sharding import with_placed_gradient
 
 if TYPE_CHECKING:
-    from gonio.regularizers.additions import Addition
+    from torch.distributed import ProcessGroup
 
-__all__ = [
-    "ClosedFormRegularizer",
-    "Evaluation",
-    "Regularizer",
-    "WeightRegularizer",
-    "can_add_directly",
-    "require",
-    "shares_memory",
-]
+__all__ = ["AddGradient", "Evaluation", "OutputRegularizer", "Regularizer", "WeightRegularizer", "require"]
 
 PLAIN = Layout()
+AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
 
 
-def require(holds: bool, asked: str, found: object, do: str) -> None:
+def require(holds: bool, needs: str, found: object, do: str) -> None:
     """Raise an InvalidArgumentError unless a condition on an argument holds."""
     if not holds:
-        raise InvalidArgumentError(asked, str(found), do)
+        raise InvalidArgumentError(needs, str(found), do)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A value at strength 1 and what it is made of.
+    """The value of a regularizer at strength 1.
 
     Attributes:
         value: a differentiable scalar.
         terms: its summands by name, detached; empty if there is only one.
-        state: what an iterative regularizer starts from next time.
+        state: what an iterative regularizer starts from in the next evaluation.
     """
 
     value: Tensor
-    terms: dict[str, Tensor]
+    terms: dict[str, Tensor] = field(default_factory=dict)
     state: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Regularizer(ABC):
-    """A term that is added to the loss: strength × value.
+    """A term of the loss: strength × value.
 
     Args:
         strength: the coefficient of the value in the loss.
-        every: apply at each n-th step only, at n-fold strength: the same pull on average at 1/n of the cost.
+        every: evaluate at each n-th step only, at n times the strength: the same mean gradient at 1/n of the cost.
         schedule: a factor on the strength that depends on the step.
     """
 
@@ -76,12 +69,12 @@ class Regularizer(ABC):
             math.isfinite(self.strength) and self.strength >= 0,
             f"{name}() needs a finite strength >= 0",
             f"strength={self.strength}",
-            "A term that rewards what it should penalise has no minimum.",
+            "A negative strength has no minimum.",
         )
         require(self.every >= 1, f"{name}() needs every >= 1", f"every={self.every}", "Use 1 for every step.")
 
     def strength_at(self, step: int) -> float:
-        """The coefficient at a step, counted from 0: `every` and `schedule` applied.
+        """The coefficient at a step, counted from 0, with `every` and `schedule` applied.
 
         Example:
             >>> decay = gonio.regularizers.L2(0.1, every=2)
@@ -96,23 +89,20 @@ class Regularizer(ABC):
 
 @dataclass(frozen=True)
 class WeightRegularizer(Regularizer):
-    """A regularizer of a layer's weight."""
+    """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
 
-    # What `Penalty` has to know: a term that acts on the scale of a weight alone has nothing to act on where
-    # a normalisation layer follows; one that takes the logarithm of the scale makes no sense at zero.
+    # Whether the value depends on the scale of the weight only, which a following normalisation layer removes.
     scale_only: ClassVar[bool] = False
-    logarithmic: ClassVar[bool] = False
-    compilable: ClassVar[bool] = False  # whether `add_gradients_` has a compiled form
 
     def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.
 
-        Computed in float32 at least, also under autocast. A gradient that a float16 weight cannot hold is cut
-        at the largest float16 number.
+        Computed in float32 at least, also under autocast. The gradient of a float16 weight is clamped to the
+        largest float16 number.
 
         Args:
             weight: as the layer stores it.
-            layout: how that is, from :func:`gonio.geometry.layout_of`.
+            layout: how it is stored, from :func:`gonio.geometry.layout_of`.
         """
         return self.evaluate(weight, layout).value
 
@@ -121,70 +111,173 @@ class WeightRegularizer(Regularizer):
         return self.strength * self.value(weight, layout)
 
     def evaluate(self, weight: Tensor, layout: Layout = PLAIN, *, state: Tensor | None = None) -> Evaluation:
-        """The value together with its summands, and what an iteration carries on to the next step.
+        """The value with its summands and the state for the next step.
 
         Args:
             weight: as the layer stores it.
-            layout: how that is.
-            state: of the last evaluation; None to start from the weight alone. Never changed, and held fixed in
-                the backward. `Penalty` keeps one per layer.
+            layout: how it is stored.
+            state: of the last evaluation; None to start from the weight alone. It is not modified, and is a constant
+                in the backward. `Penalty` keeps one per layer.
         """
         with full_precision(weight):
             return self._evaluate(_widened(weight), layout, state)
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """A value below which no weight of this shape (and, where it matters, these filter norms) can come.
+        """A lower bound of the value over all weights of this shape (and, where they matter, these filter norms).
 
-        More filters than dimensions cannot be orthogonal, and the best that they can do is not 0.
+        More filters than dimensions cannot be orthogonal: their least value is not 0.
         """
         with torch.no_grad(), full_precision(weight):
             return self._lower_bound(widen(weight), layout)
 
     def excess(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
-        """:meth:`value` above :meth:`lower_bound`: the most that training could still remove. Detached."""
+        """:meth:`value` − :meth:`lower_bound`, which training could still remove. Detached."""
         with torch.no_grad():
             return (self.value(weight, layout) - self.lower_bound(weight, layout)).clamp_min(0)
 
     def add_gradient_(
         self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
     ) -> Evaluation:
-        """Add factor × the gradient at `weight` to `grad`, in place and without a graph.
+        """Add factor × the gradient at `weight` to `grad`, in place.
 
         Args:
             grad: of the shape, dtype and placement of the weight.
             weight: as the layer stores it.
-            layout: how that is.
+            layout: how it is stored.
             factor: the coefficient.
             state: see :meth:`evaluate`.
         """
-        with torch.enable_grad():
-            leaf = weight.detach().requires_grad_()
-            evaluation = self.evaluate(leaf, layout, state=state)
-            (gradient,) = torch.autograd.grad(evaluation.value, leaf)
-        grad.add_(gradient, alpha=factor)
+        with torch.no_grad():
+            evaluation, gradient = self._with_gradient(weight.detach(), layout, state)
+            grad.add_(gradient, alpha=factor)
         return evaluation
 
-    @staticmethod
-    def add_gradients_(additions: Sequence[Addition], *, backend: str | None = None) -> list[Evaluation]:
-        """:meth:`add_gradient_` for many weights; overridden where together they cost less.
+    def _with_gradient(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        if weight.dtype in (torch.float32, torch.float64) and not use_plain(weight):
+            with full_precision(weight):
+                found = self._closed_form(weight, layout, state)
+            if found is not None:
+                evaluation, gradient = found
+                if gradient.shape == weight.shape:
+                    return found
+                matched = unview(gradient, weight.shape, layout) if layout.transposed else gradient.view(weight.shape)
+                return evaluation, matched
+        with torch.enable_grad():
+            evaluation = self.evaluate(weight.requires_grad_(), layout, state=state)
+            return evaluation, torch.autograd.grad(evaluation.value, weight)[0]
 
-        Args:
-            additions: of regularizers of the class on which this is called.
-            backend: of ``torch.compile``, for a class that is `compilable`; None for eager mode.
-        """
-        return [addition.carry_out_() for addition in additions]
+    # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
+
+    @property
+    def skips_before_norm(self) -> bool:
+        """Whether weights in front of a normalisation layer are left out."""
+        return False
+
+    def reason_to_skip(self, weight: Tensor) -> str | None:
+        """Why the regularizer cannot act on this weight; None if it can."""
+        return None
+
+    def fitted_to(self, weight: Tensor, layout: Layout) -> WeightRegularizer:
+        """The regularizer with settings chosen for this weight where they are not given."""
+        return self
+
+    def remark(self, activation_after: Callable[[], str | None]) -> str:
+        """A remark for the table; `activation_after` returns the activation that follows the layer, if it is known."""
+        return ""
+
+    def check_step(self, label: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Raise an InvalidArgumentError if a step of this parameter group is too large for the term."""
+
+    def compiled(self, backend: str) -> AddGradient | None:
+        """:meth:`add_gradient_` compiled by ``torch.compile``; None if compilation would gain nothing."""
+        return None
+
+    # --- for subclasses -----------------------------------------------------------------------------
 
     @abstractmethod
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         """The value of a weight in float32 or float64."""
 
-    @abstractmethod
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
+        """The evaluation and the gradient, by the weight or by its matrix view, without autograd; None for autograd."""
+        return None
+
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         """A lower bound for a weight in float32 or float64."""
+        return weight.new_zeros(())
+
+
+@dataclass(frozen=True)
+class OutputRegularizer(Regularizer):
+    """A regularizer of the outputs of a layer for a batch."""
+
+    @property
+    @abstractmethod
+    def ignores_bias(self) -> bool:
+        """Whether the value does not change when a constant is added to an output channel."""
+
+    def value(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The penalty at strength 1; a differentiable scalar.
+
+        Computed in float32 at least, also under autocast.
+
+        Args:
+            outputs: (N, k) or (N, k, *positions) with k output channels, without the bias.
+            groups: channels of different groups see different inputs and are never paired.
+            generator: for regularizers that sample.
+            process_group: processes over which the batch is spread; the value is that of the whole batch.
+        """
+        return self.evaluate(outputs, groups=groups, generator=generator, process_group=process_group).value
+
+    def __call__(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """strength × :meth:`value`."""
+        return self.strength * self.value(outputs, groups=groups, generator=generator, process_group=process_group)
+
+    def evaluate(
+        self,
+        outputs: Tensor,
+        *,
+        groups: int = 1,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Evaluation:
+        """The value with its summands; arguments as for :meth:`value`."""
+        require(
+            outputs.ndim >= 2 and outputs.shape[1] % groups == 0,
+            f"{type(self).__name__} takes outputs (N, k, *positions) with k divisible by groups={groups}",
+            f"shape {tuple(outputs.shape)}",
+            "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
+        )
+        with full_precision(outputs):
+            return self._evaluate(outputs, groups, generator, process_group)
+
+    @abstractmethod
+    def _evaluate(
+        self,
+        outputs: Tensor,
+        groups: int,
+        generator: torch.Generator | None,
+        process_group: ProcessGroup | None,
+    ) -> Evaluation:
+        """The value of outputs in their own dtype."""
 
 
 class _Float(torch.autograd.Function):
-    """float16 to float32, with a gradient that stays finite on the way back."""
+    """float16 to float32, with a gradient that is clamped to finite float16 numbers."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -205,36 +298,3 @@ def _widened(weight: Tensor) -> Tensor:
         wide: Tensor = _Float.apply(weight)
         return wide
     return widen(with_placed_gradient(weight))
-
-
-@dataclass(frozen=True)
-class ClosedFormRegularizer(WeightRegularizer):
-    """A regularizer whose value is a closed form of the weight's matrices."""
-
-    @abstractmethod
-    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
-        """The closed form at a weight."""
-
-    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
-        return Evaluation(*self._closed(weight, layout).evaluate())
-
-    def add_gradient_(
-        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
-    ) -> Evaluation:
-        if can_add_directly(grad, weight):
-            closed, target = self._closed(weight.detach(), layout), self._closed(grad, layout).x
-            if shares_memory(closed.x, weight) and shares_memory(target, grad):
-                with full_precision(weight):
-                    return Evaluation(*closed.add_gradient_(target, factor))
-        return super().add_gradient_(grad, weight, layout, factor=factor, state=state)
-
-
-def can_add_directly(grad: Tensor, weight: Tensor) -> bool:
-    """Whether a gradient in closed form needs neither a conversion nor another process."""
-    plain = weight.dtype in (torch.float32, torch.float64) and not is_sharded(weight)
-    return plain and grad.dtype is weight.dtype
-
-
-def shares_memory(view: Tensor, whole: Tensor) -> bool:
-    """Whether writing into `view` writes into `whole`."""
-    return view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gonio.geometry.norms import safe_norm
+from gonio.geometry.norms import safe_norm, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer
-from gonio.regularizers.gram import small_side
-from gonio.regularizers.sharding import is_sharded
+from gonio.regularizers.orthogonality import small_side
 
 __all__ = ["ConvOrthogonality"]
 
@@ -61,14 +59,13 @@ class ConvOrthogonality(WeightRegularizer):
     """
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
-        weight = _whole(weight)
-        kernel = weight.shape[2:]
-        if kernel.numel() == 1:
+        weight = whole(weight)  # a convolution with a shard of the kernel would be silently wrong
+        if weight.shape[2:].numel() == 1:
             a = small_side(matrix_view(weight, layout))
             gram = a @ a.mT - torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
-            return Evaluation(safe_norm(gram, (-2, -1)).sum(), {})
+            return Evaluation(safe_norm(gram, (-2, -1)).sum())
         overlaps = _overlaps(weight, layout)
-        return Evaluation(safe_norm(overlaps, tuple(range(1, overlaps.ndim))).sum(), {})
+        return Evaluation(safe_norm(overlaps, tuple(range(1, overlaps.ndim))).sum())
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         if weight.shape[2:].numel() == 1:
@@ -106,9 +103,3 @@ def _dilated(weight: Tensor, dilation: tuple[int, ...]) -> Tensor:
 
 def _per_axis(values: tuple[int, ...], weight: Tensor) -> tuple[int, ...]:
     return values or (1,) * (weight.ndim - 2)
-
-
-def _whole(weight: Any) -> Tensor:
-    """All of a sharded weight: a convolution with a shard of it would be silently wrong."""
-    whole: Tensor = weight.full_tensor() if is_sharded(weight) else weight
-    return whole

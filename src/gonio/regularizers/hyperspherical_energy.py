@@ -84,7 +84,7 @@ class HypersphericalEnergy(WeightRegularizer):
         pairs = alive @ alive.mT
         pairs = pairs * (1 - identity_like(pairs))
         energy = self._energy(self._distance(unit, 1 - pairs)) * pairs
-        return Evaluation((energy.sum((-2, -1)) / pairs.sum((-2, -1)).clamp_min(1)).sum(), {})
+        return Evaluation((energy.sum((-2, -1)) / pairs.sum((-2, -1)).clamp_min(1)).sum())
 
     def _distance(self, unit: Tensor, ignored: Tensor) -> Tensor:
         """Squared chord or angle over π, moved to 1 where a pair does not count."""

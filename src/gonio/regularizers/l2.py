@@ -5,29 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from gonio.geometry.precision import widest
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import ClosedFormRegularizer, require
-from gonio.regularizers.closed_form import Closed, Formula
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
 
 __all__ = ["L2", "check_before_norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2(ClosedFormRegularizer):
+class L2(WeightRegularizer):
     r"""Half the squared Euclidean norm of a weight, :math:`\tfrac12 \lVert W \rVert^2`.
 
-    With plain SGD the same as ``weight_decay=strength``; with Adam not, because the gradient is normalised
+    With plain SGD it equals ``weight_decay=strength``; with Adam it does not, because the gradient is normalised
     (use AdamW's decay for that). It can be lowered without any change of the function by moving scale between
-    layers, and where a normalisation layer follows it only raises the effective learning rate: `Penalty`
-    leaves such weights out and says so.
+    layers. Where a normalisation layer follows, it only raises the effective learning rate: `Penalty`
+    leaves such weights out and reports it.
 
     Args:
         strength: as SGD's ``weight_decay``.
-        before_norm: `"skip"` or `"keep"` weights that a normalisation layer follows; read by `Penalty`.
+        before_norm: `"skip"` or `"keep"` weights in front of a normalisation layer; read by `Penalty`.
 
     Invariances:
         Rotations on either side, permutations, flips.
@@ -40,7 +37,7 @@ class L2(ClosedFormRegularizer):
         tensor(1.2500)
 
     See also:
-        :class:`ScaleShift`, which scale moved between layers does not change.
+        :class:`ScaleShift`, which does not change when scale moves between layers.
     """
 
     scale_only: ClassVar[bool] = True
@@ -51,35 +48,22 @@ class L2(ClosedFormRegularizer):
         super().__post_init__()
         check_before_norm(self.before_norm, "L2")
 
-    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
-        return Closed(_HalfSquare(), weight)
+    @property
+    def skips_before_norm(self) -> bool:
+        return self.before_norm == "skip"
 
-    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        return weight.new_zeros(())
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        return Evaluation(0.5 * weight.square().sum())
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        return self._evaluate(weight, layout, state), weight
 
 
 def check_before_norm(before_norm: str, name: str) -> None:
-    """Raise unless `before_norm` is one of the two words that it may be."""
+    """Raise unless `before_norm` is `"skip"` or `"keep"`."""
     require(
         before_norm in ("skip", "keep"),
         f"{name}(before_norm=…) takes 'skip' or 'keep'",
         repr(before_norm),
-        "'keep' penalises weights that a normalisation layer follows, too.",
+        "'keep' also penalises weights in front of a normalisation layer.",
     )
-
-
-class _HalfSquare(Formula):
-    """½‖x‖²; gradient x."""
-
-    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (0.5 * x.square().sum(),)
-
-    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        norm = torch.linalg.vector_norm(x, dtype=widest(x)).to(x.dtype)  # its float32 sum is off by 5e-4 at a million
-        return (0.5 * norm * norm,), ()
-
-    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        return x * factor
-
-    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
-        target.add_(x, alpha=factor)

@@ -1,27 +1,32 @@
-"""Soft orthogonality: the Gram matrix of the filters against the identity."""
+"""Soft orthogonality and its relatives: the Gram matrix of the filters against the identity."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from gonio.geometry.chance import welch_bound
 from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import ClosedFormRegularizer, require
-from gonio.regularizers.closed_form import Closed, Formula
-from gonio.regularizers.gram import add_product_, product, small_side, symmetric_product
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.kernels import defect_and_gradient, results_of, worst_entry_and_gradient
 from gonio.regularizers.sharding import identity_like
 
-__all__ = ["Filters", "FromIdentity", "OffDiagonal", "Orthogonality", "check_filters", "welch_floor"]
+__all__ = ["DoubleOrthogonality", "Filters", "MutualCoherence", "Orthogonality", "small_side"]
 
 Filters = Literal["raw", "unit"]
 
 
+def small_side(matrix: Tensor) -> Tensor:
+    """The matrices with the smaller side as rows: W or its transpose; a view."""
+    return matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+
+
 @dataclass(frozen=True, kw_only=True)
-class Orthogonality(ClosedFormRegularizer):
+class Orthogonality(WeightRegularizer):
     r"""Squared Frobenius distance of the filters' Gram matrix from orthogonality.
 
     With one filter per row of :math:`W` (per group),
@@ -32,14 +37,14 @@ class Orthogonality(ClosedFormRegularizer):
 
     The first also draws the norms to 1 and is taken on the smaller side of :math:`W`, where it can reach 0:
     :math:`\lVert W^\top W - I \rVert^2` differs by the constant number of surplus rows and has the same
-    gradient :math:`4 (W W^\top - I) W`. The second leaves the norms alone only while filters are orthogonal:
-    shrinking them lowers it too. With unit filters it is :math:`\sum_{i \ne j} \cos^2 \theta_{ij}` and acts on
+    gradient :math:`4 (W W^\top - I) W`. The second does not act on the norms of orthogonal filters only: for other
+    filters, smaller norms lower it too. With unit filters it is :math:`\sum_{i \ne j} \cos^2 \theta_{ij}` and acts on
     angles alone.
 
     Args:
         strength: 1e-4 is BigGAN's β for the off-diagonal form.
         diagonal: whether norms are drawn to 1.
-        filters: `"raw"`, or `"unit"` to normalise every filter first (then `diagonal` says nothing more).
+        filters: `"raw"`, or `"unit"` to normalise every filter first (`diagonal` then has no effect).
 
     Invariances:
         Rotations of the input space, permutations and flips of filters; with unit filters also their scale.
@@ -74,23 +79,128 @@ class Orthogonality(ClosedFormRegularizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_filters(self.filters, "Orthogonality")
+        _check_filters(self.filters, "Orthogonality")
 
-    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return Closed(OffDiagonal(), normalize(matrix))
-        return Closed(FromIdentity() if self.diagonal else OffDiagonal(), matrix)
+            return Evaluation(_squared_defect(normalize(matrix), diagonal=False))
+        return Evaluation(_squared_defect(matrix, diagonal=self.diagonal))
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
+        if self.filters == "unit":
+            return None
+        value, gradient = defect_and_gradient(matrix_view(weight, layout), diagonal=self.diagonal)
+        return Evaluation(value), gradient
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         if self.diagonal and self.filters == "raw":
             return weight.new_zeros(())
         matrix = matrix_view(weight, layout)
-        return welch_floor(normalize(matrix) if self.filters == "unit" else matrix).sum()
+        return _welch_floor(normalize(matrix) if self.filters == "unit" else matrix).sum()
 
 
-def check_filters(filters: str, name: str) -> None:
-    """Raise unless `filters` is one of the two words that it may be."""
+@dataclass(frozen=True, kw_only=True)
+class DoubleOrthogonality(WeightRegularizer):
+    r"""Squared Frobenius distance from orthogonality of rows and of columns together.
+
+    .. math:: \lVert W^\top W - I \rVert_F^2 + \lVert W W^\top - I \rVert_F^2
+
+    The two summands differ by the constant :math:`|n - d|` and have one gradient, so this is twice
+    :class:`Orthogonality` plus that constant, which a matrix that is not square cannot remove. It is computed from
+    the smaller side alone.
+
+    Invariances:
+        Rotations on either side, permutations and flips of filters. Not the filters' scale.
+
+    Example:
+        >>> gonio.regularizers.DoubleOrthogonality(1.0)(torch.eye(3)[:2])
+        tensor(1.)
+
+    References:
+        [1] N. Bansal, X. Chen, Z. Wang, "Can we gain more from orthogonality regularizations in training
+        deep CNNs?", NeurIPS 2018, §3.2. https://arxiv.org/abs/1810.09102
+    """
+
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        matrix = matrix_view(weight, layout)
+        return Evaluation(2 * _squared_defect(matrix, diagonal=True) + _surplus(matrix))
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        matrix = matrix_view(weight, layout)
+        value, gradient = defect_and_gradient(matrix, diagonal=True)
+        return Evaluation(2 * value + _surplus(matrix)), gradient.mul_(2)
+
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        return weight.new_tensor(_surplus(matrix_view(weight, layout)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutualCoherence(WeightRegularizer):
+    r"""Largest deviation of an entry of the Gram matrix from the identity.
+
+    .. math:: \lVert W W^\top - I \rVert_\infty = \max_{i, j} \lvert \langle w_i, w_j \rangle - \delta_{ij} \rvert
+
+    on the smaller side of :math:`W`, where it can reach 0. With unit filters it is the coherence of the filters,
+    :math:`\max_{i \ne j} |\cos\theta_{ij}|`, which for n > d filters cannot fall below the Welch bound. Only the
+    worst pair has a gradient; where several are equally bad, one of them.
+
+    Args:
+        strength: the coefficient of the value.
+        filters: `"raw"`, or `"unit"` to normalise every filter first.
+
+    Invariances:
+        Permutations and flips of filters; with unit filters also their scale and rotations.
+
+    Raises:
+        InvalidArgumentError: for an unknown value of `filters`.
+
+    Example:
+        >>> w = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> gonio.regularizers.MutualCoherence(1.0)(w)
+        tensor(1.)
+        >>> gonio.regularizers.MutualCoherence(1.0, filters="unit")(w)
+        tensor(0.7071)
+
+    See also:
+        :func:`gonio.geometry.coherence`.
+
+    References:
+        [1] N. Bansal, X. Chen, Z. Wang, "Can we gain more from orthogonality regularizations in training
+        deep CNNs?", NeurIPS 2018, §3.3. https://arxiv.org/abs/1810.09102
+
+    Differs:
+        The paper writes :math:`W^\top W` throughout; for fewer rows than columns that cannot be the identity.
+    """
+
+    filters: Filters = "raw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_filters(self.filters, "MutualCoherence")
+
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        matrix = matrix_view(weight, layout)
+        if self.filters == "unit":
+            return Evaluation(_worst_entry(normalize(matrix), diagonal=False))
+        return Evaluation(_worst_entry(small_side(matrix), diagonal=True))
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
+        if self.filters == "unit":
+            return None
+        matrix = matrix_view(weight, layout)
+        a = small_side(matrix)
+        value, gradient = worst_entry_and_gradient(a, diagonal=True)
+        return Evaluation(value), gradient if a is matrix else gradient.mT
+
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        count, rows, cols = matrix_view(weight, layout).shape
+        if self.filters == "raw" or rows < 2:
+            return weight.new_zeros(())
+        return weight.new_tensor(count * welch_bound(rows, cols))
+
+
+def _check_filters(filters: str, name: str) -> None:
     require(
         filters in ("raw", "unit"),
         f"{name}(filters=…) takes 'raw' or 'unit'",
@@ -99,8 +209,36 @@ def check_filters(filters: str, name: str) -> None:
     )
 
 
-def welch_floor(matrix: Tensor) -> Tensor:
-    r"""Least :math:`\sum_{i \ne j} \langle w_i, w_j \rangle^2` that filters of the given norms can have.
+def _squared_defect(matrix: Tensor, *, diagonal: bool) -> Tensor:
+    """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows; without the diagonal Σ_{i≠j} ⟨w_i, w_j⟩²."""
+
+    def plain(matrix: Tensor) -> tuple[Tensor]:
+        a = small_side(matrix) if diagonal else matrix
+        product = a @ a.mT
+        eye = identity_like(product)
+        return ((product - eye if diagonal else product * (1 - eye)).square().sum(),)
+
+    return results_of(matrix, partial(defect_and_gradient, diagonal=diagonal), plain)[0]
+
+
+def _worst_entry(a: Tensor, *, diagonal: bool) -> Tensor:
+    """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal."""
+
+    def plain(a: Tensor) -> tuple[Tensor]:
+        product = a @ a.mT
+        eye = identity_like(product)
+        return ((product - eye if diagonal else product * (1 - eye)).abs().amax((-2, -1)).sum(),)
+
+    return results_of(a, partial(worst_entry_and_gradient, diagonal=diagonal), plain)[0]
+
+
+def _surplus(matrix: Tensor) -> float:
+    count, rows, cols = matrix.shape
+    return float(count * abs(rows - cols))
+
+
+def _welch_floor(matrix: Tensor) -> Tensor:
+    r"""Least :math:`\sum_{i \ne j} \langle w_i, w_j \rangle^2` of filters with the given norms.
 
     .. math::
         \max\Bigl(0, \tfrac1d \bigl(\textstyle\sum_i \lVert w_i \rVert^2\bigr)^2
@@ -111,62 +249,3 @@ def welch_floor(matrix: Tensor) -> Tensor:
     """
     square = (matrix * matrix).sum(-1)
     return (square.sum(-1).square() / matrix.shape[-1] - square.square().sum(-1)).clamp_min(0)
-
-
-class FromIdentity(Formula):
-    """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows; gradient 4 (A Aᵀ − I) A."""
-
-    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        a = small_side(x)
-        gram = a @ a.mT
-        return ((gram - identity_like(gram)).square().sum(),)
-
-    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        residual = symmetric_product(small_side(x))
-        residual.diagonal(dim1=-2, dim2=-1).sub_(1)
-        return (_squared_norm(residual),), (residual,)
-
-    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        (residual,) = saved
-        return product(*_in_order(residual * (4 * factor), x))
-
-    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
-        add_product_(target, *_in_order(saved[0], x), alpha=4 * factor)
-
-
-class OffDiagonal(Formula):
-    """Σ_{i≠j} ⟨w_i, w_j⟩²; gradient 4 (G W − diag(G) W) with the Gram matrix of either side."""
-
-    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        gram = x @ x.mT
-        return ((gram * (1 - identity_like(gram))).square().sum(),)
-
-    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        if x.shape[-2] <= x.shape[-1]:
-            gram = symmetric_product(x)
-            gram.diagonal(dim1=-2, dim2=-1).zero_()
-            return (_squared_norm(gram),), (gram,)
-        # ‖W Wᵀ‖² = ‖Wᵀ W‖², less the filters' own terms
-        gram, square = symmetric_product(x.mT), (x * x).sum(-1, keepdim=True)
-        return ((_squared_norm(gram) - _squared_norm(square)).clamp_min(0),), (gram, square)
-
-    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        gram, *square = saved
-        gradient = product(*_in_order(gram * (4 * factor), x))
-        return gradient.addcmul_(x, square[0] * (-4 * factor)) if square else gradient
-
-    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
-        gram, *square = saved
-        add_product_(target, *_in_order(gram, x), alpha=4 * factor)
-        if square:
-            target.addcmul_(x, square[0], value=-4 * factor)
-
-
-def _in_order(gram: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gram matrix of the smaller side on the side where it belongs."""
-    return (gram, x) if x.shape[-2] <= x.shape[-1] else (x, gram)
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    return torch.dot(flat, flat)

@@ -1,37 +1,34 @@
-"""WEISSI: a penalty on scale that cannot be lowered by moving scale between layers."""
+"""WEISSI: a penalty on scale that does not change when scale moves between layers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.precision import full_precision
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import ClosedFormRegularizer, Evaluation, can_add_directly, require
-from gonio.regularizers.closed_form import Closed
+from gonio.regularizers.base import AddGradient, Evaluation, WeightRegularizer, require
+from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient, results_of
 from gonio.regularizers.l2 import check_before_norm
-from gonio.regularizers.log_norm import LogNorm, Row, add_rows_
-from gonio.regularizers.log_norm_compiled import add_rows_compiled_
-
-if TYPE_CHECKING:
-    from gonio.regularizers.additions import Addition
+from gonio.regularizers.sharding import is_sharded
 
 __all__ = ["ScaleShift"]
 
 NAMES = ("scale", "direction")
+HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 LEAST_FLOOR = 1e-3
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleShift(ClosedFormRegularizer):
+class ScaleShift(WeightRegularizer):
     r"""The logarithm of a weight's norm, and optionally the L1 norm of its direction.
 
     .. math::
@@ -48,24 +45,24 @@ class ScaleShift(ClosedFormRegularizer):
     Note [Floor]
         The gradient of the logarithm grows as 1/‖W‖, and one step of SGD multiplies W by
         :math:`1 - \eta\lambda_1/\lVert W \rVert^2`: below :math:`\lVert W \rVert^2 = \eta\lambda_1/2` the weight
-        changes sign and grows. Under `floor` the term is constant and lets go. A step then moves no norm by more
+        changes sign and grows. Below `floor` the term is constant, with gradient 0. A step then changes no norm by more
         than a quarter if :math:`\eta / (1 - \text{momentum})^2 \le \text{floor}^2 / 4\lambda_1`
-        (:attr:`largest_rate`; momentum carries a weight on below the floor). `Penalty` gives every weight a floor of
-        its own where none is set: :math:`\sqrt{40\lambda_1}`, right for a rate of 0.1 with momentum 0.9, or half of
-        the norm that it starts from if that is less. :meth:`gonio.Penalty.check` holds an optimizer against it.
+        (:attr:`largest_rate`; momentum moves a weight on below the floor). `Penalty` gives every weight a floor of
+        its own where none is set: :math:`\sqrt{40\lambda_1}`, which suits a rate of 0.1 with momentum 0.9, or half of
+        the initial norm if that is less. :meth:`gonio.Penalty.check` compares an optimizer with it.
 
-    A weight that a normalisation layer follows has no scale that the loss could defend, so the term would
-    shrink it to the floor and raise its effective learning rate all the while: `Penalty` leaves such weights
-    out and says so. It also leaves out weights that are zero when it is built (zero-initialised branches).
+    The loss does not depend on the scale of a weight in front of a normalisation layer. The term would shrink it to
+    the floor and raise its effective learning rate: `Penalty` leaves such weights out and reports it. It also leaves
+    out weights that are zero when it is built (zero-initialised branches).
 
     Args:
         strength: :math:`\lambda_1`. The paper's values are not known to us; there is no default.
         direction_strength: :math:`\lambda_2`.
-        floor: the norm below which the first term is constant; None for 1e-3, and in a `Penalty` for
-            one that fits the weight.
+        floor: the norm below which the first term is constant; None for 1e-3, and in a `Penalty` for one fitted to
+            the weight.
         direction_scale: `"none"`, or `"sqrt_numel"` to divide the L1 norm, which ranges over
             :math:`[1, \sqrt n]`, by :math:`\sqrt n`, so that layers of different size count alike.
-        before_norm: `"skip"` or `"keep"` weights that a normalisation layer follows; read by `Penalty`.
+        before_norm: `"skip"` or `"keep"` weights in front of a normalisation layer; read by `Penalty`.
 
     Invariances:
         Above the floor: multiplying layers by factors whose product is 1 (summed over layers). Not invariant
@@ -81,7 +78,7 @@ class ScaleShift(ClosedFormRegularizer):
         True
 
     See also:
-        :func:`gonio.balance_`, which takes what L2 could gain by moving scale.
+        :func:`gonio.balance_`, which moves scale between layers so that L2 is least.
 
     References:
         [1] Z. Liu, Y. Cui, J. Wan, Y. Mao, A. B. Chan, "Improve generalization and robustness of neural networks
@@ -93,8 +90,6 @@ class ScaleShift(ClosedFormRegularizer):
     """
 
     scale_only: ClassVar[bool] = True
-    logarithmic: ClassVar[bool] = True
-    compilable: ClassVar[bool] = True
 
     direction_strength: float = 0.0
     floor: float | None = None
@@ -107,13 +102,13 @@ class ScaleShift(ClosedFormRegularizer):
             self.direction_strength >= 0 and (self.strength > 0 or self.direction_strength == 0),
             "ScaleShift() needs direction_strength >= 0, and strength > 0 beside it",
             f"strength={self.strength}, direction_strength={self.direction_strength}",
-            "The value is taken relative to strength; give it a small one.",
+            "The value is relative to strength; use a small strength.",
         )
         require(
             self.floor is None or self.floor > 0,
             "ScaleShift() needs floor > 0",
             f"floor={self.floor}",
-            "Without a floor the term has no minimum; leave it out for one that fits.",
+            "Without a floor the term has no minimum; leave it out for a fitted one.",
         )
         require(
             self.direction_scale in ("none", "sqrt_numel"),
@@ -125,10 +120,10 @@ class ScaleShift(ClosedFormRegularizer):
 
     @classmethod
     def paper(cls, strength: float = 1.0, direction_strength: float = 1.0) -> ScaleShift:
-        """The published form: no floor to speak of, the plain L1 norm, weights before normalisation included.
+        """The published form: a floor of 1e-12, the plain L1 norm, weights before normalisation included.
 
-        Unsafe as published: see Note [Floor]. The floor of 1e-12 only keeps zero weights finite. The paper's own
-        strengths are not known to us; the defaults take the formula as printed.
+        Unsafe as published: see Note [Floor]. The floor only keeps zero weights finite. The paper's own strengths are
+        not known to us; the defaults are those of the printed formula.
         """
         return cls(strength, direction_strength=direction_strength, floor=1e-12, before_norm="keep")
 
@@ -143,7 +138,7 @@ class ScaleShift(ClosedFormRegularizer):
         return self.effective_floor**2 / (4 * self.strength * self.every) if self.strength else math.inf
 
     def fitted(self, norm: float) -> ScaleShift:
-        """The same with a floor for a weight that starts from this norm, unless one is set.
+        """This regularizer with a floor for a weight of this initial norm, unless one is set.
 
         Example:
             >>> [gonio.regularizers.ScaleShift(1e-3).fitted(norm).floor for norm in (0.1, 100.0)]
@@ -154,60 +149,102 @@ class ScaleShift(ClosedFormRegularizer):
         safe = 2 * math.sqrt(USUAL_RATE * self.strength * self.every)
         return dataclasses.replace(self, floor=max(LEAST_FLOOR, min(norm / 2, safe)))
 
-    def _closed(self, weight: Tensor, layout: Layout) -> Closed:
-        rows = weight.unflatten(0, (layout.blocks, -1)).flatten(1)
-        formula = LogNorm(self.effective_floor, self._share(rows.shape[1]))
-        return Closed(formula, rows, names=NAMES if formula.share else ())
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        floor, share = self.effective_floor, self._share(weight, layout)
 
-    @staticmethod
-    def add_gradients_(additions: Sequence[Addition], *, backend: str | None = None) -> list[Evaluation]:
-        with torch.no_grad():
-            rows = [_rows(addition) for addition in additions]
-        flat = [row for some in rows for row in some]
-        if not flat:
-            return [addition.carry_out_() for addition in additions]
-        with torch.no_grad(), full_precision(flat[0].x):
-            found = iter(add_rows_(flat) if backend is None else add_rows_compiled_(flat, backend))
-        sums = [_summed([next(found) for _ in some]) for some in rows]
-        numbers = iter(torch.tensor(sums, dtype=torch.float64).view(-1).unbind())
-        values = zip(numbers, numbers, numbers, strict=True)  # three at a time
-        return [
-            Evaluation(value, dict(zip(NAMES, terms, strict=True)) if some[0].formula.share else {})
-            if some
-            else addition.carry_out_()
-            for addition, some, (value, *terms) in zip(additions, rows, values, strict=True)
-        ]
+        def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
+            scale = 0.5 * square.clamp_min(max(floor**2, tiny)).log()
+            zero = square < tiny
+            direction = share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+            return scale + direction, scale, direction
 
-    def _share(self, entries: int) -> float:
+        def closed(x: Tensor) -> tuple[Tensor, ...]:
+            scale, direction, gradient = log_norm_and_gradient(x, floor, share)
+            return scale + direction, scale, direction, gradient
+
+        return _summed([results_of(block, closed, plain) for block in _blocks(weight, layout)], named=share > 0)
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        floor, share = self.effective_floor, self._share(weight, layout)
+        found = [log_norm_and_gradient(block, floor, share) for block in _blocks(weight, layout)]
+        evaluation = _summed([(scale + direction, scale, direction) for scale, direction, _ in found], named=share > 0)
+        return evaluation, found[0][2] if len(found) == 1 else torch.cat([gradient for *_, gradient in found])
+
+    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
+        return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + self._share(weight, layout)))
+
+    def _share(self, weight: Tensor, layout: Layout) -> float:
         """The coefficient of the L1 norm at strength 1."""
         if not self.strength:
             return 0.0
-        unit = math.sqrt(entries) if self.direction_scale == "sqrt_numel" else 1.0
+        unit = math.sqrt(weight.numel() // layout.blocks) if self.direction_scale == "sqrt_numel" else 1.0
         return self.direction_strength / (self.strength * unit)
 
-    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        least = math.log(self.effective_floor) + self._share(weight.numel() // layout.blocks)
-        return weight.new_tensor(layout.blocks * least)
+    # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
+
+    def compiled(self, backend: str) -> AddGradient:
+        add_ = compiled_log_norm(backend)
+
+        def add_gradient_(
+            grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
+        ) -> Evaluation:
+            plain = weight.is_contiguous() and grad.is_contiguous() and grad.dtype is weight.dtype
+            if not plain or weight.dtype not in (torch.float32, torch.float64) or is_sharded(weight):
+                return self.add_gradient_(grad, weight, layout, factor=factor, state=state)
+            share = self._share(weight, layout)
+            numbers = [torch.tensor(number, dtype=weight.dtype) for number in (factor, self.effective_floor, share)]
+            blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
+            results = [add_(target, x, *numbers) for target, x in blocks]
+            return _summed([(scale + direction, scale, direction) for scale, direction in results], named=share > 0)
+
+        return add_gradient_
+
+    @property
+    def skips_before_norm(self) -> bool:
+        return self.before_norm == "skip"
+
+    def reason_to_skip(self, weight: Tensor) -> str | None:
+        if weight.is_meta or bool(weight.detach().count_nonzero()):
+            return None
+        return "is zero at the start, where its logarithm is undefined"
+
+    @torch.no_grad()
+    def fitted_to(self, weight: Tensor, layout: Layout) -> ScaleShift:
+        if weight.is_meta or self.floor is not None:
+            return self
+        return self.fitted(min(float(whole(block.float().square().sum()).sqrt()) for block in _blocks(weight, layout)))
+
+    def remark(self, activation_after: Callable[[], str | None]) -> str:
+        floor, rate = self.effective_floor, self.largest_rate
+        said = f"constant below norm {floor:.3g}; safe for lr / (1 - momentum)² up to {rate:.3g}"
+        activation = activation_after()
+        if activation is None or activation in HOMOGENEOUS:
+            return said
+        return f"{said}; {activation} follows, which is not homogeneous: moving scale changes the function"
+
+    def check_step(self, label: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if not isinstance(optimizer, torch.optim.SGD):
+            return
+        rate = float(group["lr"]) / (1 - group["momentum"]) ** 2
+        if rate > self.largest_rate * (1 + 1e-9):
+            needed = 2 * (rate * self.strength * self.every) ** 0.5
+            raise InvalidArgumentError(
+                f"{label} holds a weight above norm {self.effective_floor:.3g}, which is safe for "
+                f"lr / (1 - momentum)² up to {self.largest_rate:.3g}",
+                f"lr={float(group['lr']):g}, momentum={group['momentum']:g}, hence {rate:.3g}",
+                f"Lower the rate or the strength, or set floor={needed:.3g}.",
+            )
 
 
-def _rows(addition: Addition) -> list[Row]:
-    """The matrices of a weight as rows that lie in memory one after another; none if they do not."""
-    regularizer, target, x, layout, factor, _ = addition
-    plain = x.device.type == "cpu" and can_add_directly(target, x) and x.is_contiguous() and target.is_contiguous()
-    if not plain or not isinstance(regularizer, ScaleShift):
-        return []
-    blocks = layout.blocks
-    formula = _log_norm(regularizer.effective_floor, regularizer._share(x.numel() // blocks))
-    if blocks == 1:
-        return [Row(x, target, formula, factor)]
-    pairs = zip(x.view(blocks, -1).unbind(), target.view(blocks, -1).unbind(), strict=True)
-    return [Row(a, b, formula, factor) for a, b in pairs]
+def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    """The matrices stacked on dim 0. A sharded weight is gathered only where its shards may cut through them."""
+    return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
 
 
-_log_norm = lru_cache(maxsize=1024)(LogNorm)  # made at every step for every layer, whose numbers stay
-
-
-def _summed(values: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """The value and its two terms, from those of the rows."""
-    scale, direction = sum(v[0] for v in values), sum(v[1] for v in values)
-    return scale + direction, scale, direction
+def _summed(results: Sequence[tuple[Tensor, ...]], *, named: bool) -> Evaluation:
+    """The sum over blocks of the value and, if named, of its two terms."""
+    value, *terms = (
+        results[0] if len(results) == 1 else [torch.stack(parts).sum() for parts in zip(*results, strict=True)]
+    )
+    return Evaluation(value, dict(zip(NAMES, terms, strict=True)) if named else {})

@@ -1,4 +1,4 @@
-"""The Self-Orthogonality Module: angles between filters, read off the signs of their outputs."""
+"""The Self-Orthogonality Module: angles between filters, estimated from the signs of their outputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
-from gonio.regularizers.base import Evaluation, require
-from gonio.regularizers.closed_form import apply
-from gonio.regularizers.outputs import OutputRegularizer
-from gonio.regularizers.pairs import Pairs, TallPairs, WidePairs
-from gonio.regularizers.soft_signs import CHUNK, SoftSigns
+from gonio.geometry.norms import widen
+from gonio.regularizers.base import Evaluation, OutputRegularizer, require
+from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total, use_plain
+from gonio.regularizers.sharding import identity_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +22,7 @@ __all__ = ["SelfOrthogonality"]
 
 @dataclass(frozen=True, kw_only=True)
 class SelfOrthogonality(OutputRegularizer):
-    r"""Draws the mean of the angles between filters to 90° and their spread to 0, by the outputs alone.
+    r"""Draws the mean of the angles between filters to 90° and their spread to 0, computed from outputs alone.
 
     Two filters at angle :math:`\theta_{ij}` give outputs of equal sign with probability
     :math:`1 - \theta_{ij}/\pi` if inputs are uniform in direction, so
@@ -48,13 +46,13 @@ class SelfOrthogonality(OutputRegularizer):
     Args:
         strength: the coefficient of the value.
         mean_ratio: the paper's :math:`\lambda_1 / \lambda_2`.
-        gamma: how hard the sign is. What counts is gamma times the standard deviation of the outputs: well
+        gamma: how hard the sign is. Relevant is gamma times the standard deviation of the outputs: well
             below 1 the tanh is linear and :math:`\vartheta` is a cosine of outputs instead of a sign
             agreement; well above 10 most entries saturate and have no gradient.
         center: subtract each output's mean. Without it, inputs that are not centred (after a ReLU) show
             orthogonal filters as correlated, by 0.5 instead of 0.
-        standardize: divide each output by its standard deviation first, so that gamma means the same in
-            every layer.
+        standardize: divide each output first by its standard deviation (without `center`, by its root mean square
+            about 0), so that gamma means the same in every layer.
         reduction: over pairs of filters.
         samples: use this many random samples of a batch, where there are more.
 
@@ -125,7 +123,7 @@ class SelfOrthogonality(OutputRegularizer):
         return cls(strength, mean_ratio=100.0, gamma=10.0, center=False, reduction="sum")
 
     def debias(self, spread: Tensor | float, samples: int) -> Tensor:
-        r"""The mean of :math:`\vartheta_{ij}^2` freed of what a finite sample adds to it.
+        r"""The mean of :math:`\vartheta_{ij}^2` without the bias of a finite sample.
 
         An estimate from b samples has :math:`E \hat\vartheta^2 = \vartheta^2 + (1 - \vartheta^2)/b`
         (b − 1 if centred); this solves for :math:`\vartheta^2`. 0 on average for orthogonal filters.
@@ -148,27 +146,64 @@ class SelfOrthogonality(OutputRegularizer):
         generator: torch.Generator | None,
         process_group: ProcessGroup | None,
     ) -> Evaluation:
-        x = outputs.flatten(2) if outputs.ndim > 2 else outputs.unsqueeze(2)
-        x = widen(self._subset(x, generator))
-        samples = x.shape[0] * x.shape[2]
-        wide = process_group is None and 0 < samples < x.shape[1] // groups
+        x = widen(self._subset(outputs if outputs.ndim > 2 else outputs.unsqueeze(2), generator))
         least = torch.finfo(outputs.dtype).tiny
-        chunk = samples if wide else CHUNK
-        signs = SoftSigns(self.gamma, self.center, self.standardize, groups, process_group, least, chunk)
-        pairs = Pairs(signs, self.mean_ratio, self.reduction)
-        value, mean, spread = apply(WidePairs(pairs) if wide else TallPairs(pairs), x)
+        if self.standardize:
+            x = _standardized(x.flatten(2), process_group, center=self.center, least=least)
+        pairs = Pairs(self.gamma, self.center, self.mean_ratio, self.reduction, groups, process_group, least)
+        if use_plain(x):
+            value, mean, spread = _terms_of_signs(_soft_signs(x.flatten(2), pairs), pairs)
+            return Evaluation(value, {"mean": mean.detach(), "spread": spread.detach()})
+        value, mean, spread, _ = SelfOrthogonalityTerms.apply(x, pairs, _terms_of_signs)
         return Evaluation(value, {"mean": mean, "spread": spread})
 
     def _subset(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        total = x.shape[0] * x.shape[2]
-        if self.samples is None or total <= self.samples:
+        count = x.numel() // max(1, x.shape[1])
+        if self.samples is None or count <= self.samples:
             return x
         if generator is None:
             raise InvalidArgumentError(
                 f"SelfOrthogonality(samples={self.samples}) draws samples at random",
-                f"{total} samples and no generator",
+                f"{count} samples and no generator",
                 "Pass generator=torch.Generator().manual_seed(…); gonio.Penalty has its own.",
             )
-        chosen = torch.randperm(total, generator=generator, device=generator.device)[: self.samples]
-        chosen = chosen.to(x.device)
+        chosen = torch.randperm(count, generator=generator, device=generator.device)[: self.samples]
+        chosen, x = chosen.to(x.device), x.flatten(2)
         return x[chosen // x.shape[2], :, chosen % x.shape[2]].unsqueeze(2)
+
+
+def _standardized(x: Tensor, process_group: ProcessGroup | None, *, center: bool, least: float) -> Tensor:
+    """Outputs (N, k, P) divided by the standard deviation of their channel; 0 where it is below `least`."""
+    samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
+    if center:
+        x = x - first_sample(x, process_group)
+        x = x - total(x.sum((0, 2), keepdim=True), process_group) / samples
+    square = total((x * x).sum((0, 2), keepdim=True), process_group) / samples
+    flat = square <= max(least**2, torch.finfo(x.dtype).tiny)
+    return x * square.masked_fill(flat, 1).rsqrt().masked_fill(flat, 0)
+
+
+def _soft_signs(x: Tensor, pairs: Pairs) -> Tensor:
+    """tanh(γ (y − ȳ)) of outputs (N, k, P) as (groups, k/groups, samples)."""
+    if pairs.center:
+        x = x - first_sample(x, pairs.process_group)
+        samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), pairs.process_group).clamp_min(1)
+        x = x - total(x.sum((0, 2), keepdim=True), pairs.process_group) / samples
+    signs = torch.tanh(pairs.gamma * x)
+    return signs.movedim(1, 0).flatten(1).unflatten(0, (pairs.groups, -1))
+
+
+def _terms_of_signs(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """The value, its mean term and its spread term, from soft signs (groups, k/groups, samples)."""
+    samples = total(t.new_tensor(float(t.shape[-1])), pairs.process_group)
+    square = total((t * t).sum(-1, keepdim=True), pairs.process_group)
+    dead = square <= (pairs.noise * samples).clamp_min(torch.finfo(t.dtype).tiny)
+    unit = t * square.masked_fill(dead, 1).rsqrt().masked_fill(dead, 0)
+    cosines = total(unit @ unit.mT, pairs.process_group)
+    cosines = cosines * (1 - identity_like(cosines))
+    alive = (~dead).sum((-2, -1))
+    count = (alive * (alive - 1)).clamp_min(1) if pairs.reduction == "mean" else 1
+    mean = pairs.mean_ratio * (cosines.sum((-2, -1)) / count).square()
+    spread = cosines.square().sum((-2, -1)) / count
+    mean, spread = (x.mean() if pairs.reduction == "mean" else x.sum() for x in (mean, spread))
+    return mean + spread, mean, spread

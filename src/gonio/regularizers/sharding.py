@@ -1,22 +1,22 @@
-"""Tensors that are spread over processes (`DTensor`, as under FSDP2) stay so."""
+"""Weights that are spread over processes (`DTensor`, as under FSDP2) stay so."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["identity_like", "is_sharded", "replicated_like", "with_placed_gradient"]
+__all__ = ["identity_like", "is_sharded", "replicated", "replicated_like", "with_placed_gradient"]
 
 
 def is_sharded(x: Tensor) -> bool:
     """Whether `x` is a DTensor."""
-    return hasattr(x, "device_mesh")
+    return type(x) not in (Tensor, nn.Parameter) and hasattr(x, "device_mesh")
 
 
 def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
-    """A plain tensor that all processes hold alike, in a form that combines with `reference`."""
+    """A plain tensor with the same values in every process, as a DTensor if `reference` is one."""
     if not is_sharded(reference):
         return x
     from torch.distributed.tensor import DTensor, Replicate
@@ -25,8 +25,18 @@ def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def replicated(x: Any) -> Tensor:
+    """A DTensor with its partial sums added and its shards gathered in every process; other tensors unchanged."""
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return whole
+
+
 class _Placed(torch.autograd.Function):
-    """The identity, with a gradient that is placed as the tensor is."""
+    """The identity, with a gradient that is placed like the tensor."""
 
     @staticmethod
     def forward(x: Any) -> Any:
@@ -42,7 +52,7 @@ class _Placed(torch.autograd.Function):
 
 
 def with_placed_gradient(x: Tensor) -> Tensor:
-    """`x`; if it is sharded, so that its gradient will be sharded like it, as FSDP2 takes for granted."""
+    """`x`, and if it is sharded, with a gradient that is sharded like it: FSDP2 relies on that."""
     if not is_sharded(x):
         return x
     placed: Tensor = _Placed.apply(x)

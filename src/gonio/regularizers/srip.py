@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.matrix_vector import matrix_vector
+from gonio.errors import SecondDerivativeError
 from gonio.geometry.norms import normalize, safe_norm
-from gonio.geometry.precision import full_precision
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, can_add_directly, require, shares_memory
-from gonio.regularizers.closed_form import Formula, apply
-from gonio.regularizers.gram import add_product_, product, small_side
-from gonio.regularizers.sharding import is_sharded, replicated_like
+from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.kernels import multiplied, results_of, stretch_and_gradient
+from gonio.regularizers.orthogonality import small_side
+from gonio.regularizers.sharding import is_sharded, replicated, replicated_like
 
 __all__ = ["SRIP"]
 
@@ -29,9 +29,8 @@ class SRIP(WeightRegularizer):
     .. math:: \sigma(W W^\top - I) = \max_i \lvert \sigma_i^2 - 1 \rvert
 
     over the singular values of the smaller side of :math:`W`; added over groups. Estimated without forming the
-    Gram matrix, by power iteration :math:`v \leftarrow W (W^\top v) - v`: three products of the matrix with a
-    vector. :math:`v` is held fixed in the backward, so there is no second derivative. The estimate never exceeds
-    the true value and rises to it with every iteration.
+    Gram matrix, by power iteration :math:`v \leftarrow W (W^\top v) - v`. :math:`v` is a constant in the backward, so
+    there is no second derivative. The estimate never exceeds the true value and rises to it with every iteration.
 
     `Penalty` keeps :math:`v` from step to step, so that one iteration per step follows a slowly changing weight.
     :meth:`value` by itself starts from a fixed vector.
@@ -69,109 +68,95 @@ class SRIP(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
-        value, following = apply(self._stretch(a, state), a)
-        return Evaluation(value, {}, _whole(following))
+        vector = self._iterated(a.detach(), state)
 
-    @torch.no_grad()
-    def _stretch(self, a: Tensor, state: Tensor | None) -> _Stretch:
-        """The formula for the vector of the last iteration."""
-        vector = replicated_like(_start(a) if state is None else state.to(a), a)
+        def plain(a: Tensor) -> tuple[Tensor, Tensor]:
+            image = _image(_held(a), vector)
+            return safe_norm(image, -1).sum(), _following(image.detach(), vector)
+
+        value, following = results_of(a, partial(stretch_and_gradient, vector=vector), plain)
+        return Evaluation(value, {}, _local(following.unsqueeze(-1)))
+
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        matrix = matrix_view(weight, layout)
+        a = small_side(matrix)
+        value, following, gradient = stretch_and_gradient(a, self._iterated(a, state))
+        return Evaluation(value, {}, following.unsqueeze(-1)), gradient if a is matrix else gradient.mT
+
+    def _iterated(self, a: Tensor, state: Tensor | None) -> Tensor:
+        """The vectors of the last iteration, one for each matrix, given detached matrices."""
+        vector = replicated_like(_start(a) if state is None else state.to(a).squeeze(-1), a)
         for _ in range(self.iterations - 1):
-            vector = _next(a, vector)[0]
-        return _Stretch(vector)
-
-    def add_gradient_(
-        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
-    ) -> Evaluation:
-        a, target = (small_side(matrix_view(x, layout)) for x in (weight.detach(), grad))
-        if not (can_add_directly(grad, weight) and shares_memory(a, weight) and shares_memory(target, grad)):
-            return super().add_gradient_(grad, weight, layout, factor=factor, state=state)
-        with torch.no_grad(), full_precision(weight):
-            value, following = self._stretch(a, state).evaluate_and_add_(target, a, factor)
-        return Evaluation(value, {}, following)
-
-    def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        return weight.new_zeros(())
+            vector = _following(_image(a, vector), vector)
+        return vector
 
 
 def _start(a: Tensor) -> Tensor:
-    """A fixed vector per matrix with no pattern that a weight would share (fractional parts of i·φ)."""
+    """A fixed unit vector per matrix without regularities that a weight would share: fractional parts of i·φ."""
     spread = torch.arange(1, a.shape[1] + 1, dtype=a.dtype, device=a.device).mul_(GOLDEN).remainder_(1).sub_(0.5 - 1e-3)
     vector: Tensor = normalize(spread)
-    return vector.view(1, -1, 1).expand(a.shape[0], -1, -1)
+    return vector.expand(a.shape[0], -1)
 
 
-def _next(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """The normalised image of a vector and its length; the vector itself where the image is zero."""
-    image = a @ (a.mT @ vector) - vector
-    length = safe_norm(image, -2, keepdim=True)
-    zero = (length == 0).to(a.dtype)
-    return image / (length + zero) + vector * zero, length
+def _image(a: Tensor, vector: Tensor) -> Tensor:
+    """A Aᵀ v − v for each matrix, in every process."""
+    return replicated(multiplied(a, multiplied(a.mT, vector))) - vector
 
 
-def _whole(x: Any) -> Tensor:
-    """The state as a plain tensor, whatever the weight is."""
-    whole: Tensor = x.full_tensor() if is_sharded(x) else x
-    return whole.detach()
+def _following(image: Tensor, vector: Tensor) -> Tensor:
+    """The image at length 1; the vector itself where the image is zero."""
+    length = safe_norm(image, -1, keepdim=True)
+    zero = (length == 0).to(image.dtype)
+    return image / (length + zero) + vector * zero
 
 
-@dataclass(frozen=True, eq=False)
-class _Stretch(Formula):
-    """Σ over matrices of |A Aᵀ v − v| for fixed unit v; gradient u (Aᵀ v)ᵀ + v (Aᵀ u)ᵀ, u the unit image."""
-
-    results: ClassVar[int] = 2
-    held: ClassVar[str] = "the vector of the power iteration"
-    vector: Tensor
-
-    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        following, length = _next(x, self.vector)
-        return length.sum(), following
-
-    def fast(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        if _alone(x):
-            length, unit, inner = self._of_one(x[0])
-            following = unit.clone() if length else self.vector[0, :, 0].clone()
-            return (length, following.view(1, -1, 1)), (unit.view(1, -1, 1), inner.view(1, -1, 1))
-        inner = product(x.mT, self.vector)
-        image = product(x, inner).sub_(self.vector)
-        length = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
-        zero = length == 0
-        unit = image.div_(length.masked_fill(zero, 1))
-        return (length.sum(), torch.where(zero, self.vector, unit)), (unit, inner)
-
-    def gradient(self, x: Tensor, saved: tuple[Tensor, ...], factor: Tensor) -> Tensor:
-        left, right = self._sides(x, *saved)
-        return product(left * factor, right)
-
-    def add_gradient_(self, target: Tensor, x: Tensor, saved: tuple[Tensor, ...], factor: float) -> None:
-        add_product_(target, *self._sides(x, *saved), alpha=factor)
-
-    def _sides(self, x: Tensor, unit: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient, of rank 2, as the product of a tall and a wide matrix, whose rows lie in one piece."""
-        other = product(x.mT, unit)
-        return torch.cat([unit, self.vector], -1), torch.cat([inner.mT, other.mT], -2)
-
-    def evaluate_and_add_(self, target: Tensor, x: Tensor, factor: float) -> tuple[Tensor, ...]:
-        if not _alone(x):
-            return super().evaluate_and_add_(target, x, factor)
-        vector = self.vector[0, :, 0]
-        length, unit, inner = self._of_one(x[0])
-        if not length:
-            return length, self.vector
-        other = matrix_vector(x[0].T, unit)
-        # two passes by outer products are faster than one by a matrix product with two inner terms
-        target[0].addr_(unit, inner, alpha=factor).addr_(vector, other, alpha=factor)
-        return length, unit.view(1, -1, 1)
-
-    def _of_one(self, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The length of the vector's image, the image at length 1 (or 0) and Aᵀ v, for a single matrix."""
-        vector = self.vector[0, :, 0]
-        inner = matrix_vector(matrix.T, vector)
-        image = matrix_vector(matrix, inner).sub_(vector)
-        length = torch.linalg.vector_norm(image)
-        return length, image.div_(length) if length else image, inner
+def _local(x: Any) -> Tensor:
+    """A replicated tensor as a plain one."""
+    local: Tensor = x.to_local() if is_sharded(x) else x
+    return local
 
 
-def _alone(x: Tensor) -> bool:
-    """Whether there is one matrix, and reading a number off does not wait for a device."""
-    return x.device.type == "cpu" and x.shape[0] == 1
+# --- no second derivative -----------------------------------------------------------------------------
+
+
+def _held(a: Tensor) -> Tensor:
+    """`a`, with a gradient that refuses to be differentiated, because it takes the vector as a constant."""
+    held: Tensor = _Held.apply(a)
+    return held
+
+
+class _Held(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return grads[0]
+        refusing: Tensor = _Refusing.apply(grads[0], *ctx.saved_tensors)
+        return refusing
+
+
+class _Refusing(torch.autograd.Function):
+    """A gradient that refuses to be differentiated.
+
+    torch's own ``once_differentiable`` refuses only where the incoming gradient requires grad, and is silently wrong
+    elsewhere.
+    """
+
+    @staticmethod
+    def forward(gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SecondDerivativeError("this penalty", "the vector of the power iteration is held fixed in the first")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gonio.compare.results import BASELINE, Results, RunRecord
+from gonio.compare.judging.results import Results, RunRecord
+from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import plain, shorten
 from gonio.report import figures
 

@@ -6,8 +6,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from gonio.compare.plan import Plan, RecipeEntry, Training
-from gonio.compare.results import BASELINE, Effect, Ratio, Results, RunRecord
+from gonio.compare.judging.results import Effect, Ratio, Results, RunRecord
+from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 
 __all__ = ["example"]
 

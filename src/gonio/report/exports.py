@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gonio.compare.results import BASELINE, Ratio, Results, Robust
+from gonio.compare.judging.results import Ratio, Results, Robust
+from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import csv_cell, markdown_cell, redact, tex_cell
 from gonio.report.tables import ATTACKS, Table, tables
 from gonio.report.wording import Scale, headline, partial

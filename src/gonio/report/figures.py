@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gonio.compare.results import Effect, Results
+from gonio.compare.judging.results import Effect, Results
 from gonio.errors import MissingExtraError
 from gonio.escaping import plain, shorten
 from gonio.report.wording import Scale

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gonio.compare.results import BASELINE, RunRecord
+from gonio.compare.judging.results import RunRecord
+from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import shorten
 from gonio.geometry import random_angle_density
 from gonio.report import figures

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.compare.results import Results
-from gonio.compare.several import PROFILE, Across, across
+from gonio.compare.judging.multi_task import PROFILE, Across, across
+from gonio.compare.judging.results import Results
 from gonio.report.exports import csv_text, latex_table, markdown_table
 from gonio.report.tables import Table
 from gonio.report.terminal import rich_table

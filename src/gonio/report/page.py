@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gonio.compare.results import BASELINE, Results
+from gonio.compare.judging.results import Results
+from gonio.compare.planning.plan import BASELINE
 from gonio.errors import MissingExtraError
 from gonio.escaping import plain, redact
 from gonio.report import wording

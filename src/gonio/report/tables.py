@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gonio.compare.results import BASELINE, Effect, Results, Robust
+from gonio.compare.judging.results import Effect, Results, Robust
+from gonio.compare.planning.plan import BASELINE
 from gonio.report.wording import (
     Scale,
     added,

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.compare.results import Effect, Results
+from gonio.compare.judging.results import Effect, Results
 from gonio.escaping import plain
 from gonio.report.tables import Table, attacks, evidence, hidden_gradients, verdicts
 from gonio.report.wording import Scale, count, headline, mark, others, p_value, partial, ratio, seen, verdict_text

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from gonio.compare.results import Amount, Effect, Ratio, Reach, Results
+from gonio.compare.judging.results import Amount, Effect, Ratio, Reach, Results
 from gonio.escaping import plain
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Change a model by rules: choose modules with `where`, edit them, take the edit back exactly."""
+"""Change a model by rules: choose modules with `where`, edit them, undo the edit exactly."""
 
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
@@ -9,7 +9,6 @@ from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
-from gonio.surgery.site import Site, select, sites
 from gonio.surgery.swap import swap_
 from gonio.surgery.where import (
     Everything,
@@ -18,8 +17,11 @@ from gonio.surgery.where import (
     Predicate,
     Regex,
     Selector,
+    Site,
     Where,
     as_selector,
+    select,
+    sites,
 )
 
 __all__ = [
@@ -51,3 +53,7 @@ __all__ = [
     "sites",
     "swap_",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,9 +1,8 @@
-"""`balance_`: move scale between layers so that the squared norm is least and the function the same."""
+"""`balance_`: move scale between layers to the least squared norm, with the function unchanged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,17 +12,15 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, outputs
-from gonio.surgery.least_scale import Placed, least_scales
-from gonio.surgery.optimizer import check_holds
-from gonio.surgery.optimizer_state import move_state_
-from gonio.surgery.scale_reader import scale_variables
-from gonio.surgery.scales import Layer, Variable, in_all
-from gonio.surgery.tracing import trace
+from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
+from gonio.surgery.optimizer import check_optimizer, move_state_
 from gonio.surgery.wrapping import refuse_shards
 
-__all__ = ["balance_"]
+__all__ = ["LeastSum", "balance_", "least_scales"]
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
+_SWEEPS = 10_000
+_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
 
 def balance_(
@@ -59,13 +56,13 @@ def balance_(
         model: changed in place.
         example: an input on which the outputs before and after are compared; None to skip that.
         level: "neuron" or "layer".
-        optimizer: what it remembers is moved along: the gradient of a weight that is multiplied by s is
+        optimizer: its state is rescaled too: the gradient of a weight that is multiplied by s is
             divided by s, its square by s². The next step of Adam and its relatives then is the same step;
             that of SGD is s² times smaller than the same step, with momentum as without.
 
     Raises:
         NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
-            reasons), if the optimizer remembers something of unknown scale, or if the outputs changed by more
+            reasons), if a tensor of the optimizer's state has an unknown unit, or if the outputs changed by more
             than rounding; the model then is as before.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
@@ -86,97 +83,101 @@ def balance_(
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
-    check_holds(optimizer, model)
+    check_optimizer(optimizer, model)
     refuse_shards(model, "balance_")
-    variables = _variables(model)
+    graphs = [trace(model, training=mode) for mode in (False, True)]
+    for graph in graphs:
+        if graph.reason:
+            why = f"the model cannot be traced ({graph.reason})"
+            raise NotApplicableError("balance_", "", why, "Balance its parts.", action="balance")
+    variables = _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        raise NotApplicableError("balance_", "", f"no scale is free to move: {why}", "Leave this model as it is.")
+        why, do = f"no scale is free to move: {why}", "Leave this model as it is."
+        raise NotApplicableError("balance_", "", why, do, action="balance")
     before = outputs(model, example) if example is not None else None
-    placed = least_scales(free, per_channel=level == "neuron")
+    least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
-        for path, module, name, factor in _factors(free, placed.scales):
-            _rescale_(edit, path, module, name, factor, optimizer)
-        _report(edit, variables, placed)
+        for layer in least.layers:
+            _rescale_(edit, layer, *_factors(layer, free, least.scales), optimizer)
+        _note_result(edit, variables, least)
         if before is not None:
-            _check(edit, before, outputs(model, example))
+            moved = deviation(before, outputs(model, example))
+            if moved.relative > max(_ALLOWED.get(x.dtype, 0.1) for x in before):
+                why, do = f"the outputs changed: {moved}", "Please report this model."
+                raise NotApplicableError("balance_", "", why, do, action="balance")
+            edit.note(str(moved))
     return edit.done()
 
 
-def _variables(model: nn.Module) -> list[Variable]:
-    """Those of the graph in evaluation, free only where the graph in training agrees."""
-    graphs = [trace(model, training=mode) for mode in (False, True)]
-    failed = next((traced for traced in graphs if traced.graph is None), None)
-    if failed is not None:
-        raise NotApplicableError("balance_", "", f"the model cannot be traced ({failed.reason})", "Balance its parts.")
-    evaluation, training = map(scale_variables, graphs)
-    return in_all(evaluation, [training])
-
-
-@dataclass
-class _Sides:
-    """The factors of one layer: of its rows (outputs) and of its columns (inputs)."""
-
-    layer: Layer
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-
-
-def _factors(variables: list[Variable], scales: dict[Variable, Tensor]) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """(path, module, parameter name, factor that broadcasts against the parameter)."""
-    sides: dict[int, _Sides] = {}
+def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
+    """Those of the graph in evaluation; pinned unless the graph in training has the same one, and it is free."""
+    free = {_ends(variable) for variable in training.scale_variables() if variable.free()}
+    variables = evaluation.scale_variables()
     for variable in variables:
-        for layer in variable.producers:
-            sides.setdefault(id(layer), _Sides(layer)).rows = scales[variable]
-        for layer, per in variable.consumers:
-            sides.setdefault(id(layer), _Sides(layer)).columns = 1 / scales[variable].repeat_interleave(per)
-    for side in sides.values():
-        module, path = side.layer.module, side.layer.path
-        yield path, module, "weight", _weight_factor(side)
-        if side.rows is not None and getattr(module, "bias", None) is not None:
-            yield path, module, "bias", side.rows
+        if variable.free() and _ends(variable) not in free:
+            variable.pin("it is used differently in training and in evaluation")
+    return variables
 
 
-def _weight_factor(side: _Sides) -> Tensor:
-    layer, module = side.layer, side.layer.module
-    rows = side.rows if side.rows is not None else torch.ones(layer.out_channels, dtype=torch.float64)
-    if layer.is_norm:
-        return rows
-    columns = side.columns if side.columns is not None else torch.ones(layer.in_channels, dtype=torch.float64)
-    groups = layer.squares.shape[0]
-    # per group: (out/g, in/g), stored as (out, in/g, …) or, transposed, as (in, out/g, …)
-    blocks = rows.view(groups, -1, 1) * columns.view(groups, 1, -1)
-    if getattr(module, "transposed", False):
-        blocks = blocks.transpose(1, 2)
-    flat = blocks.reshape(-1, blocks.shape[-1])
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return flat.view(*flat.shape, *[1] * (weight.dim() - 2))
+def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
+    """Paths of producers and consumers, which identify a variable in every graph of one model."""
+    consumers = frozenset(layer.path for layer, _ in variable.consumers)
+    return frozenset(layer.path for layer in variable.producers), consumers
+
+
+def _factors(
+    layer: ChannelMap, variables: list[ScaleVariable], scales: dict[ScaleVariable, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The factors of a layer's rows (outputs) and columns (inputs)."""
+    rows = torch.ones(layer.out_channels, dtype=torch.float64)
+    columns = torch.ones(layer.in_channels, dtype=torch.float64)
+    for variable in variables:
+        if any(producer is layer for producer in variable.producers):
+            rows = scales[variable]
+        for consumer, per_channel in variable.consumers:
+            if consumer is layer:
+                columns = 1 / scales[variable].repeat_interleave(per_channel)
+    return rows, columns
 
 
 def _rescale_(
-    edit: Edit,
-    path: str,
-    module: nn.Module,
-    name: str,
-    factor: Tensor,
-    optimizer: torch.optim.Optimizer | None,
+    edit: Edit, layer: ChannelMap, rows: Tensor, columns: Tensor, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    parameter = module.get_parameter(name)
-    factor = factor.to(parameter.device)
-    edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
-    if name == "weight":
-        low, high = float(factor.min()), float(factor.max())
-        edit.changed(path, f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}")
-    if optimizer is not None:
-        move_state_(edit, optimizer, path, parameter, factor)
+    """Multiply weight and bias by their factors, and the optimizer's state with them."""
+    factors = {"weight": _weight_factor(layer, rows, columns)}
+    if layer.module._parameters.get("bias") is not None and not bool((rows == 1).all()):
+        factors["bias"] = rows
+    for name, factor in factors.items():
+        parameter = layer.module.get_parameter(name)
+        factor = factor.to(parameter.device)
+        edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
+        if optimizer is not None:
+            move_state_(edit, optimizer, layer.path, parameter, factor)
+    low, high = float(factors["weight"].min()), float(factors["weight"].max())
+    edit.changed(layer.path, f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}")
 
 
-def _report(edit: Edit, variables: list[Variable], placed: Placed) -> None:
-    wasted = 1 - placed.after / placed.before if placed.before > 0 else 0.0
-    edit.note(f"Σ‖W‖² of these layers {placed.before:.6g} → {placed.after:.6g}: {wasted:.1%} of it was wasted")
-    if not placed.converged:
-        edit.note("the search for the least sum has not come to rest: balance again to lower it further")
+def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
+    """The factor of every entry of a weight; broadcasts over kernel positions."""
+    if layer.is_norm:
+        return rows
+    groups = layer.squares.shape[0]
+    # per group: (out/g, in/g), stored as (out, in/g, …) or, transposed, as (in, out/g, …)
+    blocks = rows.view(groups, -1, 1) * columns.view(groups, 1, -1)
+    if getattr(layer.module, "transposed", False):
+        blocks = blocks.transpose(1, 2)
+    flat = blocks.reshape(-1, blocks.shape[-1])
+    weight: Tensor = layer.module.weight  # type: ignore[assignment]
+    return flat.view(*flat.shape, *[1] * (weight.dim() - 2))
+
+
+def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) -> None:
+    wasted = 1 - least.after / least.before if least.before > 0 else 0.0
+    edit.note(f"Σ‖W‖² of these layers {least.before:.6g} → {least.after:.6g}: {wasted:.1%} of it was wasted")
+    if not least.converged:
+        edit.note("the search for the least sum has not converged: balance again to lower it further")
     pinned: dict[str, list[str]] = {}
     for variable in variables:
         if variable.pinned and variable.producers:
@@ -185,9 +186,119 @@ def _report(edit: Edit, variables: list[Variable], placed: Placed) -> None:
         edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
 
 
-def _check(edit: Edit, before: list[Tensor], after: list[Tensor]) -> None:
-    moved = deviation(before, after)
-    allowed = max(_ALLOWED.get(x.dtype, 0.1) for x in before)
-    if moved.relative > allowed:
-        raise NotApplicableError("balance_", "", f"the outputs changed: {moved}", "Please report this model.")
-    edit.note(str(moved))
+# --- the least sum of squares -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeastSum:
+    """The scales with the least sum of squared weights.
+
+    If the descent has not converged, the scales are valid but not the best.
+    """
+
+    layers: tuple[ChannelMap, ...]  # that take part
+    scales: dict[ScaleVariable, Tensor]  # one number per channel
+    before: float  # the sum of squares of these layers
+    after: float  # the same at these scales
+    converged: bool
+
+
+@torch.no_grad()
+def least_scales(
+    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
+) -> LeastSum:
+    r"""The least sum of squared weights over the free scales, by coordinate descent.
+
+    The sum consists of terms :math:`s_i^2\, m_{ij} / t_j^2` and so is convex in the logarithms of the scales.
+    For one scale with all others held it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is
+    the square of the rows that produce the channel and Q of the columns that consume it. In the logarithm of
+    s this is a hyperbolic cosine about its minimum, so a step of up to twice the way still descends: steps
+    are lengthened as in successive over-relaxation for a chain of that many scales, which needs a number of
+    sweeps in proportion to its length instead of its square.
+
+    The variables must be free. With `per_channel` there is one scale per channel, otherwise one per tensor;
+    `tolerance` is the largest change of a log scale at convergence.
+    """
+    descent = _Descent(variables)
+    before = descent.sum_of_squares()
+    largest = 0.0
+    for _ in range(sweeps):
+        largest = max((descent.improve_(variable, per_channel=per_channel) for variable in variables), default=0.0)
+        if largest < tolerance:
+            break
+    layers = tuple(descent.layers.values())
+    return LeastSum(layers, descent.scales, before, descent.sum_of_squares(), largest < tolerance)
+
+
+class _Descent:
+    """Coordinate descent: the scales so far, and the squares of the factors of each layer's rows and columns."""
+
+    def __init__(self, variables: list[ScaleVariable]) -> None:
+        self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
+        self.layers: dict[int, ChannelMap] = {}
+        self.rows: dict[int, Tensor] = {}
+        self.columns: dict[int, Tensor] = {}
+        self.lengthened = _over_relaxation(variables)
+        for layer in (part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))):
+            if id(layer) not in self.layers:
+                self.layers[id(layer)] = layer
+                self.rows[id(layer)] = torch.ones(layer.out_channels, dtype=torch.float64)
+                self.columns[id(layer)] = torch.ones(layer.in_channels, dtype=torch.float64)
+
+    def sum_of_squares(self) -> float:
+        return math.fsum(float(self._made(layer).sum()) for layer in self.layers.values())
+
+    def improve_(self, variable: ScaleVariable, *, per_channel: bool) -> float:
+        """Give one variable its best scales, the others held; the largest step of a log scale."""
+        # a layer that both makes and reads the tensor keeps its norm under a common factor
+        loops = {id(p) for p in variable.producers} & {id(layer) for layer, _ in variable.consumers}
+        moved = 0.0
+        if loops or not per_channel:
+            made = [self._made(layer).sum() for layer in variable.producers if id(layer) not in loops]
+            used = [self._used(layer, per).sum() for layer, per in variable.consumers if id(layer) not in loops]
+            if made and used:
+                shape = (variable.channels,)
+                total_made, total_used = torch.stack(made).sum(), torch.stack(used).sum()
+                moved = self._step_(variable, total_made.expand(shape), total_used.expand(shape), power=0.25)
+        if not per_channel:
+            return moved
+        made_each = torch.stack([self._made(layer) for layer in variable.producers]).sum(0)
+        used_each = torch.stack([self._used(layer, per) for layer, per in variable.consumers]).sum(0)
+        # In a loop the channels of one step depend on each other: a full step of all of them overshoots,
+        # half of it descends.
+        return max(moved, self._step_(variable, made_each, used_each, power=0.125 if loops else 0.25))
+
+    def _made(self, layer: ChannelMap) -> Tensor:
+        """The squares of a layer's rows."""
+        columns = self.columns[id(layer)].view(layer.squares.shape[0], -1, 1).to(layer.squares.device)
+        return self.rows[id(layer)] * torch.bmm(layer.squares, columns).flatten().cpu()
+
+    def _used(self, layer: ChannelMap, per_channel: int) -> Tensor:
+        """The squares of a layer's columns, summed over the features of each channel."""
+        rows = self.rows[id(layer)].view(layer.squares.shape[0], 1, -1).to(layer.squares.device)
+        columns = self.columns[id(layer)] * torch.bmm(rows, layer.squares).flatten().cpu()
+        return columns.view(-1, per_channel).sum(1)
+
+    def _step_(self, variable: ScaleVariable, made: Tensor, used: Tensor, *, power: float) -> float:
+        # a channel that is never produced or never used has no best scale: it stays
+        step = torch.where((made > 0) & (used > 0), (used / made).pow(power * self.lengthened[variable]), 1.0)
+        self.scales[variable] *= step
+        squares = self.scales[variable].square()
+        for layer in variable.producers:
+            self.rows[id(layer)] = squares
+        for layer, per_channel in variable.consumers:
+            self.columns[id(layer)] = 1 / squares.repeat_interleave(per_channel)
+        return float(step.log().abs().max()) if step.numel() else 0.0
+
+
+def _over_relaxation(variables: list[ScaleVariable]) -> dict[ScaleVariable, float]:
+    """The factor of each variable's steps: 1 for a variable on which no other one depends."""
+    group = {variable: {variable} for variable in variables}
+    touching: dict[int, ScaleVariable] = {}
+    for variable in variables:
+        for layer in (*variable.producers, *(layer for layer, _ in variable.consumers)):
+            other = touching.setdefault(id(layer), variable)
+            if group[other] is not group[variable]:
+                joined = group[other] | group[variable]
+                group.update(dict.fromkeys(joined, joined))
+    return {variable: 2 / (1 + math.sin(math.pi / (len(group[variable]) + 1))) for variable in variables}

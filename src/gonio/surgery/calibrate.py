@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.nn.ranks import several_ranks, total
+from gonio.nn.running import several_ranks, total
+from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.site import select
-from gonio.surgery.tally import Tally
-from gonio.surgery.where import Where
-from gonio.surgery.wrapping import run_eagerly, unwrapped
+from gonio.surgery.kinds import SWITCHABLE_NORMS
+from gonio.surgery.where import Site, Where, select
+from gonio.surgery.wrapping import unwrapped
 
 __all__ = ["calibrate_"]
+
+# dimensions of one sample
+_UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
 
 
 def calibrate_(
@@ -38,20 +44,21 @@ def calibrate_(
         \sigma^2_{\text{mean}} = \sum_b p_b \sigma_b^2, \qquad
         \sigma^2_{\text{total}} = \sigma^2_{\text{mean}} + \sum_b p_b (\mu_b - \mu)^2
 
-    `"total"` is the variance of all values together, what a single pass over joined batches would
-    show; `"mean"` is the average variance that the layers met in training, smaller by the spread of
-    the batch means. torch's layers store unbiased variances: for them the total is taken times
-    N/(N − 1), and each :math:`\sigma_b^2` of the mean times n_b/(n_b − 1). The batches of an instance
-    norm are its samples.
+    `"total"` is the variance of all values together, as of a single pass over joined batches; `"mean"` is
+    the average variance that the layers met in training, smaller by the spread of the batch means. torch's
+    layers store unbiased variances: for them the total is multiplied by N/(N − 1), and each
+    :math:`\sigma_b^2` of the mean by n_b/(n_b − 1). The batches of an instance norm are its samples.
 
-    The layers normalise by each batch's own statistics meanwhile, as in training, so every layer sees
-    the inputs it saw in training; everything else (dropout) is in evaluation mode, and compiled models
-    run uncompiled.
+    During the call the layers normalise by each batch's own statistics, so every layer gets the inputs that
+    it gets in training; everything else (dropout) is in evaluation mode, and compiled models run eagerly.
 
     In a distributed process group every process must make the call, each with batches of its own; all end
     with the statistics of all batches. Processes may have different numbers of batches, unless layers
     that join their statistics are among them (switchable norms, SyncBatchNorm): their batch is that
     of all processes together.
+
+    Call it after averaging weights (SWA, EMA): `torch.optim.swa_utils.update_bn` resets and averages batch norms
+    alone, and leaves switchable norms with a running average over old and new statistics.
 
     Args:
         model: changed in place: the buffers `running_mean` and `running_var` alone.
@@ -78,30 +85,29 @@ def calibrate_(
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
     found = select(model, where, verb="calibrate_", can_act=_keeps_no_statistics)
-    tallies = [Tally(site, of_batches=variance == "mean") for site in found]
-    count = _run(model, batches, tallies)
+    layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
+    count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
         edit.note(f"{count} batches, variance={variance!r}")
-        for tally in tallies:
-            _store_(edit, tally)
+        for moments in layers:
+            _store_(edit, moments)
     return edit.done()
 
 
-def _run(model: nn.Module, batches: Iterable[Any], tallies: list[Tally]) -> int:
-    """Run the batches; how many there were in all processes."""
-    device = tallies[0].site.module.get_buffer("running_mean").device
+def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]) -> int:
+    """Run the batches; the number of batches in all processes."""
+    device = layers[0].site.module.get_buffer("running_mean").device
     count = 0
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(run_eagerly(model))
-        for tally in tallies:
-            stack.callback(_restorer(tally.site.module))
-            tally.site.module.train()
-            handle = tally.site.module.register_forward_pre_hook(tally.add, with_kwargs=True)
-            stack.callback(handle.remove)
+        for moments in layers:
+            module = moments.site.module
+            stack.callback(_restorer(module))
+            module.train()
+            stack.callback(module.register_forward_pre_hook(moments.add, with_kwargs=True).remove)
         # The model itself: a data-parallel wrapper would exchange buffers at each call.
-        for batch in _in_step(batches, device, joins=any(tally.joins for tally in tallies)):
+        for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):
             call(unwrapped(model), batch)
             count += 1
     if several_ranks():
@@ -112,7 +118,7 @@ def _run(model: nn.Module, batches: Iterable[Any], tallies: list[Tally]) -> int:
 
 
 def _in_step(batches: Iterable[Any], device: torch.device, *, joins: bool) -> Iterator[Any]:
-    """The batches. Where layers join their statistics, a process without one would leave the others waiting."""
+    """The batches. Where layers join their statistics, a process without a batch would leave the others waiting."""
     for batch in batches:
         if joins:
             _check_step(torch.tensor([1.0, 0.0], device=device))
@@ -131,8 +137,8 @@ def _check_step(mine: Tensor) -> None:
         )
 
 
-def _restorer(module: nn.Module) -> Any:
-    """Puts back the buffers that a training-mode forward moves."""
+def _restorer(module: nn.Module) -> Callable[[], None]:
+    """Restores the buffers that a forward in training mode updates."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
 
     def restore() -> None:
@@ -142,14 +148,15 @@ def _restorer(module: nn.Module) -> Any:
     return restore
 
 
-def _store_(edit: Edit, tally: Tally) -> None:
-    site = tally.site
+def _store_(edit: Edit, moments: _RunningMoments) -> None:
+    site = moments.site
     running_mean, running_var = site.module.get_buffer("running_mean"), site.module.get_buffer("running_var")
-    n, mean, var = tally.result(running_mean.numel(), running_mean.device)
+    n, mean, var = moments.result(running_mean.numel(), running_mean.device)
+    refuse = partial(NotApplicableError, "calibrate_", site.path, action="calibrate", kind=site.kind)
     if n == 0:
-        raise NotApplicableError("calibrate_", site.path, "it saw no values", "Leave it out of `where`.")
+        raise refuse("it saw no values", "Leave it out of `where`.")
     if not (torch.isfinite(mean).all() and torch.isfinite(var).all()):
-        raise NotApplicableError("calibrate_", site.path, "its statistics are not finite", "Check weights and batches.")
+        raise refuse("its statistics are not finite", "Check weights and batches.")
     edit.set_buffer_(site.module, "running_mean", mean.to(running_mean.dtype))
     edit.set_buffer_(site.module, "running_var", var.to(running_var.dtype))
     edit.changed(site.path, f"statistics of {n:.0f} values per channel")
@@ -160,3 +167,67 @@ def _keeps_no_statistics(module: nn.Module) -> str | None:
     if isinstance(buffers.get("running_mean"), Tensor) and isinstance(buffers.get("running_var"), Tensor):
         return None
     return "it keeps no running statistics"
+
+
+class _RunningMoments:
+    """Mean and centred sum of squares (Welford) of the inputs of one layer, in float64.
+
+    A sum of squares about 0 would keep few digits of a spread that is small beside the mean.
+
+    Args:
+        site: the layer.
+        of_batches: whether to average the variances of the batches instead of taking the variance of all values.
+    """
+
+    def __init__(self, site: Site, *, of_batches: bool) -> None:
+        self.site, self.of_batches = site, of_batches
+        module = site.module
+        self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
+        switchable = isinstance(module, SWITCHABLE_NORMS) and module.use_batch and module.synchronize
+        # whether the layer takes the statistics of its batches over all processes
+        self.joins = several_ranks() and (switchable or isinstance(module, nn.SyncBatchNorm))
+        self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64)
+
+    def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Add one batch (N, C, *positions): a forward pre-hook. The batches of an instance norm are its samples."""
+        x = next(iter((*arguments, *keywords.values()))).detach().double()
+        if x.dim() == _UNBATCHED.get(type(self.site.module)):
+            x = x.unsqueeze(0)
+        if x.numel() == 0 and not self.joins:
+            return
+        flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+        means, variances = flat.mean(2), flat.var(2, correction=0)
+        n: Tensor = x.new_tensor(float(flat.shape[2]))
+        if not isinstance(self.site.module, _InstanceNorm):
+            (means, variances), samples = batch_statistics(torch.stack([means, variances]), join=self.joins)
+            n = n * samples
+        if self.unbiased and self.of_batches and n > 1:
+            variances = variances * (n / (n - 1))
+        self._merge(n, means, variances)
+
+    def _merge(self, n: Tensor, means: Tensor, variances: Tensor) -> None:
+        """Add batches of n values each, with their means and variances, (batches, C)."""
+        more, center = n * len(means), means.mean(0)
+        values, mean = self.values.to(n), self.mean.to(means)
+        self.values = values + more
+        share = more / self.values.clamp_min(1)
+        self.mean = mean + share * (center - mean)
+        self.within = self.within.to(means) + n * variances.sum(0)
+        apart = n * (means - center).square().sum(0) + values * share * (center - mean).square()
+        self.between = self.between.to(means) + apart
+
+    def result(self, channels: int, device: torch.device) -> tuple[float, Tensor, Tensor]:
+        """The number of values per channel in all processes, their mean and variance."""
+        n, mean, within, between = (
+            t.to(device).expand(channels) for t in (self.values, self.mean, self.within, self.between)
+        )
+        if several_ranks() and not self.joins:
+            everything = total(n)
+            center = total(n * mean) / everything.clamp_min(1)
+            within, between = total(torch.stack([within, between + n * (mean - center).square()]))
+            n, mean = everything, center
+        count = float(n[0])
+        var = (within if self.of_batches else within + between) / max(count, 1)
+        if self.unbiased and not self.of_batches and count > 1:
+            var = var * (count / (count - 1))
+        return count, mean, var

@@ -1,24 +1,34 @@
-"""A recorded change to a model: all of it happens or none of it, and it can be taken back exactly."""
+"""A recorded change of a model: atomic, and exactly undoable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import NotApplicableError
-from gonio.surgery.site import Site
-from gonio.surgery.undo import Touched, Undo, UndoError, run_reversed
-from gonio.surgery.wrapping import is_replicated, refuse_flat_shards, refuse_shards, reshard_
+from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.surgery.where import Site, sites
+from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
 __all__ = ["Change", "Edit", "Edited", "UndoError"]
 
-# What verbs change on a module that stays; hooks and buffers that others register meanwhile are not ours.
+# What an edit restores of a module that stays. Hooks and buffers registered after the edit belong to others.
 _REGISTRIES = ("_parameters", "_modules")
+
+
+class UndoError(GonioError, RuntimeError):
+    """An edit cannot be undone: it was undone already, or the model was changed since."""
+
+    def __init__(self, verb: str, found: str) -> None:
+        super().__init__(f"undo_: cannot undo {verb}; {found}. Undo the latest change first, each edit once.")
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Edit:
 
     Raises:
         NotApplicableError: on entry for a model in FSDP 1; by the primitives that change more than
-            values for a sharded model; on exit if parameters of a model in DDP came or went.
+            values for a sharded model; on exit if parameters of a model in DDP were added or removed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -55,35 +65,45 @@ class Edit:
     def __init__(self, model: nn.Module, verb: str) -> None:
         self.model = model
         self.verb = verb
-        self._inverses: list[Callable[[], None]] = []
-        self._touched = Touched()
-        self._replicated: set[int] | None = None
+        self.present = list(model.parameters())  # before the edit
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self._inverses: list[Callable[[], None]] = []
+        # What it changed: an undo first checks that this still is as the edit left it.
+        self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
+        self._slots: list[tuple[nn.Module, str]] = []  # (parent, attribute) where another module was put
+        self._replaced: list[Site] = []
+        self._values: list[Tensor] = []  # overwritten tensors
 
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
         reshard_(self.model)
-        if is_replicated(self.model):
-            self._replicated = {id(p) for p in self.model.parameters()}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            run_reversed(self._inverses)
-        elif self._replicated is not None and self._replicated != {id(p) for p in self.model.parameters()}:
-            run_reversed(self._inverses)
+            _run_reversed(self._inverses)
+        elif is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
+            _run_reversed(self._inverses)
             why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
-            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.")
+            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
 
     def note(self, text: str) -> None:
-        """Say something about the edit as a whole, for its table."""
+        """Add a remark on the whole edit to its table."""
         self.notes.append(text)
 
+    def note_stays(self, stay: Mapping[str, str]) -> None:
+        """Note the layers that were left out, by path, with the reason; layers of one reason in one note."""
+        reasons: dict[str, list[str]] = {}
+        for path, why in stay.items():
+            reasons.setdefault(why, []).append(path or "the model")
+        for why, paths in reasons.items():
+            self.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
+
     def changed(self, path: str, what: str) -> None:
-        """Record in words what was done to a module."""
+        """Record a change of a module in words."""
         self.changes.append(Change(path, what))
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
@@ -93,12 +113,12 @@ class Edit:
     def set_data_(self, tensor: Tensor, value: Tensor) -> None:
         """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same."""
         before = tensor.detach().clone(memory_format=torch.preserve_format)
-        self._touched.values.append(tensor)
+        self._values.append(tensor)
         self.on_undo(lambda: self.overwrite_(tensor, before))
         self.overwrite_(tensor, value)
 
     def set_buffer_(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Overwrite a buffer in place; found again by its name, because `model.to()` makes new buffers."""
+        """Overwrite a buffer in place; the undo looks it up by name, because `model.to()` makes new buffers."""
         before = module.get_buffer(name).detach().clone(memory_format=torch.preserve_format)
         self.on_undo(lambda: self.overwrite_(module.get_buffer(name), before))
         self.overwrite_(module.get_buffer(name), value)
@@ -123,7 +143,7 @@ class Edit:
         refuse_shards(self.model, self.verb)
         kind = module.__class__
         registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
-        self._touched.classes.append(module)
+        self._classes.append(module)
 
         def restore() -> None:
             module.__class__ = kind
@@ -137,47 +157,60 @@ class Edit:
     def replace_(self, site: Site, module: nn.Module, *, what: str) -> None:
         """Put another module in the place of a site, under every name it has.
 
-        Hooks stay with the replaced module; a note says where there were any.
+        Hooks stay with the replaced module; a note names the layer if there were any.
         """
         refuse_shards(self.model, self.verb)
         old = site.module
         if old._forward_hooks or old._forward_pre_hooks:
             self.note(f"{site.path}: its forward hooks stayed with the replaced layer")
-        self._touched.replaced.append(old)
+        self._replaced.append(site)
         for parent, name in site.owners:
-            self._touched.slots.append((parent, name))
-            self.on_undo(_setter(parent, name, old))
+            self._slots.append((parent, name))
+            self.on_undo(partial(parent._modules.__setitem__, name, old))
             parent._modules[name] = module
         self.changed(site.path, what)
 
     def done(self) -> Edited:
         """The record that the verb returns."""
-        undo = Undo(self.verb, self.model, self._inverses, self._touched)
-        return Edited(self.verb, tuple(self.changes), tuple(self.notes), undo)
+        self._note_other_references()
+        return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
+
+    def _note_other_references(self) -> None:
+        """Name plain attributes and lists that still hold a replaced module: an edit does not reach them."""
+        gone = {id(site.module): site.path for site in self._replaced}
+        for site in sites(self.model) if gone else ():
+            for name, value in vars(site.module).items():
+                items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+                for item in (value, *items) if name != "_modules" else ():
+                    if id(item) in gone:
+                        holder = f"{site.path}.{name}" if site.path else name
+                        self.note(
+                            f"{holder} still holds the module that was {gone[id(item)]}: no edit reaches it there"
+                        )
 
 
 @dataclass(frozen=True)
 class Edited:
-    """What a verb did. `str()` is a table; `undo_()` takes it back exactly.
+    """What a verb did. `str()` is a table; `undo_()` restores the model exactly.
 
     Attributes:
         verb: the verb's name.
         changes: one :class:`Change` per module, in model order.
-        notes: remarks on the whole edit: assumptions, what was left alone and why.
+        notes: remarks on the whole edit: assumptions, and layers that were left out, with the reason.
     """
 
     verb: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    _undo: Undo = field(repr=False, compare=False)
+    _undo: _Undo = field(repr=False, compare=False)
 
     def undo_(self) -> None:
         """Restore the model as it was before: same classes, same Parameter objects, same order.
 
-        Edits of one model, or of parts of it, are undone latest first, because each stands on what the
-        earlier ones left. Values that the edit overwrote come back; parameters that it only moved keep
-        what training has made of them since. Where the model has been moved to another device or dtype
-        since, what comes back follows it.
+        Edits of one model, or of parts of it, are undone latest first, because each builds on the state that the
+        earlier ones left. Overwritten values come back; parameters that were only moved keep the values that
+        training gave them since. Where the model was moved to another device or dtype since, the restored
+        layers follow it.
 
         Raises:
             UndoError: if it was undone before; if a later edit still is in force; if the model was changed
@@ -192,8 +225,100 @@ class Edited:
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
 
-def _setter(parent: nn.Module, name: str, module: nn.Module) -> Callable[[], None]:
-    def restore() -> None:
-        parent._modules[name] = module
+def _run_reversed(inverses: list[Callable[[], None]]) -> None:
+    """Run the inverses latest first, each of them even if another one fails."""
+    with ExitStack() as stack:
+        for inverse in inverses:
+            stack.callback(inverse)
+        inverses.clear()
 
-    return restore
+
+# --- undo ---------------------------------------------------------------------------------------------
+
+# Edits in force by model, as numbers: the inverses hold the model, so the registry must not hold them.
+_IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
+_NUMBERS = itertools.count()
+
+
+class _Undo:
+    """The inverses of one edit, to be run once, while the edit is the latest in force on its model.
+
+    Records the state in which the edit left the model, as far as the inverses depend on it.
+    """
+
+    def __init__(self, edit: Edit) -> None:
+        model, self._inverses = edit.model, edit._inverses
+        self._number, self._verb = next(_NUMBERS), edit.verb
+        self._model = weakref.ref(model)
+        self._sharded = is_sharded(model)
+        self._classes = [(module, type(module)) for module in edit._classes]
+        self._slots = [(parent, name, parent._modules.get(name)) for parent, name in edit._slots]
+        self._replaced = [site.module for site in edit._replaced]
+        handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
+        here = {id(parameter) for parameter in model.parameters()}
+        self._parameters = [tensor for tensor in (*edit._values, *handed_on) if id(tensor) in here]
+        # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
+        self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        for parameter in model.parameters() if self._replaced else ():
+            self._followed.setdefault((parameter.device, parameter.dtype), parameter)
+        _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
+
+    def run_(self) -> None:
+        """Undo, or raise :class:`UndoError` and change nothing."""
+        model = self._model()
+        in_force = [] if model is None else _IN_FORCE.get(model, [])
+        if model is None or (self._number, self._verb) not in in_force:
+            raise UndoError(self._verb, "it was undone before, or its model is gone")
+        number, later = _latest_edit(model)
+        if number != self._number:
+            raise UndoError(self._verb, f"the later edit {later} still is in force")
+        reshard_(model)
+        why = self._changed_since(model)
+        if why is not None:
+            raise UndoError(self._verb, why)
+        _run_reversed(self._inverses)
+        self._move_replaced_()
+        in_force.remove((self._number, self._verb))
+
+    def _changed_since(self, model: nn.Module) -> str | None:
+        """Why the inverses would not restore the model; None if they will."""
+        if is_sharded(model) and not self._sharded:
+            return "the model was sharded since"
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                return f"a {kind.__name__} became a {type(module).__name__} since"
+        for parent, name, child in self._slots:
+            if parent._modules.get(name) is not child:
+                return f"another module was put in the place of {name!r} of a {type(parent).__name__} since"
+        here = {id(parameter) for parameter in model.parameters()}
+        if any(id(tensor) not in here for tensor in self._parameters):
+            return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"
+        return None
+
+    @torch.no_grad()
+    def _move_replaced_(self) -> None:
+        """Move the replaced modules to the device and dtype that the model has been moved to since."""
+        goes = {old: (new.device, new.dtype) for old, new in self._followed.items()}
+        if all(old == new for old, new in goes.items()):
+            return
+        devices = {device: new for (device, _), (new, _) in goes.items()}
+        for module in (part for replaced in self._replaced for part in replaced.modules()):
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in [(name, tensor) for name, tensor in registry.items() if tensor is not None]:
+                    place = (devices.get(tensor.device), tensor.dtype)
+                    device, dtype = goes.get((tensor.device, tensor.dtype), place)
+                    moved = tensor.to(device=device, dtype=dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.data = moved
+                    else:
+                        registry[name] = moved  # type: ignore[assignment]
+
+
+def _latest_edit(model: nn.Module) -> tuple[int, str]:
+    """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
+
+    def parts(module: nn.Module) -> set[int]:
+        return {id(part) for part in (*module.modules(), *module.parameters())}
+
+    mine = parts(model)
+    return max(e for other, found in _IN_FORCE.items() if other is model or mine & parts(other) for e in found)

@@ -15,7 +15,9 @@ from gonio.errors import InvalidArgumentError
 from gonio.seeding import generator
 from gonio.surgery.wrapping import run_eagerly
 
-__all__ = ["Deviation", "call", "equivalent", "evaluating", "generated_example"]
+__all__ = ["Deviation", "call", "deviation", "equivalent", "evaluating", "generated_example", "outputs"]
+
+_SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
 
     Args:
         model_a: the reference.
-        model_b: the model held against it.
+        model_b: the model to compare.
         example: an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
             :func:`gonio.surgery.generated_example` makes for `model_a`.
 
@@ -67,9 +69,9 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
 def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any:
     r"""An input that the model takes: standard normal numbers, or indices for an embedding.
 
-    The first layer with weights says how many channels or features it reads; sizes of images, signals and
-    sequences are tried from small to large, after the `input_size` that a timm model declares, and in the end the
-    `dummy_inputs` that a model of transformers declares. What is returned has run through the model in
+    The number of channels or features is that of the first layer with weights. Sizes of images, signals and
+    sequences are tried from small to large, after the `input_size` that a timm model declares and before the
+    `dummy_inputs` that a model of transformers declares. The returned input has run through the model in
     evaluation mode once.
 
     Args:
@@ -78,25 +80,24 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         seed: of the numbers.
 
     Raises:
-        InvalidArgumentError: if nothing that was tried runs: models of several inputs need an example of yours.
+        InvalidArgumentError: if no tried input runs; a model of several inputs needs your own example.
 
     Example:
         >>> gonio.surgery.generated_example(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())).shape
         torch.Size([2, 3, 8, 8])
     """
-    reason = "it has no layer that says what it reads"
+    reason = "it has no layer that tells its input size"
     for example in _examples(model, batch, seed):
         try:
             outputs(model, example)
-        except Exception as error:  # a size that a model does not take can raise anything at all
+        except Exception as error:  # a model can raise anything at a size that it does not take
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             continue
         return example
-    raise InvalidArgumentError("an example was to be made for the model", reason, "Pass example= yourself.")
+    raise InvalidArgumentError("no example input was found for the model", reason, "Pass example= yourself.")
 
 
 def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
-    """What is tried: numbers for the first layer, then what a model of transformers declares."""
     random = generator(seed, "example")
     reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     for shape, indices in _candidates(model, batch):
@@ -109,30 +110,25 @@ def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
 
 
-_SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
-
-
 def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """(shape, number of indices or 0) in the order in which they are tried."""
     declared = getattr(model, "pretrained_cfg", None) or {}
     for key in ("test_input_size", "input_size"):
         if isinstance(declared, Mapping) and declared.get(key):
             yield (batch, *declared[key]), 0
-    for module in model.modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            dims = module.weight.dim() - 2
-            yield from (((batch, module.in_channels, *[size] * dims), 0) for size in _SIZES)
-            return
-        if isinstance(module, nn.Linear):
-            yield from (((batch, *rest, module.in_features), 0) for rest in ((), (8,)))
-            return
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield (batch, 8), module.num_embeddings
-            return
-        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-            width = module.input_size if isinstance(module, nn.RNNBase) else module.embed_dim
-            yield (batch, 8, width), 0
-            return
+    kinds = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention)
+    match next((module for module in model.modules() if isinstance(module, kinds)), None):
+        case nn.modules.conv._ConvNd() as conv:
+            dims = conv.weight.dim() - 2
+            yield from (((batch, conv.in_channels, *[size] * dims), 0) for size in _SIZES)
+        case nn.Linear() as linear:
+            yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,)))
+        case nn.Embedding() | nn.EmbeddingBag() as table:
+            yield (batch, 8), table.num_embeddings
+        case nn.RNNBase() as recurrent:
+            yield (batch, 8, recurrent.input_size), 0
+        case nn.MultiheadAttention() as attention:
+            yield (batch, 8, attention.embed_dim), 0
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
@@ -155,10 +151,9 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
         raise InvalidArgumentError(
             "equivalent() compares finite outputs", "NaN or infinity", "Check weights and input."
         )
-    absolute = max(
-        float((x.double() - y.double()).abs().max()) if x.numel() else 0.0 for x, y in zip(a, b, strict=True)
-    )
-    scale = max(float(x.double().abs().max()) if x.numel() else 0.0 for x in a)
+    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True) if x.numel()]
+    absolute = max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
+    scale = max((float(x.abs().max()) for x, _ in pairs), default=0.0)
     return Deviation(absolute, absolute / scale if scale > 0 else absolute)
 
 
@@ -173,7 +168,7 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, compiled parts run eagerly; every module's own mode afterwards."""
+    """Evaluation mode inside the block, with compiled parts run eagerly; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()  # may raise half-way, in a model that is its own child

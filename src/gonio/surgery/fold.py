@@ -1,36 +1,39 @@
-"""`fold_`: turn what training needed into plain layers that compute the same."""
+"""`fold_`: replace parametrizations, norms and decoupled layers by plain layers of the same function."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
-from gonio.errors import NoMatchError, NotApplicableError, listing
-from gonio.parametrizations.base import detach, is_parametrized
-from gonio.surgery.bypass import note_other_references
+from gonio.errors import NoMatchError, NotApplicableError
+from gonio.geometry.views import layout_of, matrix_view, unview
+from gonio.parametrizations.mechanism import detach, is_parametrized
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.equivalent import deviation, outputs
-from gonio.surgery.fold_norm import fold_norms_
-from gonio.surgery.fold_torch import fold_torchs_
-from gonio.surgery.site import Site, sites
-from gonio.surgery.where import Where, as_selector
+from gonio.surgery.equivalent import deviation, evaluating, outputs
+from gonio.surgery.graph import trace
+from gonio.surgery.kinds import SWITCHABLE_NORMS, is_batch_norm, norm_tail
+from gonio.surgery.where import Site, Where, as_selector, sites
 from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 __all__ = ["fold_"]
 
 # largest relative deviation of the outputs that is rounding and not a mistake
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
-_ROUNDINGS = 10  # or this many times what the model's own arithmetic loses
+_ROUNDINGS = 10  # or this many times the rounding of the model's own arithmetic
+# Parameters that the hooks of torch.nn.utils (weight_norm, spectral_norm, prune) put in the place of a weight.
+_HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or prune.remove()"}
 
 
 def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edited:
     r"""Replace parametrizations, batch norms and exact decoupled layers by plain torch layers.
 
-    What is folded: every parametrization, those of ``torch.nn.utils.parametrize`` too (the weight becomes
+    Folded are every parametrization, those of ``torch.nn.utils.parametrize`` too (the weight becomes
     the tensor that it computed); a batch norm, or a switchable norm whose mixture is batch statistics
     alone, into the layer whose output it alone reads,
 
@@ -38,9 +41,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         W' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\, W, \qquad
         b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta;
 
-    and a decoupled layer that is linear in its input. The result computes what the model computes in
-    evaluation mode; it is meant for export and inference, not for further training. What stays is named
-    in the result's notes with the reason.
+    and every decoupled layer that is linear in its input. The result is the function of the model in
+    evaluation mode; it is meant for export and inference, not for further training. Layers that stay are
+    named in the result's notes with the reason.
 
     Args:
         model: changed in place.
@@ -65,20 +68,41 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
     refuse_shards(model, "fold_")
     before = outputs(model, example) if example is not None else None
     with Edit(model, "fold_") as edit, torch.no_grad():
-        stay = _fold_parametrizations_(edit, chosen) | fold_torchs_(edit, chosen)
-        stay |= _fold_decoupled_(edit, chosen) | fold_norms_(edit, chosen)
-        _say_what_stays(edit, stay, strict=where is not None)
+        stay: dict[str, str] = {}
+        for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_, _fold_norms_):
+            stay |= fold_some_(edit, chosen)
+        if stay and where is not None:
+            first = next(site for site in chosen if site.path in stay)
+            why, do = stay[first.path], "Leave it out of `where`."
+            raise NotApplicableError("fold_", first.path, why, do, action="fold", kind=first.kind)
+        edit.note_stays(stay)
         if not edit.changes:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
             raise NoMatchError("fold_", str(selector), [], refused=refused)
-        note_other_references(edit, chosen)
         if before is not None:
             _check(edit, example, before, outputs(model, example))
     return edit.done()
 
 
+def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) -> None:
+    moved = deviation(before, after)
+    allowed = max(_ALLOWED.get(x.dtype, 0.05) for x in before)
+    if moved.relative > allowed:
+        # Some networks enlarge rounding: then the folded one differs as much from itself in float64.
+        wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+        own = deviation(after, outputs(copy.deepcopy(unwrapped(edit.model)).double(), wide))
+        if moved.relative > _ROUNDINGS * own.relative:
+            why, do = f"the outputs changed: {moved}", "Please report this model."
+            raise NotApplicableError("fold_", "", why, do, action="fold")
+        edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
+    edit.note(str(moved))
+
+
+# --- parametrizations ---------------------------------------------------------------------------------
+
+
 def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
-    """Fold every parametrization of this library that can be; the layers that stay, by path, and why."""
+    """Fold the parametrizations of gonio; the layers that stay, by path, and why."""
     stay: dict[str, str] = {}
     selected = {id(site.module) for site in chosen}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -97,7 +121,7 @@ def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
             if raw is None or not is_parametrized(site.module, name):
                 continue
             if id(raw) in shared:
-                stay[site.path] = f"it shares its {name} with a layer that is not selected or computes none"
+                stay[site.path] = f"it shares its {name} with a layer that is not selected or not parametrized"
                 continue
             edit.snapshot_(site.module)
             edit.set_data_(raw, raw)
@@ -107,7 +131,67 @@ def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
     return stay
 
 
+def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
+    """Fold those of `torch.nn.utils.parametrize`; the layers that stay, by path, and why.
+
+    torch's own removal deletes a property of the layer's class, which copies of the layer share, and moves the
+    weight behind the bias. Here the instance gets its own class back and the weight keeps its place.
+    """
+    stay: dict[str, str] = {}
+    owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
+    for site in chosen:
+        names = [name for name in site.module._parameters if site.module._forward_pre_hooks]
+        removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
+        if removal is not None:
+            stay[site.path] = f"a hook of torch.nn.utils computes its weight: use {removal}"
+        if not parametrize.is_parametrized(site.module):
+            continue
+        originals = [tensor for found in _lists(site.module).values() for tensor in _originals(found)]
+        if not all(isinstance(tensor, nn.Parameter) for tensor in originals):
+            stay[site.path] = "its parametrized tensor is no Parameter"
+        elif any(owners[id(tensor)] > 1 for tensor in originals):
+            stay[site.path] = "it shares its parametrized weight"
+        else:
+            _remove_parametrizations_(edit, site)
+    return stay
+
+
+def _lists(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
+    return dict(module.parametrizations.items())  # type: ignore[operator, union-attr]
+
+
+def _originals(found: parametrize.ParametrizationList) -> list[Tensor]:
+    names = ["original"] if found.is_tensor else [f"original{index}" for index in range(found.ntensors)]
+    return [getattr(found, name) for name in names]
+
+
+def _remove_parametrizations_(edit: Edit, site: Site) -> None:
+    module = site.module
+    edit.snapshot_(module)
+    folded: dict[str, nn.Parameter | None] = {}
+    for name, found in _lists(module).items():
+        with evaluating(found):  # torch's spectral norm takes a step at each read in training
+            value = found().detach().clone()
+        original = _originals(found)[0]
+        if found.is_tensor and isinstance(original, nn.Parameter):
+            edit.set_data_(original, value)
+            folded[name] = original
+        else:
+            folded[name] = nn.Parameter(value, requires_grad=original.requires_grad)
+        what = ", ".join(type(part).__name__.lstrip("_") for part in found)
+        edit.changed(site.path, f"{name}: {what} of torch folded")
+    others = dict(module._parameters)
+    module.__class__ = type(module).__bases__[0]
+    del module._modules["parametrizations"]
+    module._parameters.clear()
+    module._parameters.update(folded | others)
+
+
+# --- decoupled layers ---------------------------------------------------------------------------------
+
+
 def _fold_decoupled_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
+    """Replace decoupled layers that are linear in their input; the layers that stay, by path, and why."""
     stay: dict[str, str] = {}
     for site in chosen:
         to_plain = getattr(site.module, "to_plain", None)
@@ -126,28 +210,73 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
     return stay
 
 
-def _say_what_stays(edit: Edit, stay: dict[str, str], *, strict: bool) -> None:
-    reasons: dict[str, list[str]] = {}
-    for path, why in stay.items():
-        reasons.setdefault(why, []).append(path or "the model")
-    for why, paths in reasons.items():
-        if strict:
-            raise NotApplicableError("fold_", listing(paths), why, "Leave it out of `where`.")
-        edit.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
+# --- norms --------------------------------------------------------------------------------------------
 
 
-def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) -> None:
-    moved = deviation(before, after)
-    allowed = max(_ALLOWED.get(x.dtype, 0.05) for x in before)
-    if moved.relative > allowed:
-        # Some networks enlarge rounding: then the folded one differs from itself in float64 as much.
-        own = deviation(after, _in_float64(edit.model, example))
-        if moved.relative > _ROUNDINGS * own.relative:
-            raise NotApplicableError("fold_", "", f"the outputs changed: {moved}", "Please report this model.")
-        edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
-    edit.note(str(moved))
+def _fold_norms_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
+    """Fold norms with fixed statistics into the layer that feeds them alone; those that stay, by path, and why."""
+    kinds = (nn.modules.batchnorm._BatchNorm, *SWITCHABLE_NORMS)
+    norms = [site for site in chosen if isinstance(site.module, kinds)]
+    if not norms:
+        return {}
+    graph = trace(edit.model, training=False)
+    if graph.reason:
+        return {site.path: f"the model cannot be traced ({graph.reason})" for site in norms}
+    paths = {id(site.module): site.path for site in sites(graph.model)}
+    layers = [_not_fixed(site.module) or graph.folds_into(site.module) for site in norms]
+    stay: dict[str, str] = {}
+    for site, layer in zip(norms, layers, strict=True):
+        if isinstance(layer, str):
+            stay[site.path] = layer
+        elif not site.owners:
+            stay[site.path] = "it is the model itself"
+        else:
+            _fold_norm_(edit, layer, site.module)
+            what = f"{type(site.module).__name__} folded into {paths[id(layer)]}"
+            edit.replace_(site, _rest_of(site.module), what=what)
+    return stay
 
 
-def _in_float64(model: nn.Module, example: Any) -> list[Tensor]:
-    wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
-    return outputs(copy.deepcopy(unwrapped(model)).double(), wide)
+def _not_fixed(norm: nn.Module) -> str | None:
+    """Why the norm is not a fixed affine map in evaluation; None if it is."""
+    if isinstance(norm, SWITCHABLE_NORMS):
+        return None if norm.is_batch_only() else "its mixture is not batch statistics alone"
+    if not isinstance(norm._buffers.get("running_mean"), Tensor):
+        return "it keeps no running statistics"
+    return None if is_batch_norm(norm) else f"{type(norm).__name__} computes something else than a batch norm"
+
+
+def _fold_norm_(edit: Edit, layer: nn.Module, norm: nn.Module) -> None:
+    """Multiply the layer's rows by the norm's scale, and give it the bias of both."""
+    scale, shift = _affine(norm)
+    layout = layout_of(layer)
+    weight = layer.get_parameter("weight")
+    rows = matrix_view(weight.detach().double(), layout)
+    scaled = rows * scale.view(rows.shape[0], -1, 1)
+    edit.set_data_(weight, unview(scaled, weight.shape, layout).to(weight.dtype))
+    bias: Tensor | None = layer.bias  # type: ignore[assignment]
+    start = bias.detach().double() if bias is not None else torch.zeros_like(scale)
+    new_bias = (scale * start + shift).to(weight.dtype)
+    if bias is None:
+        edit.snapshot_(layer)
+        layer.register_parameter("bias", nn.Parameter(new_bias, requires_grad=weight.requires_grad))
+    else:
+        edit.set_data_(bias, new_bias)
+
+
+def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The norm in evaluation mode as x ↦ scale·x + shift per channel, in float64."""
+    mean = norm.get_buffer("running_mean").double()
+    std = (norm.get_buffer("running_var").double() + norm.eps).sqrt()  # type: ignore[operator]
+    weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+    scale = (weight.detach().double() if weight is not None else torch.ones_like(mean)) / std
+    shift = (bias.detach().double() if bias is not None else torch.zeros_like(mean)) - scale * mean
+    return scale, shift
+
+
+def _rest_of(norm: nn.Module) -> nn.Module:
+    """The layers of a norm after its normalisation: none, or its activation."""
+    tail = [part for part in norm_tail(norm) if not isinstance(part, nn.Identity)]
+    rest = nn.Identity() if not tail else tail[0] if len(tail) == 1 else nn.Sequential(*tail)
+    rest.training = norm.training
+    return rest

@@ -1,18 +1,41 @@
-"""What follows each layer, read off the traced graph.
+"""The graph of a model, traced by `torch.fx`.
 
-`torch.fx` traces most convolutional networks and fails on data-dependent control flow. Callers must
-work without a graph: every function here returns what is known, and `trace` says why nothing is.
+:func:`trace` returns a :class:`Graph`: the order in which layers run, which normalisation and which activation
+follow each layer, which weights have a scale without effect, which scales can move between layers, and into
+which layer a norm folds. `torch.fx` traces most convolutional networks and fails on data-dependent control
+flow. A model that cannot be traced gives an empty graph with the reason.
 """
 
 from __future__ import annotations
 
-from torch import fx, nn
+import inspect
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from gonio.surgery.kinds import WEIGHTED, is_norm, norm_tail
-from gonio.surgery.tracing import Traced, called_function, trace
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["activation_after", "followed_by_norm"]
+from gonio.surgery.kinds import (
+    SWITCHABLE_NORMS,
+    WEIGHTED,
+    computes_as,
+    computes_plainly,
+    is_batch_norm,
+    is_norm,
+    norm_tail,
+)
+from gonio.surgery.wrapping import unwrapped
 
+__all__ = ["HOMOGENEOUS", "ChannelMap", "Graph", "ScaleVariable", "activation_after", "followed_by_norm", "trace"]
+
+_POOLS = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),
     "leaky_relu": (nn.LeakyReLU,),
@@ -26,8 +49,10 @@ _ACTIVATIONS = {
     "softplus": (nn.Softplus,),
     "hardswish": (nn.Hardswish,),
 }
-# Layers and functions that neither weigh nor bend their input, so the search looks through them.
-_TRANSPARENT_MODULES = (
+# Names of :func:`activation_after` with φ(cx) = cφ(x) for c > 0. (ReLU6 is not, and counts as "relu" for gains.)
+HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
+# Linear layers and functions without weights: the search for the following norm or activation passes them.
+_PASSED_MODULES = (
     nn.Identity,
     nn.modules.dropout._DropoutNd,
     nn.Flatten,
@@ -35,99 +60,506 @@ _TRANSPARENT_MODULES = (
     nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
 )
-_TRANSPARENT_FUNCTIONS = frozenset(
-    {
-        "flatten",
-        "reshape",
-        "view",
-        "permute",
-        "transpose",
-        "contiguous",
-        "dropout",
-        "squeeze",
-        "unsqueeze",
-        "mean",
-    }
+_PASSED_FUNCTIONS = frozenset(
+    ("flatten", "reshape", "view", "permute", "transpose", "contiguous", "dropout", "squeeze", "unsqueeze", "mean")
 )
+# Positively homogeneous layers and functions: scales move through them.
+_ELEMENTWISE_MODULES = (
+    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
+_ELEMENTWISE_FUNCTIONS = frozenset(("relu", "relu_", "leaky_relu", "dropout", "contiguous"))
+_POOLING_MODULES = tuple(getattr(nn, f"{kind}{dims}d") for kind in _POOLS for dims in (1, 2, 3))
+_POOLING_FUNCTIONS = frozenset(
+    f"{kind}{dims}d"
+    for kind in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
+    for dims in (1, 2, 3)
+)
+# Norms of each channel by itself remove a bias before them too; norms across channels do not.
+_NORMS_PER_CHANNEL = (
+    *(nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_NORMS_ACROSS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, *SWITCHABLE_NORMS)
 
 
-def followed_by_norm(model: nn.Module | Traced) -> dict[str, str]:
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The traced graph of a model; without nodes if it cannot be traced.
+
+    Attributes:
+        model: the module that the paths start from: the model without compilation or parallelism around it.
+        nodes: the nodes of the `torch.fx` graph, in the order of execution.
+        reason: why tracing failed; empty if it did not.
+    """
+
+    model: nn.Module
+    nodes: tuple[fx.Node, ...] = ()
+    reason: str = ""
+
+    def called(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls; None for functions, methods and inputs."""
+        return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def calls(self) -> Iterator[tuple[str, nn.Module, fx.Node]]:
+        """Every call of a layer in the order of execution: its path, the module and the node."""
+        for node in self.nodes:
+            module = self.called(node)
+            if module is not None:
+                yield str(node.target), module, node
+
+    @cached_property
+    def call_counts(self) -> dict[str, int]:
+        """How often each layer runs in one forward, by path."""
+        return dict(Counter(path for path, _, _ in self.calls()))
+
+    @cached_property
+    def _owners(self) -> Counter[int]:
+        """For the `id` of each Parameter: under how many names modules have registered it."""
+        return Counter(id(p) for m in self.model.modules() for p in m._parameters.values() if p is not None)
+
+    def _shares_parameters(self, module: nn.Module) -> bool:
+        return any(self._owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
+
+    @cached_property
+    def norm_after(self) -> dict[str, str]:
+        """For each weighted layer whose whole output goes into normalisation layers: the first such layer."""
+        found = self._first_after_each(_norm_path, _is_passed)
+        return {path: norms[0] for path, norms in found.items() if norms[0] is not None and all(norms)}
+
+    @cached_property
+    def activation_after(self) -> dict[str, str]:
+        """The activation that the output of each weighted layer meets first; see :func:`activation_after`."""
+        found = self._first_after_each(
+            _activation_name, lambda node, module: _is_plain_norm(module) or _is_passed(node, module)
+        )
+        return {path: names[0] for path, names in found.items() if names[0] is not None and len(set(names)) == 1}
+
+    def _first_after_each(
+        self, name: Callable[..., str | None], passed: Callable[..., bool]
+    ) -> dict[str, list[str | None]]:
+        """For each weighted layer: the first named node after each reader of its outputs, behind passed nodes."""
+
+        def first(node: fx.Node) -> str | None:
+            found = name(node, self.called(node))
+            if found is not None or not passed(node, self.called(node)) or len(node.users) != 1:
+                return found
+            return first(next(iter(node.users)))
+
+        found: dict[str, list[str | None]] = {}
+        for path, module, node in self.calls():
+            if isinstance(module, WEIGHTED) and node.users:
+                found.setdefault(path, []).extend(first(user) for user in node.users)
+        return found
+
+    @cached_property
+    def scale_invariant(self) -> frozenset[str]:
+        """Paths of layers on the scale of whose weight the function in training does not depend.
+
+        Stricter than :attr:`norm_after`: each output goes directly into a norm of torch or a switchable norm, which
+        also removes the layer's bias if there is one, and no other layer shares the weight.
+        """
+        found: dict[str, bool] = {}
+        for path, module, node in self.calls():
+            if computes_as(module, WEIGHTED) and self._owners[id(module._parameters.get("weight"))] == 1:
+                has_bias = module._parameters.get("bias") is not None
+                kinds = _NORMS_PER_CHANNEL if has_bias else (*_NORMS_PER_CHANNEL, *_NORMS_ACROSS)
+                norms = [self.called(user) for user in node.users]
+                removed = bool(norms) and all(norm is not None and computes_as(norm, kinds) for norm in norms)
+                found[path] = found.get(path, True) and removed
+        return frozenset(path for path, free in found.items() if free)
+
+    def folds_into(self, norm: nn.Module) -> nn.Module | str:
+        """The layer into which an affine map in the place of the norm folds, or the reason why there is none.
+
+        That layer is linear or convolutional, runs torch's own forward, and feeds the norm alone.
+        """
+        nodes = [node for _, module, node in self.calls() if module is norm]
+        if not nodes:
+            return "it does not run"
+        feeds = nodes[-1].all_input_nodes
+        layer = self.called(feeds[0]) if len(feeds) == 1 and len(feeds[0].users) == 1 else None
+        if layer is None or not computes_plainly(layer) or isinstance(layer, nn.Bilinear):
+            return "its input is not the output of a linear or convolutional layer of torch that feeds it alone"
+        if len(nodes) > 1 or self.call_counts[str(feeds[0].target)] > 1:
+            return "it or the layer before it runs more than once"
+        if self._shares_parameters(layer):
+            return "the layer before it shares its weight"
+        if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm)):
+            return "it or the layer before it has forward hooks"
+        return layer
+
+    def scale_variables(self) -> list[ScaleVariable]:
+        """One variable for each tensor between layers, free and pinned; new objects at each call.
+
+        A tensor that flows only through positively homogeneous operations, φ(cx) = cφ(x) for c > 0, between
+        the layers that produce it and those that consume it can be multiplied by any c > 0 without changing
+        the function: the producers' rows are multiplied by c, the consumers' columns divided by it. A sum
+        ties its terms to one variable. Any other operation pins the tensors that it reads to scale 1.
+        """
+        reader = _ScaleReader(self)
+        for node in self.nodes:
+            reader.read(node)
+        return [variable for variable in reader.variables if variable not in reader.merged]
+
+
+# --- tracing ------------------------------------------------------------------------------------------
+
+_TRACING = threading.RLock()
+
+
+class _Tracer(fx.Tracer):
+    """Treats every layer that has weights, or that is of torch or gonio, as one node.
+
+    While it traces, `torch.fx` has replaced `nn.Module.__call__` for the whole process; the calls of other
+    threads pass through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return False
+        return type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, WEIGHTED) or is_norm(m)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
+    """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
+
+    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's
+    attributes and the random generator are as before afterwards. One thread traces at a time. Other threads
+    may call modules during that time; calls of compiled models raise there, because torch refuses them.
+
+    Args:
+        model: not changed.
+        training: the mode in which it is traced; None for the mode that it is in.
+
+    Example:
+        >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
+        ''
+    """
+    model = unwrapped(model)
+    try:
+        with _TRACING, _restoring(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
+            if training is not None:
+                model.train(training)
+            graph = _Tracer().trace(model, concrete_args=_defaults(model))
+    except Exception as error:  # the model's own code can raise anything under a tracer
+        return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
+    return Graph(model, tuple(graph.nodes))
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a forward that a plain call leaves at their defaults; the first one is always given."""
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.kind in plain and p.default is not p.empty}
+
+
+@contextmanager
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """Restore attributes that a forward sets on proxies, and modes."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            if now.keys() != attributes.keys() or any(now[key] is not value for key, value in attributes.items()):
+                now.clear()
+                now.update(attributes)
+
+
+# --- the layers that follow ---------------------------------------------------------------------------
+
+
+def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
-    The loss does not depend on the scale of their weights, so a penalty on that scale has nothing to
-    push against. Empty where the model cannot be traced.
+    The loss does not depend on the scale of their weights, so a penalty on that scale has no opposing
+    force. Empty where the model cannot be traced.
 
     Example:
         >>> followed_by_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)))
         {'0': '1'}
     """
-    traced = trace(model) if isinstance(model, nn.Module) else model
-    met: dict[str, list[str | None]] = {}
-    for path, node in _weighted(traced):
-        met.setdefault(path, []).extend(_first_norm(user, traced) for user in node.users)
-    return {path: norms[0] for path, norms in met.items() if norms and norms[0] and all(norms)}
+    return (trace(model) if isinstance(model, nn.Module) else model).norm_after
 
 
-def activation_after(model: nn.Module) -> dict[str, str]:
+def activation_after(model: nn.Module | Graph) -> dict[str, str]:
     """The activation that each weighted layer's output meets first, `"linear"` if it meets none.
 
-    Normalisation, pooling by averages, dropout and reshaping are looked through. A layer whose output
-    goes to different activations, or to one that is not known, is left out.
+    Normalisation, average pooling, dropout and reshaping are passed. A layer whose output goes to different
+    activations, or to an unknown one, is left out.
 
     Example:
         >>> activation_after(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU(), nn.Linear(2, 2)))
         {'0': 'gelu', '3': 'linear'}
     """
-    traced = trace(model)
-    met: dict[str, set[str | None]] = {}
-    for path, node in _weighted(traced):
-        met.setdefault(path, set()).update(_first_activation(user, traced) for user in node.users)
-    return {path: name for path, names in met.items() if len(names) == 1 and (name := next(iter(names))) is not None}
+    return (trace(model) if isinstance(model, nn.Module) else model).activation_after
 
 
-def _weighted(traced: Traced) -> list[tuple[str, fx.Node]]:
-    """Every call of a weighted layer; one that runs twice counts with both."""
-    return [(path, node) for path, module, node in traced.calls() if isinstance(module, WEIGHTED)]
-
-
-def _first_norm(node: fx.Node, traced: Traced) -> str | None:
-    while True:
-        module = traced.called(node)
-        if module is not None and is_norm(module):
-            return str(node.target)
-        if not _transparent(node, module) or len(node.users) != 1:
-            return None
-        node = next(iter(node.users))
-
-
-def _first_activation(node: fx.Node, traced: Traced) -> str | None:
-    while True:
-        module = traced.called(node)
-        name = _activation_name(node, module)
-        if name is not None:
-            return name
-        if node.op == "output" or (module is not None and isinstance(module, WEIGHTED)):
-            return "linear"
-        looked_through = _transparent(node, module) or (module is not None and _only_normalises(module))
-        if not looked_through or len(node.users) != 1:
-            return None
-        node = next(iter(node.users))
-
-
-def _only_normalises(module: nn.Module) -> bool:
-    """A norm without children: one with an activation inside that is not known ends the search."""
-    return is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
+def _norm_path(node: fx.Node, module: nn.Module | None) -> str | None:
+    return str(node.target) if module is not None and is_norm(module) else None
 
 
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
+    """The name of an activation, or "linear" where the search for one ends."""
+    if node.op == "output" or isinstance(module, WEIGHTED):
+        return "linear"
     if module is not None:
         candidates = [module, *norm_tail(module)]
         return next((n for m in candidates for n, types in _ACTIVATIONS.items() if isinstance(m, types)), None)
-    called = called_function(node).removesuffix("_")
+    called = _called_function(node).removesuffix("_")
     return called if called in _ACTIVATIONS else None
 
 
-def _transparent(node: fx.Node, module: nn.Module | None) -> bool:
+def _is_passed(node: fx.Node, module: nn.Module | None) -> bool:
+    return isinstance(module, _PASSED_MODULES) if module is not None else _called_function(node) in _PASSED_FUNCTIONS
+
+
+def _is_plain_norm(module: nn.Module | None) -> bool:
+    """Whether it is a norm without children: one with children may have an unknown activation inside."""
+    return module is not None and is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
+
+
+def _called_function(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; empty for other nodes."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+# --- scales that can move -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ChannelMap:
+    """One weight as a map between channels.
+
+    Attributes:
+        squares: (groups, out/groups, in/groups) float64: the sums of squared entries between a channel that
+            is read and one that is made. For a normalisation layer's affine map (1, channels, 1).
+    """
+
+    path: str
+    module: nn.Module
+    squares: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, path: str, module: nn.Module) -> ChannelMap:
+        """The map of a weighted layer or of a norm's affine part, at its present weights."""
+        weight: Tensor = module.weight.detach().double().square()  # type: ignore[operator]
+        if not isinstance(module, WEIGHTED):
+            return cls(path, module, weight.view(1, -1, 1))
+        if isinstance(module, nn.Linear):
+            return cls(path, module, weight.unsqueeze(0))
+        blocks = weight.flatten(2).sum(2).unflatten(0, (int(module.groups), -1))  # type: ignore[arg-type]
+        return cls(path, module, blocks.transpose(1, 2) if module.transposed else blocks)
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a normalisation layer's affine map, which has no input side."""
+        return not isinstance(self.module, WEIGHTED)
+
+    @property
+    def out_channels(self) -> int:
+        return self.squares.shape[0] * self.squares.shape[1]
+
+    @property
+    def in_channels(self) -> int:
+        return self.squares.shape[0] * self.squares.shape[2]
+
+
+@dataclass(eq=False)
+class ScaleVariable:
+    """One free scale per channel of a tensor, with the layers that produce and consume it."""
+
+    channels: int  # 0 for the output of a layer that is left out
+    producers: list[ChannelMap] = field(default_factory=list)
+    consumers: list[tuple[ChannelMap, int]] = field(default_factory=list)  # and features per channel
+    pinned: str = ""  # the reason why it must stay 1
+
+    def free(self) -> bool:
+        """Whether it can move."""
+        return not self.pinned and bool(self.producers) and bool(self.consumers)
+
+    def pin(self, why: str) -> None:
+        """Hold it at 1; the first reason stays."""
+        self.pinned = self.pinned or why
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """The tensor of a node: its variable, and where its channels are.
+
+    `axis` is "channels" (dim 1, before `spatial` further dims), "features" (the last dim) or "flat" (dim 1
+    after flattening channels and positions, so that each channel is a run of features).
+    """
+
+    variable: ScaleVariable
+    axis: str
+    spatial: int = 0
+
+
+class _ScaleReader:
+    """Reads the nodes in order and records the scale of each tensor: where it comes from and where it goes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.flow: dict[fx.Node, _Flow] = {}
+        self.merged: dict[ScaleVariable, ScaleVariable] = {}
+        self.variables: list[ScaleVariable] = []
+
+    def read(self, node: fx.Node) -> None:
+        module = self.graph.called(node)
+        if isinstance(module, WEIGHTED):
+            self._read_weighted(node, module)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            self._read_batch_norm(node, module)
+        elif _called_function(node) in ("add", "iadd", "add_"):
+            self._read_sum(node)
+        elif (after := self._after(node, module)) is not None:
+            self.flow[node] = after
+        elif node.op == "output":
+            self._pin_inputs(node, "it is the model's output")
+        else:
+            name = type(module).__name__ if module is not None else _called_function(node)
+            self._pin_inputs(node, f"{name} ({node.name}) is not positively homogeneous in it")
+
+    def _read_weighted(self, node: fx.Node, module: nn.Module) -> None:
+        path = str(node.target)
+        refusal = self._refusal(path, module)
+        if refusal:
+            self._pin_inputs(node, refusal)
+            self.variables.append(ScaleVariable(0, pinned=refusal))
+            return
+        layer = ChannelMap.of(path, module)
+        for flow in self._inputs(node):
+            variable = self._root(flow.variable)
+            per_channel = layer.in_channels // variable.channels if flow.axis == "flat" else 1
+            readable = ("features", "flat") if isinstance(module, nn.Linear) else ("channels",)
+            if flow.axis in readable and variable.channels * per_channel == layer.in_channels:
+                variable.consumers.append((layer, per_channel))
+            else:
+                variable.pin(f"{path} does not read its channels one by one")
+        axis = "features" if isinstance(module, nn.Linear) else "channels"
+        self.flow[node] = _Flow(self._new(layer), axis, max(module.weight.dim() - 2, 0))  # type: ignore[operator]
+
+    def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
+        path, flows = str(node.target), self._inputs(node)
+        self._pin_inputs(node, f"a {type(module).__name__} normalises it")
+        if self._refusal(path, module) or module._parameters.get("weight") is None:
+            return
+        if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
+            axis, spatial = "channels", 2 if isinstance(module, nn.BatchNorm2d) else 3
+        elif flows:
+            axis, spatial = flows[0].axis, flows[0].spatial
+        else:
+            return  # (N, C), (N, C, L) or more: the graph does not tell
+        variable = self._new(ChannelMap.of(path, module))
+        self.flow[node] = _Flow(variable, axis, spatial)
+        for part in norm_tail(module):
+            if not computes_as(part, _ELEMENTWISE_MODULES):
+                variable.pin(f"the {type(part).__name__} in {path} is not positively homogeneous in it")
+
+    def _read_sum(self, node: fx.Node) -> None:
+        known = self._inputs(node)
+        if len(known) != 2 or len(node.args) != 2 or node.kwargs:
+            self._pin_inputs(node, f"it is added to a tensor of fixed scale ({node.name})")
+            return
+        a, b = self._root(known[0].variable), self._root(known[1].variable)
+        if a.channels != b.channels or (known[0].axis, known[0].spatial) != (known[1].axis, known[1].spatial):
+            self._pin_inputs(node, f"it is added to a tensor of another shape ({node.name})")
+            return
+        if a is not b:
+            a.producers += b.producers
+            a.consumers += b.consumers
+            a.pinned = a.pinned or b.pinned
+            self.merged[b] = a
+        self.flow[node] = _Flow(a, known[0].axis, known[0].spatial)
+
+    def _after(self, node: fx.Node, module: nn.Module | None) -> _Flow | None:
+        """The flow after a positively homogeneous operation; None for any other."""
+        flows = self._inputs(node)
+        if len(node.all_input_nodes) != 1 or not flows:
+            return None
+        flow, called = flows[0], _called_function(node)
+        if (module is not None and computes_as(module, _ELEMENTWISE_MODULES)) or called in _ELEMENTWISE_FUNCTIONS:
+            return flow
+        if (module is not None and computes_as(module, _POOLING_MODULES)) or called in _POOLING_FUNCTIONS:
+            return flow if flow.axis == "channels" else None
+        if _flattens_from_dim_1(node, module, called):
+            return _Flow(flow.variable, "flat") if flow.axis == "channels" else flow
+        if called == "mean" and flow.axis == "channels":
+            return _after_mean(node, flow)
+        return None
+
+    def _inputs(self, node: fx.Node) -> list[_Flow]:
+        return [self.flow[source] for source in node.all_input_nodes if source in self.flow]
+
+    def _pin_inputs(self, node: fx.Node, why: str) -> None:
+        for flow in self._inputs(node):
+            self._root(flow.variable).pin(why)
+
+    def _new(self, producer: ChannelMap) -> ScaleVariable:
+        variable = ScaleVariable(producer.out_channels, [producer])
+        self.variables.append(variable)
+        return variable
+
+    def _root(self, variable: ScaleVariable) -> ScaleVariable:
+        while variable in self.merged:
+            variable = self.merged[variable]
+        return variable
+
+    def _refusal(self, path: str, module: nn.Module) -> str:
+        """Why the scale of a layer's weight must not change; empty if it may."""
+        if any(is_lazy(p) for p in module._parameters.values() if p is not None):
+            return f"{path} is lazy: run one batch first"
+        if self.graph.call_counts[path] > 1:
+            return f"{path} runs more than once"
+        if module._parameters.get("weight") is not getattr(module, "weight", None):
+            return f"{path} has a parametrized weight"
+        if self.graph._shares_parameters(module):
+            return f"{path} shares its weight"
+        if isinstance(module, nn.Bilinear) or not (computes_plainly(module) or is_batch_norm(module)):
+            return f"{path} is a {type(module).__name__}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):  # gonio's only read
+            return f"{path} has forward hooks, which may change its output"
+        return ""
+
+
+def _flattens_from_dim_1(node: fx.Node, module: nn.Module | None, called: str) -> bool:
     if module is not None:
-        return isinstance(module, _TRANSPARENT_MODULES)
-    return called_function(node) in _TRANSPARENT_FUNCTIONS
+        return bool(computes_as(module, (nn.Flatten,)) and module.start_dim == 1 and module.end_dim == -1)
+    start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
+    plain = len(node.args) <= 2 and "end_dim" not in node.kwargs
+    return bool(called == "flatten" and start == 1 and plain)
+
+
+def _after_mean(node: fx.Node, flow: _Flow) -> _Flow | None:
+    """A mean over all positions leaves one number per channel."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    if len(node.args) > 2 or not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
+        return None
+    rank = 2 + flow.spatial
+    if {d % rank for d in dims if isinstance(d, int)} != set(range(2, rank)):
+        return None
+    return flow if node.kwargs.get("keepdim") else _Flow(flow.variable, "features")

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.precision import whole
+from gonio import init
+from gonio.errors import InvalidArgumentError, NotApplicableError, closest
+from gonio.geometry.norms import whole
 from gonio.geometry.views import layout_of
-from gonio.init.draws import write_
+from gonio.init.variance import write_
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
-from gonio.surgery.site import Site, select, sites
-from gonio.surgery.where import Where, as_selector
+from gonio.surgery.where import Site, Where, as_selector, select, sites
 from gonio.surgery.wrapping import refuse_flat_shards
 
-__all__ = ["init_"]
+__all__ = ["check_function", "init_"]
 
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 
@@ -38,14 +38,14 @@ def init_(
     r"""Initialise a weight of every chosen layer in place; biases stay as they are.
 
     Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
-    that two models which share a layer's path start with the same weight there, whatever else
-    differs. If the function takes a `gain` and none is given, the gain of the activation that follows
-    the layer is used, found by tracing the model; where that is not possible the function's own default
-    stands, and the result says so. The padding row of an embedding stays as it is.
+    that two models which share a layer's path start with the same weight there, even if they differ
+    elsewhere. If the function takes a `gain` and none is given, the gain of the activation that follows
+    the layer is used, found by tracing the model; where it is not found, the function's own default
+    is used, and the result says so. The padding row of an embedding stays as it is.
 
     Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
     projections of ``nn.MultiheadAttention``, each of which is drawn as a matrix of its own, or
-    `"weight_hh_l0"` for an LSTM. The result names those that a call for `"weight"` leaves as they are.
+    `"weight_hh_l0"` for an LSTM. The result of a call for `"weight"` names the matrices that it leaves out.
 
     Args:
         model: changed in place.
@@ -58,7 +58,7 @@ def init_(
 
     Raises:
         NoMatchError: if `where` selects no layer with such a weight matrix.
-        InvalidArgumentError: for an option that the function does not take.
+        InvalidArgumentError: if `function` is no such function, or does not take an option.
         NotApplicableError: if the function gives values that are not finite, or the model is in FSDP 1.
 
     Example:
@@ -72,46 +72,55 @@ def init_(
         True
         >>> edited.undo_()
     """
-    _check_options(function, options)
+    check_function("init_", function, options)
     refuse_flat_shards(model, "init_")
     found = select(model, where, verb="init_", can_act=lambda module: _cannot_initialise(module, tensor))
-    gains = _gains(model, function, options) if tensor == "weight" else None
+    takes_gain = "gain" in inspect.signature(function).parameters and "gain" not in options and tensor == "weight"
+    gains = activation_after(model) if takes_gain else {}
     with Edit(model, "init_") as edit:
-        if gains is not None and any(site.path not in gains for site in found):
+        if takes_gain and any(site.path not in gains for site in found):
             edit.note("the function's own gain where the following activation is not known")
         done: set[int] = set()
         for site in found:
-            own = {**options, "gain": gains[site.path]} if gains is not None and site.path in gains else options
-            _init_one_(edit, site, tensor, done, function, seed, own)
-        _note_left_out(edit, where, tensor)
-        if where is None and tensor == "weight":
-            _note_other_matrices(edit)
+            weight = site.module.get_parameter(tensor)
+            if id(weight) in done:
+                edit.changed(site.path, "tied: initialised above")
+                continue
+            done.add(id(weight))
+            own = options | ({"gain": gains[site.path]} if site.path in gains else {})
+            edit.set_data_(weight, _drawn(site, tensor, function, seed, own))
+            call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})"
+            edit.changed(site.path, call if tensor == "weight" else f"{tensor}: {call}")
+        if tensor == "weight":
+            _note_left_out(edit, where)
     return edit.done()
 
 
-def _init_one_(
-    edit: Edit,
-    site: Site,
-    tensor: str,
-    done: set[int],
-    function: Callable[..., Tensor],
-    seed: int,
-    options: dict[str, Any],
-) -> None:
-    weight = site.module.get_parameter(tensor)
-    if id(weight) in done:
-        edit.changed(site.path, "tied: initialised above")
+def check_function(verb: str, function: Any, options: dict[str, Any]) -> None:
+    """Raise unless `function` is an f(weight, *, layout, generator, …) that takes the options."""
+    asked = f"{verb} takes a function of gonio.init, or any f(weight, *, layout, generator, …)"
+    if not callable(function):
+        near = closest(str(function), init.__all__, count=1)
+        raise InvalidArgumentError(asked, repr(function), f"Pass gonio.init.{near[0] if near else 'orthogonal_'}.")
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    done.add(id(weight))
-    edit.set_data_(weight, _fresh(site, tensor, weight, function, seed, options))
-    said = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in options.items())})"
-    edit.changed(site.path, said if tensor == "weight" else f"{tensor}: {said}")
+    if not {"layout", "generator"} <= set(parameters):
+        name = _name(function)
+        own = f"gonio.init.{name}" if name in init.__all__ else "a function of gonio.init"
+        found = f"{getattr(function, '__module__', '')}.{name}, which takes no layout or no generator"
+        raise InvalidArgumentError(asked, found, f"Pass {own}.")
+    unknown = [name for name in options if name not in parameters]
+    if unknown:
+        known = [name for name in list(parameters)[1:] if name not in ("layout", "generator")]
+        found = f"{', '.join(unknown)}, which it does not take"
+        takes = f"It takes {', '.join(known) or 'none'}."
+        raise InvalidArgumentError(f"{verb} was given options for {_name(function)}", found, takes)
 
 
-def _fresh(
-    site: Site, tensor: str, weight: Tensor, function: Callable[..., Tensor], seed: int, options: dict[str, Any]
-) -> Tensor:
-    """A new value for the weight, drawn beside it, so that a failure leaves the weight as it was."""
+def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, options: dict[str, Any]) -> Tensor:
+    """A new value in a tensor of its own, so that a failure leaves the weight as it was."""
+    weight = site.module.get_parameter(tensor)
     value = torch.empty_like(weight, requires_grad=False)
     names = (site.path,) if tensor == "weight" else (site.path, tensor)
     random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
@@ -122,7 +131,8 @@ def _fresh(
         drawn[padding] = whole(weight.detach())[padding]
         write_(value, drawn)
     if not torch.isfinite(value).all():
-        raise NotApplicableError(_name(function), site.path, "it gave non-finite values", "Check its options.")
+        why = f"{_name(function)} gave non-finite values"
+        raise NotApplicableError("init_", site.path, why, "Check its options.", action="initialise", kind=site.kind)
     return value
 
 
@@ -146,44 +156,21 @@ def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
     return None
 
 
-def _note_left_out(edit: Edit, where: Where, tensor: str) -> None:
-    """Name the selected layers that have such a weight and keep it; containers match globs all the time."""
+def _note_left_out(edit: Edit, where: Where) -> None:
+    """Note selected layers that cannot be initialised, and matrices of attention and recurrent layers."""
     selector = as_selector(where)
+    matrices: dict[str, list[str]] = {}
     for site in sites(edit.model):
-        if isinstance(site.module, _LAYERS) and site.matches(selector):
-            why = _cannot_initialise(site.module, tensor)
-            if why is not None and tensor == "weight":
+        module = site.module
+        if isinstance(module, _LAYERS) and site.matches(selector):
+            why = _cannot_initialise(module, "weight")
+            if why is not None:
                 edit.note(f"{site.path} stays as it is: {why}")
-
-
-def _note_other_matrices(edit: Edit) -> None:
-    """Name the matrices of attention and recurrent layers, which have names of their own."""
-    kept: dict[str, list[str]] = {}
-    for module in edit.model.modules():
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
+        if where is None and isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
             names = [n for n in module._parameters if n != "weight" and _cannot_initialise(module, n) is None]
-            kept.setdefault(type(module).__name__, names)
-    for kind, names in kept.items():
+            matrices.setdefault(type(module).__name__, names)
+    for kind, names in matrices.items():
         edit.note(f"{', '.join(names)} of {kind} layers stay as they are: initialise them with tensor=")
-
-
-def _gains(model: nn.Module, function: Callable[..., Tensor], options: dict[str, Any]) -> dict[str, str] | None:
-    takes_gain = "gain" in inspect.signature(function).parameters
-    return activation_after(model) if takes_gain and "gain" not in options else None
-
-
-def _check_options(function: Callable[..., Tensor], options: dict[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [name for name in options if name not in parameters]
-    if unknown:
-        known = [name for name in list(parameters)[1:] if name not in ("layout", "generator")]
-        raise InvalidArgumentError(
-            f"init_ was given options for {_name(function)}",
-            f"{', '.join(unknown)}, which it does not take",
-            f"It takes {', '.join(known) or 'none'}.",
-        )
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
-"""What a layer is, judged by what it computes and not by its name alone.
+"""The kind of a layer, judged by the forward that it runs and not by its class name alone.
 
 A subclass of a torch layer may compute anything: a convolution that standardises its weight, a batch norm
-with an activation inside. What is concluded from torch's formula holds only where torch's forward runs.
+with an activation inside. A conclusion from torch's formula holds only where torch's own forward runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import copy
 
 from torch import nn
 
-__all__ = ["WEIGHTED", "computes_as", "computes_plainly", "is_batch_norm", "is_norm", "norm_tail", "without_tail"]
+from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
+
+__all__ = [
+    "SWITCHABLE_NORMS",
+    "WEIGHTED",
+    "computes_as",
+    "computes_plainly",
+    "is_batch_norm",
+    "is_norm",
+    "norm_tail",
+    "without_tail",
+]
 
 WEIGHTED = (
     nn.Linear,
@@ -22,6 +33,7 @@ WEIGHTED = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+SWITCHABLE_NORMS = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
 _BATCH_NORMS = (nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TORCH_NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -30,7 +42,7 @@ _TORCH_NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
 )
-# Batch norms of timm that drop and bend their own output; known by name, so that timm need not be there.
+# Batch norms of timm with dropout and an activation inside; known by name, so that timm is not needed.
 _NORMS_WITH_ACTIVATION = frozenset({"BatchNormAct2d", "SyncBatchNormAct"})
 _TAIL = ("drop", "act")
 
@@ -60,12 +72,12 @@ def computes_plainly(module: nn.Module) -> bool:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether the module is a batch norm whose formula is known: torch's, then perhaps :func:`norm_tail`."""
+    """Whether the module is a batch norm of known formula: torch's, perhaps followed by :func:`norm_tail`."""
     return computes_as(module, _BATCH_NORMS) or _has_tail(module)
 
 
 def norm_tail(norm: nn.Module) -> list[nn.Module]:
-    """What a batch norm applies to its normalised input in the end; empty for torch's own."""
+    """The dropout and activation that a batch norm of timm applies to its output; empty for torch's own."""
     return [norm._modules[name] for name in _TAIL] if _has_tail(norm) else []  # type: ignore[misc]
 
 
@@ -86,10 +98,11 @@ def _has_tail(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module normalises its input, so that the scale of what feeds it does not matter.
+    """Whether the module normalises its input, so that the scale of its input has no effect.
 
-    Known by torch's base classes, and by `Norm` in the class name for everybody else's. Frozen norms are
-    fixed affine maps, and local response normalisation adds a constant to what it divides by.
+    True for torch's normalisation classes, and for any other class without children that has `Norm` in its
+    name. Frozen norms are fixed affine maps, and local response normalisation adds a constant to its divisor:
+    neither counts.
     """
     names = [base.__name__ for base in type(module).__mro__]
     if any(word in name for name in names for word in ("Frozen", "LocalResponse")):

@@ -1,4 +1,4 @@
-"""`lsuv_`: scale each layer by what it does to data, in the order in which layers run."""
+"""`lsuv_`: scale each layer to unit variance of its output, in the order of execution."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gonio.geometry.views import layout_of
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.graph import WEIGHTED
-from gonio.surgery.site import Site, select
-from gonio.surgery.where import Where
+from gonio.surgery.init import check_function
+from gonio.surgery.kinds import WEIGHTED
+from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import refuse_shards
 
 __all__ = ["lsuv_"]
@@ -42,7 +42,7 @@ def lsuv_(
         W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
 
     Layers run in execution order, which may differ from the order of registration, on the outputs of
-    the layers scaled before them. The model is in evaluation mode meanwhile and gets its modes back;
+    the layers scaled before them. The model runs in evaluation mode and gets its modes back;
     its buffers do not change.
 
     Args:
@@ -74,6 +74,8 @@ def lsuv_(
     if not 0 < tolerance < 1 or max_steps < 1:
         given = f"tolerance={tolerance}, max_steps={max_steps}"
         raise InvalidArgumentError("lsuv_ needs 0 < tolerance < 1 and max_steps ≥ 1", given, "Leave them out.")
+    if function is not None:
+        check_function("lsuv_", function, {})
     refuse_shards(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=_cannot_scale)
     with Edit(model, "lsuv_") as edit, evaluating(model), torch.no_grad():
@@ -83,33 +85,24 @@ def lsuv_(
                 edit.note(f"{site.path} did not run on the batch: left as it was")
         scaled: set[int] = set()
         for site in ordered:
-            if id(site.module.weight) in scaled:
+            weight: Tensor = site.module.weight  # type: ignore[assignment]
+            if id(weight) in scaled:
                 edit.changed(site.path, "tied: scaled above")
                 continue
-            scaled.add(id(site.module.weight))
-            _scale_one_(edit, site, batch, function, tolerance, max_steps, seed)
+            scaled.add(id(weight))
+            edit.set_data_(weight, weight)
+            if function is not None:
+                function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
+            _scale_(edit, site, batch, tolerance, max_steps)
     return edit.done()
 
 
-def _scale_one_(
-    edit: Edit,
-    site: Site,
-    batch: Any,
-    function: Callable[..., Tensor] | None,
-    tolerance: float,
-    max_steps: int,
-    seed: int,
-) -> None:
-    weight: Tensor = site.module.weight  # type: ignore[assignment]
-    edit.set_data_(weight, weight)
-    if function is not None:
-        function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
-    std = _output_std(edit.model, site.module, batch)
-    steps = 0
+def _scale_(edit: Edit, site: Site, batch: Any, tolerance: float, max_steps: int) -> None:
+    """Divide a layer's weight by the standard deviation of its output until that is near 1."""
+    std, steps = _output_std(edit.model, site.module, batch), 0
     while abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
-        weight.div_(std)
-        std = _output_std(edit.model, site.module, batch)
-        steps += 1
+        site.module.weight.div_(std)  # type: ignore[operator]
+        std, steps = _output_std(edit.model, site.module, batch), steps + 1
     edit.changed(site.path, f"output std {std:.3f} after {steps} step{'s' if steps != 1 else ''}")
     if not abs(std - 1) <= tolerance:
         why = "its output is constant" if std == 0 else f"its output's std is {std:.3g}"
@@ -117,7 +110,7 @@ def _scale_one_(
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the layer that was measured."""
+    """Ends a forward pass at the measured layer."""
 
 
 def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float:
@@ -150,7 +143,7 @@ def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list
         for handle in handles:
             handle.remove()
     if not ran:
-        raise NotApplicableError("lsuv_", found[0].path, "no selected layer ran on the batch", "Check `where`.")
+        raise NotApplicableError("lsuv_", "", "no selected layer ran on the batch", "Check `where`.", action="scale")
     return ran
 
 

@@ -1,4 +1,4 @@
-"""Keep an optimizer valid when parameters appear and disappear."""
+"""Keep an optimizer valid when an edit adds, removes or rescales parameters."""
 
 from __future__ import annotations
 
@@ -6,69 +6,46 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError
-from gonio.surgery.awaiting import await_optimizer, held_by
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery.edit import Edit
+from gonio.surgery.optimizer_guard import await_optimizer, parameter_ids
 
-__all__ = ["check_holds", "note_added", "tell_"]
+__all__ = ["check_optimizer", "move_state_", "note_added", "update_optimizer_"]
 
 
-def check_holds(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Raise unless the optimizer holds parameters of the model.
-
-    Raises:
-        InvalidArgumentError: for an optimizer of another model.
-    """
-    if optimizer is not None and not held_by(optimizer) & {id(p) for p in model.parameters()}:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raise unless the optimizer holds parameters of the model."""
+    if optimizer is not None and not parameter_ids(optimizer) & {id(p) for p in model.parameters()}:
         raise _holds_none()
 
 
-def tell_(
+def update_optimizer_(
     edit: Edit,
     path: str,
     optimizer: torch.optim.Optimizer | None,
     before: Sequence[nn.Parameter],
     after: Mapping[str, nn.Parameter],
-    *,
-    present: Sequence[nn.Parameter],
 ) -> None:
-    """Give a layer's new parameters to the optimizer that was passed; without one, wait for one that has them.
+    """Give a layer's new parameters to the given optimizer; without one, guard against a step that omits them.
 
-    Args:
-        edit: records the inverse.
-        path: of the layer.
-        optimizer: the one that was passed.
-        before: the parameters that the layer had.
-        after: those that it has, by name.
-        present: those that the model had.
+    With an optimizer, new parameters join the group of the layer's old ones, and removed ones leave it with
+    their state. A Parameter that the model still uses elsewhere is not removed, and one that the optimizer has
+    already is not new. The edit's undo restores groups and state. `before` and `after` are the layer's parameters.
     """
-    if optimizer is not None:
-        _follow_(edit, optimizer, before, list(after.values()))
+    if optimizer is None:
+        known = {id(parameter) for parameter in edit.present}
+        added = {name: parameter for name, parameter in after.items() if id(parameter) not in known}
+        if added:
+            edit.on_undo(await_optimizer(edit.verb, path, before, added, edit.present))
         return
-    known = {id(parameter) for parameter in present}
-    added = {name: parameter for name, parameter in after.items() if id(parameter) not in known}
-    await_optimizer(edit, path, before, added, present)
-
-
-def _follow_(
-    edit: Edit,
-    optimizer: torch.optim.Optimizer,
-    before: Sequence[nn.Parameter],
-    after: Sequence[nn.Parameter],
-) -> None:
-    """Give new parameters to the optimizer, in the group of the layer's old ones, and take gone ones out.
-
-    A Parameter that the model still uses elsewhere is not gone, and one that the optimizer has already is
-    not new. State of the parameters that stay is untouched. Undoing the edit restores groups and state.
-    """
-    held = held_by(optimizer)
+    held = parameter_ids(optimizer)
     used = {id(p) for p in edit.model.parameters()}
-    added = [p for p in dict.fromkeys(after) if id(p) not in held and not any(p is b for b in before)]
+    new = [p for p in dict.fromkeys(after.values()) if id(p) not in held and not any(p is b for b in before)]
     gone = {id(p) for p in before} - used
-    trained = any(id(p) in held for p in before) or any(p.requires_grad for p in added)
-    if not (added or gone) or not trained:  # nothing came or went, or all of the layer is frozen
+    trained = any(id(p) in held for p in before) or any(p.requires_grad for p in new)
+    if not (new or gone) or not trained:  # the same parameters, or a frozen layer
         return
     group = _group_of(optimizer, before, used)
     edit.on_undo(_restorer(optimizer))
@@ -77,12 +54,12 @@ def _follow_(
     for parameter in before:
         if id(parameter) in gone:
             optimizer.state.pop(parameter, None)
-    group["params"].extend(added)
+    group["params"].extend(new)
 
 
-def note_added(edit: Edit, present: Sequence[nn.Parameter]) -> None:
-    """Say how many parameters the model has that it had not; an optimizer does not find them by itself."""
-    known = {id(parameter) for parameter in present}
+def note_added(edit: Edit) -> None:
+    """Note how many parameters the model has that it had not; an optimizer does not find them by itself."""
+    known = {id(parameter) for parameter in edit.present}
     count = sum(id(p) not in known for p in edit.model.parameters())
     if count:
         edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")
@@ -110,12 +87,48 @@ def _restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     state = dict(optimizer.state)
 
     def restore() -> None:
-        for group, before in zip(optimizer.param_groups, params, strict=False):  # later groups stay
+        for group, before in zip(optimizer.param_groups, params, strict=False):  # groups added since stay
             group["params"] = before
         for parameter, value in state.items():
             optimizer.state.setdefault(parameter, value)
-        known = held_by(optimizer)
+        known = parameter_ids(optimizer)
         for parameter in [p for p in optimizer.state if id(p) not in known]:
             del optimizer.state[parameter]
 
     return restore
+
+
+# --- the state of a rescaled parameter ------------------------------------------------------------------
+
+# For each optimizer, by the name of its class: the power of 1/s by which each entry of its state is multiplied.
+_ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+_POWERS: dict[str, dict[str, int]] = {
+    "SGD": {"momentum_buffer": 1},
+    "Muon": {"momentum_buffer": 1},
+    "ASGD": {"ax": -1},
+    "Adagrad": {"sum": 2},
+    "Adadelta": {"square_avg": 2, "acc_delta": -2},
+    "RMSprop": {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0},
+    "Rprop": {"prev": 1, "step_size": -1},
+    "Adamax": {"exp_avg": 1, "exp_inf": 1},
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), _ADAM),
+}
+
+
+def move_state_(edit: Edit, optimizer: torch.optim.Optimizer, path: str, parameter: nn.Parameter, s: Tensor) -> None:
+    """Rescale an optimizer's state of a parameter that is multiplied by s while the function stays the same.
+
+    The parameter's gradient g becomes g/s. A state tensor that is a sum of gradients is divided by s, one of
+    squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
+    that are neither of `torch.optim` nor a subclass may have scalar state only; other state raises.
+    """
+    powers = next((_POWERS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _POWERS), {})
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or (value.numel() == 1 and parameter.numel() != 1) or name == "step":
+            continue
+        if name not in powers or value.shape != parameter.shape:
+            why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
+            do = "Balance before the optimizer takes its first step."
+            raise NotApplicableError("balance_", path, why, do, action="balance")
+        if powers[name]:
+            edit.set_data_(value, (value.double() / s.pow(powers[name])).to(value.dtype))

@@ -1,8 +1,9 @@
-"""`parametrize_`: make the weight of chosen layers a function of what is trained."""
+"""`parametrize_`: compute the weights of chosen layers from their trained parameters."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import AlreadyAppliedError, NotApplicableError
 from gonio.geometry.views import layout_of
-from gonio.parametrizations.base import Parametrization, attach, parametrization_of
+from gonio.parametrizations.mechanism import attach, parametrization_of
+from gonio.parametrizations.parametrization import Parametrization
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import check_holds, note_added, tell_
-from gonio.surgery.site import Site, select, sites
-from gonio.surgery.where import Where
-from gonio.surgery.wrapping import refuse_shards
+from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
+from gonio.surgery.where import Site, Where, select, sites
+from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 __all__ = ["parametrize_"]
 
@@ -42,8 +43,9 @@ def parametrize_(
         template: copied for each layer.
         where: which layers; None for all that have such a tensor.
         tensor: the name of the tensor.
-        optimizer: told about added parameters. Without it, the next step of one that trains the tensor raises
-            :class:`gonio.errors.UntrainedParametersError`, if no optimizer has them.
+        optimizer: updated with the added parameters. Without it, the next step of one that trains the tensor
+            raises :class:`gonio.errors.UntrainedParametersError`, unless an optimizer with the added ones has
+            taken a step (the second step, for one of several optimizers).
 
     Raises:
         NoMatchError: if `where` selects no layer with such a tensor.
@@ -68,39 +70,25 @@ def parametrize_(
         if there is not None:
             raise AlreadyAppliedError("parametrize_", site.path, f"{type(there).__name__} on {tensor!r}")
     _check_ties(model, found, tensor)
-    check_holds(optimizer, model)
+    check_optimizer(optimizer, model)
     shared: dict[int, Parametrization] = {}
-    present = list(model.parameters())
     with Edit(model, "parametrize_") as edit:
         for site in found:
-            raw = site.module._parameters[tensor]
-            one = shared.setdefault(id(raw), copy.deepcopy(template))
-            _parametrize_one_(edit, site, one, tensor, optimizer, present)
+            module, raw = site.module, site.module.get_parameter(tensor)
+            parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
+            before, value = list(module.parameters()), raw.detach().clone()
+            edit.snapshot_(module)
+            attach(module, tensor, parametrization)
+            if not raw.is_meta and not torch.equal(value, raw):  # attaching changed it: an undo restores the old value
+                edit.on_undo(partial(edit.overwrite_, raw, value))
+            edit.changed(site.path, f"{tensor} = {parametrization}")
+            update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
+        if len(shared) < len(found) and hasattr(unwrapped(model), "tie_weights"):
+            methods = "tie_weights(), resize_token_embeddings() and init_weights() of transformers"
+            edit.note(f"{methods} fail while a tied weight is parametrized: call them before this edit, or undo it")
         if optimizer is None:
-            note_added(edit, present)
+            note_added(edit)
     return edit.done()
-
-
-def _parametrize_one_(
-    edit: Edit,
-    site: Site,
-    parametrization: Parametrization,
-    tensor: str,
-    optimizer: torch.optim.Optimizer | None,
-    present: list[nn.Parameter],
-) -> None:
-    module = site.module
-    before = list(module.parameters())
-    raw = module._parameters[tensor]
-    if raw is None:
-        raise NotApplicableError("parametrize_", site.path, f"its {tensor} is gone", "Choose another tensor.")
-    value = raw.detach().clone()
-    edit.snapshot_(module)
-    attach(module, tensor, parametrization)
-    if not torch.equal(value, raw):  # binding moved it: an undo brings the old value back
-        edit.on_undo(lambda: edit.overwrite_(raw, value))
-    edit.changed(site.path, f"{tensor} = {parametrization}")
-    tell_(edit, site.path, optimizer, before, dict(module.named_parameters()), present=present)
 
 
 def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
@@ -121,14 +109,13 @@ def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
 def _check_ties(model: nn.Module, found: list[Site], tensor: str) -> None:
     """A shared tensor is parametrized in all of its layers or in none."""
     chosen = {id(site.module) for site in found}
-    raw = {id(site.module._parameters[tensor]): site.path for site in found}
+    raw = {id(site.module._parameters[tensor]): site for site in found}
     for site in sites(model):
         for name, parameter in site.module._parameters.items():
-            tied_to = raw.get(id(parameter))
-            if tied_to is not None and (id(site.module) not in chosen or name != tensor):
-                raise NotApplicableError(
-                    "parametrize_",
-                    tied_to,
+            tied = raw.get(id(parameter))
+            if tied is not None and (id(site.module) not in chosen or name != tensor):
+                why, do = (
                     f"it shares its {tensor} with {site.path}.{name}, which is not selected",
-                    "Select both, or neither.",
+                    "Select both or none.",
                 )
+                raise NotApplicableError("parametrize_", tied.path, why, do, action="parametrize", kind=tied.kind)

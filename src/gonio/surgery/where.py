@@ -1,16 +1,17 @@
-"""`where`: which modules an edit touches, as composable data."""
+"""`where`: which modules an edit touches, as composable selectors, and the modules that they select."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.surgery.wrapping import adds_no_name
 
 __all__ = [
     "All",
@@ -22,8 +23,11 @@ __all__ = [
     "Predicate",
     "Regex",
     "Selector",
+    "Site",
     "Where",
     "as_selector",
+    "select",
+    "sites",
 ]
 
 
@@ -58,7 +62,7 @@ class Selector(ABC):
 
 @dataclass(frozen=True)
 class Everything(Selector):
-    """Selects every module; what `where=None` means.
+    """Selects every module; the meaning of `where=None`.
 
     Example:
         >>> Everything()("any.path", nn.ReLU())
@@ -72,6 +76,7 @@ class Everything(Selector):
         return "every module"
 
 
+@dataclass(frozen=True, init=False)
 class OfType(Selector):
     """Selects instances of the given module classes, subclasses included.
 
@@ -80,10 +85,12 @@ class OfType(Selector):
         True
     """
 
+    types: tuple[type[nn.Module], ...]
+
     def __init__(self, *types: type[nn.Module]) -> None:
         if not types or not all(isinstance(t, type) for t in types):
             raise InvalidArgumentError("OfType() takes module classes", repr(types), "Pass e.g. OfType(nn.Conv2d).")
-        self.types = types
+        object.__setattr__(self, "types", types)
 
     def __call__(self, path: str, module: nn.Module) -> bool:
         return isinstance(module, self.types)
@@ -94,16 +101,10 @@ class OfType(Selector):
     def __repr__(self) -> str:
         return f"OfType({', '.join(t.__name__ for t in self.types)})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OfType) and other.types == self.types
-
-    def __hash__(self) -> int:
-        return hash(self.types)
-
 
 @dataclass(frozen=True)
 class OfTypeName(Selector):
-    """Selects modules by the name of their class or of a base class; `"type:Conv2d"` in recipes."""
+    """Selects modules by the name of their class or of a base class; `"type:Conv2d"` in text."""
 
     name: str
 
@@ -116,13 +117,11 @@ class OfTypeName(Selector):
 
 @dataclass(frozen=True)
 class Path(Selector):
-    """Selects modules whose dotted path matches a shell-style glob; `*` also crosses dots.
+    """Selects modules whose dotted path matches a shell-style glob; `*` also matches dots.
 
     Example:
-        >>> Path("layer1.*")("layer1.0.conv1", nn.ReLU())
-        True
-        >>> Path("layer1")("layer1.0.conv1", nn.ReLU())
-        False
+        >>> Path("layer1.*")("layer1.0.conv1", nn.ReLU()), Path("layer1")("layer1.0.conv1", nn.ReLU())
+        (True, False)
     """
 
     glob: str
@@ -136,7 +135,7 @@ class Path(Selector):
 
 @dataclass(frozen=True)
 class Regex(Selector):
-    """Selects modules whose whole dotted path matches a regular expression; `"re:…"` in recipes.
+    """Selects modules whose whole dotted path matches a regular expression; `"re:…"` in text.
 
     Example:
         >>> Regex(r"layer[34]\\..*")("layer3.0.conv1", nn.ReLU())
@@ -149,9 +148,8 @@ class Regex(Selector):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise InvalidArgumentError(
-                "where was given a regular expression", f"{self.pattern!r} ({error})", "Correct the pattern."
-            ) from error
+            found = f"{self.pattern!r} ({error})"
+            raise InvalidArgumentError("where takes a regular expression", found, "Correct the pattern.") from error
 
     def __call__(self, path: str, module: nn.Module) -> bool:
         return re.fullmatch(self.pattern, path) is not None
@@ -181,12 +179,7 @@ class Predicate(Selector):
 
 @dataclass(frozen=True)
 class All(Selector):
-    """Selects what every part selects; written `a & b`.
-
-    Example:
-        >>> All((OfType(nn.ReLU), Path("a.*")))("b.0", nn.ReLU())
-        False
-    """
+    """The modules that every part selects; written `a & b`."""
 
     parts: tuple[Selector, ...]
 
@@ -199,12 +192,7 @@ class All(Selector):
 
 @dataclass(frozen=True)
 class Any_(Selector):
-    """Selects what at least one part selects; written `a | b`.
-
-    Example:
-        >>> Any_((OfType(nn.ReLU), Path("a.*")))("b.0", nn.ReLU())
-        True
-    """
+    """The modules that at least one part selects; written `a | b`."""
 
     parts: tuple[Selector, ...]
 
@@ -217,12 +205,7 @@ class Any_(Selector):
 
 @dataclass(frozen=True)
 class Not(Selector):
-    """Selects what the other selector does not; written `~a`.
-
-    Example:
-        >>> (~Path("head"))("head", nn.ReLU())
-        False
-    """
+    """The modules that the other selector does not select; written `~a`."""
 
     part: Selector
 
@@ -231,6 +214,11 @@ class Not(Selector):
 
     def __str__(self) -> str:
         return f"~{_grouped(self.part, tight=True)}"
+
+
+def _grouped(part: Selector, *, tight: bool = False) -> str:
+    loose = isinstance(part, Any_) or (isinstance(part, OfType) and len(part.types) > 1)
+    return f"({part})" if loose or (tight and isinstance(part, All)) else str(part)
 
 
 Where = Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
@@ -248,18 +236,23 @@ def as_selector(where: Where) -> Selector:
         InvalidArgumentError: for anything else, and for a regular expression that does not compile.
 
     Example:
-        >>> as_selector("type:Linear")("fc", nn.Linear(2, 2))
-        True
-        >>> as_selector(nn.Conv2d)("fc", nn.Linear(2, 2))
-        False
+        >>> as_selector("type:Linear")("fc", nn.Linear(2, 2)), as_selector(nn.Conv2d)("fc", nn.Linear(2, 2))
+        (True, False)
     """
     match where:
         case None:
             return Everything()
         case Selector():
             return where
+        case str() if where.startswith("re:"):
+            return Regex(where[3:])
+        case str() if where.startswith("type:"):
+            if not where[5:].isidentifier():
+                asked = "where='type:…' takes the name of a class"
+                raise InvalidArgumentError(asked, repr(where), "Write e.g. type:Conv2d.")
+            return OfTypeName(where[5:])
         case str():
-            return _from_text(where)
+            return Path(where)
         case type() if issubclass(where, nn.Module):
             return OfType(where)
         case tuple():
@@ -273,19 +266,105 @@ def as_selector(where: Where) -> Selector:
     )
 
 
-def _from_text(text: str) -> Selector:
-    if text.startswith("re:"):
-        return Regex(text[3:])
-    if text.startswith("type:"):
-        name = text[5:]
-        if not name.isidentifier():
-            raise InvalidArgumentError(
-                "where='type:…' takes the name of a class", repr(text), "Write e.g. type:Conv2d."
-            )
-        return OfTypeName(name)
-    return Path(text)
+# --- the selected modules -----------------------------------------------------------------------------
 
 
-def _grouped(part: Selector, *, tight: bool = False) -> str:
-    loose = isinstance(part, Any_) or (isinstance(part, OfType) and len(part.types) > 1)
-    return f"({part})" if loose or (tight and isinstance(part, All)) else str(part)
+@dataclass(frozen=True)
+class Site:
+    """One module of a model, under all its names.
+
+    Attributes:
+        path: its first dotted path, without the names that wrappers add; `""` is the model itself.
+        module: the module.
+        owners: every `(parent, attribute)` that refers to it. A tied module has several.
+        aliases: its other paths.
+    """
+
+    path: str
+    module: nn.Module
+    owners: tuple[tuple[nn.Module, str], ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    def matches(self, selector: Callable[[str, nn.Module], bool]) -> bool:
+        """Whether the selector takes this module under any of its paths."""
+        return any(selector(path, self.module) for path in (self.path, *self.aliases))
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Every distinct module of a model once, in registration order, the model itself first.
+
+    A module that is registered twice is one site with two owners. Models may be nested thousands deep.
+
+    Example:
+        >>> shared = nn.Linear(2, 2)
+        >>> [(site.path, site.aliases) for site in sites(nn.Sequential(shared, nn.ReLU(), shared))]
+        [('', ()), ('0', ('2',)), ('1', ())]
+    """
+    paths: dict[int, list[str]] = {id(model): [""]}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {id(model): []}
+    modules: dict[int, nn.Module] = {id(model): model}
+    for path, parent, name, child in _edges(model):
+        owners.setdefault(id(child), []).append((parent, name))
+        paths.setdefault(id(child), []).append(path)
+        modules.setdefault(id(child), child)
+    return [Site(paths[key][0], module, tuple(owners[key]), tuple(paths[key][1:])) for key, module in modules.items()]
+
+
+def _edges(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Every (path, parent, attribute, child), depth first in registration order; iterative, for deep models."""
+    expanded: set[int] = set()
+    stack: list[tuple[str, nn.Module | None, str, nn.Module]] = [("", None, "", model)]
+    while stack:
+        path, parent, name, module = stack.pop()
+        if parent is not None:
+            yield path, parent, name, module
+        if id(module) in expanded:
+            continue
+        expanded.add(id(module))
+        children = [(_join(path, key, module), module, key, c) for key, c in module._modules.items() if c is not None]
+        stack.extend(reversed(children))
+
+
+def _join(path: str, name: str, parent: nn.Module) -> str:
+    if adds_no_name(parent, name):
+        return path
+    return f"{path}.{name}" if path else name
+
+
+def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
+    """The sites that `where` selects and on which the verb can act.
+
+    A selected module on which the verb cannot act is left out, because globs also match containers. The
+    caller reports the sites that it used; selecting none is an error.
+
+    Args:
+        where: see :func:`gonio.surgery.as_selector`.
+        verb: the name of the verb, for the error.
+        can_act: returns None for a module on which the verb can act, otherwise the reason why not.
+
+    Raises:
+        NoMatchError: if nothing is left, with the modules on which the verb could act.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> only_linear = lambda module: None if isinstance(module, nn.Linear) else "has no weight"
+        >>> [site.path for site in select(model, None, verb="demo_", can_act=only_linear)]
+        ['0']
+    """
+    selector = as_selector(where)
+    everything = sites(model)
+    matched = [site for site in everything if site.matches(selector)]
+    taken = [site for site in matched if can_act(site.module) is None]
+    if not taken:
+        able = [site.path for site in everything if can_act(site.module) is None]
+        refused = [f"{site.path or 'the model'} ({can_act(site.module)})" for site in matched]
+        text = str(selector)
+        if not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
+            text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
+        raise NoMatchError(verb, text, able, refused=refused)
+    return taken

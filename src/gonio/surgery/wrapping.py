@@ -1,12 +1,13 @@
-"""What torch.compile, data parallelism and sharding put around or into a model.
+"""Wrappers of torch.compile, data parallelism and sharding around or in a model.
 
-The order that always works is: edit, build the optimizer, then compile, replicate or shard. An edit that
-comes later works where it can be right, and is refused where it cannot:
+The order that always works is: edit, build the optimizer, then compile, replicate or shard. A later edit
+works where its result is right, and is refused elsewhere:
 
 * compiled: edits inside act, and the next call compiles anew; the verbs run the model eagerly themselves.
-* replicated (DDP): the parameters are fixed when it is wrapped; an edit may change values and what is
-  computed, but may not add or remove parameters.
+* replicated (DDP): the parameters are fixed when it is wrapped; an edit may change values and the
+  computation, but may not add or remove parameters.
 * sharded (FSDP 2): values can be set (`init_`, `calibrate_`); everything else is refused.
+* sharded by tensor parallelism: as for FSDP 2. `parallelize_module` itself fails on parametrized layers.
 * sharded (FSDP 1): parameters are slices of one flat tensor; every edit is refused.
 """
 
@@ -21,7 +22,7 @@ from gonio.errors import NotApplicableError
 
 __all__ = [
     "adds_no_name",
-    "calls_what_it_was_made_from",
+    "holds_original",
     "is_replicated",
     "is_sharded",
     "refuse_flat_shards",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _CONTENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_BEFORE = "Edit the model before it is sharded."
 _PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})
 
 
@@ -40,17 +42,17 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def adds_no_name(parent: nn.Module, name: str) -> bool:
-    """Whether `name` is what a wrapper calls the model in it: users write paths of the model they wrote."""
+    """Whether `name` is the name that a wrapper gives to its content; paths leave it out."""
     return name in _CONTENT or (name == "module" and bool(_class_names(parent) & _PARALLEL))
 
 
-def calls_what_it_was_made_from(module: nn.Module) -> bool:
-    """Whether a wrapper keeps the module itself in hand, so that putting another in its place has no effect."""
+def holds_original(module: nn.Module) -> bool:
+    """Whether a wrapper holds a reference to the module itself, so that replacing the child has no effect."""
     return "OptimizedModule" in _class_names(module)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that its author wrote, without compilation, parallelism and averaging around it.
+    """The model inside the wrappers of compilation, parallelism and averaging.
 
     Example:
         >>> from gonio.surgery.wrapping import unwrapped
@@ -76,7 +78,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Put the shards of FSDP 2 back in place: after a forward the whole tensors may still be there instead."""
+    """Reshard a model in FSDP 2: after a forward it may still hold whole tensors in the place of its shards."""
     for module in model.modules():
         if "FSDPModule" in _class_names(module):
             module.reshard()  # type: ignore[operator]
@@ -86,19 +88,24 @@ def refuse_flat_shards(model: nn.Module, verb: str) -> None:
     """Raise for a model in FSDP 1."""
     if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
         why = "its parameters are slices of one flat tensor (FSDP 1)"
-        raise NotApplicableError(verb, "", why, "Edit the model before it is sharded.")
+        raise NotApplicableError(verb, "", why, _BEFORE, action="change")
 
 
 def refuse_shards(model: nn.Module, verb: str) -> None:
     """Raise where whole tensors are needed and the model has shards."""
     refuse_flat_shards(model, verb)
-    if is_sharded(model):
-        raise NotApplicableError(verb, "", "its parameters are sharded", "Edit the model before it is sharded.")
+    if not is_sharded(model):
+        return
+    why, do = "its parameters are sharded", _BEFORE
+    if not any("FSDPModule" in _class_names(module) for module in model.modules()):
+        why = "its parameters are sharded by tensor parallelism"
+        do = "Edit the model before; parallelize_module takes plain layers alone, without a parametrization."
+    raise NotApplicableError(verb, "", why, do, action="change")
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, compiled modules run as they were written: hooks fire, and nothing is compiled for a probe."""
-    if not any(calls_what_it_was_made_from(m) or m._compiled_call_impl is not None for m in model.modules()):
-        return nullcontext()  # to ask for a stance imports the compiler
+    """A context in which compiled modules run eagerly: hooks fire, and nothing is compiled."""
+    if not any(holds_original(m) or m._compiled_call_impl is not None for m in model.modules()):
+        return nullcontext()  # set_stance imports the compiler
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance

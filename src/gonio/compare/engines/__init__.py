@@ -1,9 +1,13 @@
-"""Where a comparison's runs are computed: in processes of this machine, or on a cluster that exists."""
+"""Engines compute the runs of a comparison: in processes of this machine, or on an already running Ray cluster."""
 
 from __future__ import annotations
 
-from gonio.compare.engines.engine import Engine, Job, NodeLost
+from gonio.compare.engines.engine import Engine, Future, NodeLost
 from gonio.compare.engines.local import Local, default_jobs
-from gonio.compare.engines.ray_cluster import Ray
+from gonio.compare.engines.ray import Ray
 
-__all__ = ["Engine", "Job", "Local", "NodeLost", "Ray", "default_jobs"]
+__all__ = ["Engine", "Future", "Local", "NodeLost", "Ray", "default_jobs"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,13 +9,10 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from gonio.compare.plan import Training
-from gonio.compare.task import Split, Task
-from gonio.compare.threat import Threat
+from gonio.compare.planning.plan import AttackConfig, Training
+from gonio.compare.tasks.task import Split, Task
 from gonio.errors import MissingExtraError
 from gonio.seeding import generator
-
-__all__ = ["digits", "shifted"]
 
 _TRAIN, _VALIDATION = 20, 40  # images per class; the rest, about 120 per class, is the test split
 
@@ -32,7 +29,7 @@ def digits() -> Task:
     """Ten classes of 8 × 8 images (1,797 by 43 writers); 200 to train on, 400 to validate, 1,197 to test.
 
     The full set is learnt to 99 %, where no method can show anything. With 20 labelled images per class
-    the baseline is still short of that, and the large test split keeps the noise of the score low.
+    the baseline stays below that, and the large test split keeps the noise of the score low.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -60,13 +57,13 @@ def digits() -> Task:
         training=Training(epochs=40, batch_size=25, lr=0.05),
         sesoi=1.0,
         augment=shifted,
-        threat=Threat(epsilon=0.1, low=0.0, high=1.0),  # a tenth of white; PGD then misleads about two in three
+        threat=AttackConfig(epsilon=0.1, low=0.0, high=1.0),  # a tenth of white: PGD misleads about two in three
         notes=_NOTES,
     )
 
 
 def shifted(images: Tensor, generator: Generator) -> Tensor:
-    """Each image moved by −1, 0 or 1 pixels in both directions; zeros come in at the border.
+    """Each image moved by −1, 0 or 1 pixels in both directions, padded with zeros.
 
     Shape:
         - ``images``: (N, C, H, W); output: the same.
@@ -81,7 +78,7 @@ def shifted(images: Tensor, generator: Generator) -> Tensor:
 
 
 def _stratified(labels: Tensor) -> Sequence[Tensor]:
-    """Indices of the three splits: the same share of every class, drawn once and for all."""
+    """Indices of the three splits: the same share of every class, always the same ones."""
     shares: list[tuple[Tensor, ...]] = []
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()

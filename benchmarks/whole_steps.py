@@ -1,0 +1,304 @@
+"""Whole training steps with each method, as a ratio to the plain step: what a user pays.
+
+A step is forward, backward and SGD. Three networks: a ResNet-18 with a 3×3 stem on two threads, where large products
+dominate; the digits network of the built-in study on one thread, where the number of operations decides; a
+transformer of two layers. "usual" is what a user would write with autograd in ten lines, or torch's own form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gonio
+from benchmarks.harness import Candidate, Operation, Row
+from benchmarks.networks import ResNet18
+from gonio import nn as gnn
+from gonio import parametrizations as P
+from gonio import regularizers as R
+
+TITLE = "A whole training step with each method"
+FLOOR = "the plain step: forward, backward and SGD"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a method adds to a step: a term of the loss, calls before and after the optimizer's step."""
+
+    penalty: Callable[[], Tensor] | None = None
+    before_step: Callable[[], object] | None = None
+    after_step: Callable[[], object] | None = None
+
+
+Prepare = Callable[[nn.Module, type[nn.Module]], Prepared]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model and its batch."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], Tensor]
+    where: type[nn.Module]  # the layers that a method acts on
+    threads: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table. `usual` is None where torch has no form of its own."""
+
+    name: str
+    ours: Prepare
+    usual: Prepare | None = None
+    needs: tuple[type[nn.Module], ...] = ()  # the network has layers of these types, or the row is left out
+
+
+def networks(*, quick: bool) -> tuple[Network, ...]:
+    width, batch, channels = (4, 2, 16) if quick else (64, 32, 256)
+
+    def images(draw: torch.Generator) -> Tensor:
+        return torch.randn(batch, 3, 32, 32, generator=draw)
+
+    def digits(draw: torch.Generator) -> Tensor:
+        return torch.randn(20, 1, 8, 8, generator=draw)
+
+    def text(draw: torch.Generator) -> Tensor:
+        return torch.randint(256, (batch // 2, 64), generator=draw)
+
+    return (
+        Network("ResNet-18", lambda: ResNet18(width, small_images=True), images, nn.Conv2d, 2),
+        Network("digits network", gonio.models.digits_cnn, digits, nn.Conv2d, 1),
+        Network("transformer", lambda: gonio.models.ByteTransformer(width=channels), text, nn.Linear, 2),
+    )
+
+
+def _penalised(regularizer: R.Regularizer, *, in_place: bool) -> Prepare:
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        penalty = gonio.Penalty(model, [(where, regularizer)])
+        return Prepared(before_step=penalty.add_grads_) if in_place else Prepared(penalty)
+
+    return prepare
+
+
+def _weights(model: nn.Module, where: type[nn.Module]) -> list[Tensor]:
+    return [module.weight for module in model.modules() if isinstance(module, where)]
+
+
+def _usual_orthogonality(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    weights = _weights(model, where)
+
+    def penalty() -> Tensor:
+        total = torch.zeros(())
+        for weight in weights:
+            rows = weight.flatten(1)
+            rows = rows if rows.shape[0] <= rows.shape[1] else rows.T
+            total = total + (rows @ rows.T - torch.eye(rows.shape[0])).square().sum()
+        return 1e-4 * total
+
+    return Prepared(penalty)
+
+
+def _usual_scale(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    weights = _weights(model, where)
+
+    def penalty() -> Tensor:
+        total = torch.zeros(())
+        for weight in weights:
+            norm = weight.norm()
+            total = total + norm.log() + weight.abs().sum() / norm
+        return 1e-4 * total
+
+    return Prepared(penalty)
+
+
+def _usual_self_orthogonality(samples: int | None) -> Prepare:
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        outputs: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, where):
+                module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+
+        def penalty() -> Tensor:
+            total = torch.zeros(())
+            for output in outputs:
+                columns = output.movedim(1, -1).flatten(0, -2) if output.dim() == 4 else output.flatten(0, -2)
+                if samples is not None and columns.shape[0] > samples:
+                    columns = columns[torch.randint(columns.shape[0], (samples,))]
+                signs = F.normalize(torch.tanh(columns - columns.mean(0)), dim=0)
+                cosines = signs.T @ signs
+                cosines = cosines - torch.diag(cosines.diagonal())
+                total = total + cosines.sum().square() + cosines.square().sum()
+            outputs.clear()
+            return 1e-4 * total
+
+        return Prepared(penalty)
+
+    return prepare
+
+
+class UsualDecoupled(nn.Conv2d):
+    """tanh(‖x‖) · cos θ by a convolution of x² with ones, as the official code does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight / (self.weight.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 1e-8)
+        ones = torch.ones(1, *self.weight.shape[1:])
+        norm = (F.conv2d(x * x, ones, None, self.stride, self.padding) + 1e-8).sqrt()
+        return F.conv2d(x, weight, None, self.stride, self.padding) / norm * torch.tanh(norm)
+
+
+def _usual_decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Conv2d:
+                size, stride, padding = child.kernel_size, child.stride, child.padding
+                new = UsualDecoupled(child.in_channels, child.out_channels, size, stride, padding, bias=False)
+                new.weight = child.weight
+                setattr(module, name, new)
+    return Prepared()
+
+
+def _decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    gonio.swap_(
+        model,
+        gnn.DecoupledConv2d.from_conv,
+        where=nn.Conv2d,
+        magnitude=gnn.magnitude.Tanh(),
+        angular=gnn.angular.Cosine(),
+    )
+    return Prepared()
+
+
+def _switchable(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, where=nn.BatchNorm2d)
+    return Prepared()
+
+
+def _parametrized(template: Callable[[], P.Parametrization]) -> Prepare:
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        gonio.parametrize_(model, template(), where=where)
+        return Prepared()
+
+    return prepare
+
+
+def _spectral(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    gonio.parametrize_(model, P.SpectralNorm(), where=where)
+    return Prepared(after_step=lambda: P.tick_(model))
+
+
+def _torchs(register: Callable[[nn.Module], object]) -> Prepare:
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        for module in list(model.modules()):
+            if isinstance(module, where):
+                register(module)
+        return Prepared()
+
+    return prepare
+
+
+_TORCH = torch.nn.utils.parametrizations
+METHODS = (
+    Method(
+        "orthogonality, add_grads_",
+        _penalised(R.Orthogonality(1e-4), in_place=True),
+        _usual_orthogonality,
+    ),
+    Method("SRIP, add_grads_", _penalised(R.SRIP(1e-4), in_place=True)),
+    Method(
+        "self-orthogonality",
+        _penalised(R.SelfOrthogonality(1e-4), in_place=False),
+        _usual_self_orthogonality(None),
+    ),
+    Method(
+        "self-orthogonality, samples=512",
+        _penalised(R.SelfOrthogonality(1e-4, samples=512), in_place=False),
+        _usual_self_orthogonality(512),
+    ),
+    Method(
+        "scale shift, add_grads_",
+        _penalised(R.ScaleShift(1e-4, direction_strength=1e-4, before_norm="keep"), in_place=True),
+        _usual_scale,
+    ),
+    Method("switchable norm", _switchable, None, (nn.BatchNorm2d,)),
+    Method("decoupled (tanh, cosine)", _decoupled, _usual_decoupled, (nn.Conv2d,)),
+    Method("weight norm", _parametrized(P.WeightNorm), _torchs(_TORCH.weight_norm)),
+    Method("spectral norm", _spectral, _torchs(_TORCH.spectral_norm)),
+    Method("weight standardisation", _parametrized(P.WeightStandardization)),
+    Method("sphere", _parametrized(P.Sphere)),
+    Method("orthogonal", _parametrized(P.Orthogonal), _torchs(_TORCH.orthogonal)),
+)
+
+
+# Penalties applied every n-th step with n-fold strength, and for outputs on a sample of positions.
+CHEAP = (
+    (32, R.Orthogonality(1e-4, every=32)),
+    (8, R.SRIP(1e-4, every=8)),
+    (8, R.ScaleShift(1e-4, direction_strength=1e-4, before_norm="keep", every=8)),
+    (16, R.SelfOrthogonality(1e-4, every=16, samples=512)),
+)
+
+
+def step_of(network: Network, prepare: Prepare, *, steps: int = 1) -> Operation:
+    """Training steps as an operation; it returns nothing, since parameters move from step to step."""
+    torch.manual_seed(0)
+    torch.set_num_threads(network.threads)
+    model = network.build()
+    prepared = prepare(model, network.where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    draw = torch.Generator().manual_seed(1)
+    inputs = network.inputs(draw)
+    labels = torch.randint(10, tuple(model(inputs).shape[:-1]), generator=draw)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+        if prepared.penalty is not None:
+            loss = loss + prepared.penalty()
+        loss.backward()
+        if prepared.before_step is not None:
+            prepared.before_step()
+        optimizer.step()
+        if prepared.after_step is not None:
+            prepared.after_step()
+
+    def operation() -> Sequence[Tensor]:
+        for _ in range(steps):
+            step()
+        return []
+
+    return operation
+
+
+def plain(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    return Prepared()
+
+
+def rows(*, quick: bool) -> Iterator[Row]:
+    for network in networks(quick=quick):
+        types = {type(module) for module in network.build().modules()}
+        for method in METHODS:
+            if method.needs and not types & set(method.needs):
+                continue
+            candidates = [Candidate("gonio", lambda n=network, m=method: step_of(n, m.ours))]
+            if method.usual is not None:
+                candidates.append(Candidate("usual", lambda n=network, m=method: step_of(n, m.usual)))
+            floor = Candidate("plain step", lambda n=network: step_of(n, plain))
+            yield Row(method.name, "step", floor, tuple(candidates), network.name.replace(" ", "-"))
+    for every, regularizer in CHEAP:
+        steps = 2 if quick else every
+        network = networks(quick=quick)[0]
+        in_place = not isinstance(regularizer, R.OutputRegularizer)
+        samples = "" if in_place else f", samples={regularizer.samples}"
+        ours = _penalised(regularizer, in_place=in_place)
+        yield Row(
+            f"{type(regularizer).__name__}, every={every}{samples}",
+            f"{every} steps",
+            Candidate("plain step", lambda n=network, k=steps: step_of(n, plain, steps=k)),
+            (Candidate("gonio", lambda n=network, k=steps, prepare=ours: step_of(n, prepare, steps=k)),),
+            "every",
+        )

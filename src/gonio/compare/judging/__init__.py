@@ -1,0 +1,1 @@
+"""Statistics, verdicts, costs and robustness: from stored runs to results."""

@@ -1,0 +1,166 @@
+"""Cost of a recipe per training step: time and peak memory as ratios to the baseline's.
+
+Absolute seconds depend on the machine and its load. So the models alternate in one process, block by block, and
+each block gives one ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from gonio.compare.judging.summary import CostRow
+from gonio.compare.planning.plan import Plan, RecipeEntry
+from gonio.compare.running.training import batches, build, make_optimizer, prepare_process
+from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks.task import Task
+
+_WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
+_BLOCKS = 21  # odd, so that the median is one of them
+_TURN = 0.03  # seconds of the baseline per block: 100 times the clock's and scheduler's grain
+_LONGEST = 12.0  # seconds for all blocks; at least 5 are made
+_MEMORY_BLOCKS = 3
+Shape = tuple[int, ...]
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    """Operations of one attention on the CPU, from the shapes."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(out: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    return int(sdpa_backward_flop_count(out, query, key, value))
+
+
+# torch's counter supports the attention kernels of GPUs only
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
+    """Time and memory of one training step of each recipe over the baseline's, and the sizes of both.
+
+    A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Time is the CPU
+    time of this process. Memory is the peak of the allocator during a step, above its level before: activations,
+    gradients and temporaries. In each block the models alternate, so changes of the machine's load affect all.
+    """
+    prepare_process()
+    task = resolve_task(plan.task)
+    baseline, *steps = [training_step(plan, task, entry) for entry in (plan.baseline, *entries)]
+    hashes = [entry.hash for entry in entries]
+    rows: list[CostRow] = []
+    for block, ratios in enumerate(_time_ratios(baseline, steps)):
+        rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
+    with _silent_stderr():
+        for block in range(_MEMORY_BLOCKS):
+            first, *peaks = [peak_bytes(step) for step in (baseline, *steps)]
+            rows += [(h, "memory", block, peak / first) for h, peak in zip(hashes, peaks, strict=True)]
+    for entry, step in zip((plan.baseline, *entries), (baseline, *steps), strict=True):
+        model, _, _ = build(plan, task, entry, plan.seeds[0])
+        rows.append((entry.hash, "parameters", 0, sum(p.numel() for p in model.parameters())))
+        rows.append((entry.hash, "flops", 0, step_flops(step)))
+    return rows
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Suppress the profiler's C++ log, several lines per use."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], None]:
+    """A function that runs one training step of a warmed-up model of the recipe."""
+    seed = plan.seeds[0]
+    model, applied, _ = build(plan, task, entry, seed)
+    optimizer = make_optimizer(model, plan.trained)
+    inputs, targets = next(batches(task, plan.trained.batch_size, seed=seed, epoch=0))
+    model.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = task.loss(task.outputs(model, inputs), targets)
+        if applied.penalty is not None:
+            loss = loss + applied.penalty()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(_WARM_UP):
+        step()
+    return step
+
+
+def _time_ratios(baseline: Callable[[], None], steps: Sequence[Callable[[], None]]) -> list[list[float]]:
+    """One list of ratios per block."""
+    count = max(1, math.ceil(_TURN / _seconds(baseline, 3) * 3))
+    everyone = [baseline, *steps]
+    began = time.monotonic()
+    blocks: list[list[float]] = []
+    while len(blocks) < _BLOCKS and (len(blocks) < 5 or time.monotonic() - began < _LONGEST):
+        # The order rotates, so that no model always runs after the same one.
+        turn = len(blocks) % len(everyone)
+        order = [*range(turn, len(everyone)), *range(turn)]
+        seconds = {index: _seconds(everyone[index], count) for index in order}
+        blocks.append([seconds[index] / seconds[0] for index in range(1, len(everyone))])
+    return blocks
+
+
+def _seconds(step: Callable[[], None], count: int) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        step()
+    return time.process_time() - began
+
+
+def step_flops(step: Callable[[], None]) -> int:
+    """Floating-point operations of the matrix products, convolutions and attentions of one step.
+
+    Elementwise operations are not counted: their cost is memory traffic, which the step time includes.
+
+    Example:
+        >>> from gonio.compare.judging.cost import step_flops
+        >>> step_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))  # 2 · 2 · 3 · 5
+        60
+    """
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """Peak bytes of the CPU allocator during `step`, above its level before.
+
+    Example:
+        >>> from gonio.compare.judging.cost import peak_bytes
+        >>> peak_bytes(lambda: torch.zeros(1000).neg_())
+        4000
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak

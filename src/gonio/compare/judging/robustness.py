@@ -1,0 +1,343 @@
+"""Accuracy of a trained classifier on disturbed inputs, and signs of gradient masking.
+
+The attacks stay within a distance in the maximum norm. `Answer` is the whole function from inputs in their own unit
+to logits, standardisation included, so distances mean the same for every model. The model must be in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+
+from gonio.compare.planning.plan import AttackConfig
+from gonio.compare.tasks.task import Task
+from gonio.seeding import generator
+
+Answer = Callable[[Tensor], Tensor]
+ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")
+_RADII = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # times epsilon; the last is practically unbounded
+_SMOOTHING = 0.5  # times epsilon: standard deviation of the noise over which gradients are averaged
+_CHUNK = 128  # examples whose activations are held at the same time
+_SMOOTHED = 4  # noisy copies over which a smoothed gradient is averaged
+_FLAT = 10.0  # percent of right answers without a gradient
+_FAR = 10.0  # percent that remain right at the largest distance, where an attack may change everything
+
+
+def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: Tensor | None) -> dict[str, Any]:
+    """Accuracy in percent on disturbed examples of the test split, in evaluation mode.
+
+    Args:
+        transferred: the same examples, disturbed to mislead another model; None if there is none.
+
+    Returns:
+        `clean` and each of :data:`ATTACKS` (without `transfer` if there is none); `worst`: under the most
+        harmful attack on each example; `radii`: accuracy under PGD by distance;
+        `zero_gradients`: percentage of right answers whose gradient is exactly 0; `signs`: signs of gradient
+        masking, see :func:`masking_signs`.
+    """
+    model.eval()
+    inputs, targets = attacked_split(task, config)
+
+    def answer(x: Tensor) -> Tensor:
+        return task.outputs(model, x)
+
+    disturbed = _disturbed(answer, inputs, targets, config)
+    if transferred is not None:
+        disturbed["transfer"] = transferred
+    right = {name: survive(answer, moved, targets) for name, moved in disturbed.items()}
+    clean = survive(answer, inputs, targets)
+    found: dict[str, Any] = {"clean": _percent(clean)}
+    found |= {name: _percent(right[name]) for name in ATTACKS if name in right}
+    found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
+    found["radii"] = _radii(answer, inputs, targets, config)
+    found["zero_gradients"] = _zero_gradients(answer, inputs[clean], targets[clean])
+    return {**found, "signs": masking_signs(found, examples=len(inputs))}
+
+
+def _disturbed(answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig) -> dict[str, Tensor]:
+    ball = Ball.of(config)
+    draws = {name: generator(config.seed, name) for name in ("noise", "pgd", "smoothed")}
+    return {
+        "noise": noisy(inputs, ball, draws["noise"]),
+        "fgsm": fgsm(answer, inputs, targets, ball),
+        "pgd": pgd(
+            answer, inputs, targets, ball, steps=config.steps, restarts=config.restarts, generator=draws["pgd"]
+        ),
+        "smoothed": pgd(
+            answer, inputs, targets, ball, steps=config.steps, restarts=1, generator=draws["smoothed"],
+            smoothing=_SMOOTHING * config.epsilon,
+        ),
+    }  # fmt: skip
+
+
+def _radii(answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig) -> list[dict[str, float]]:
+    """Accuracy under PGD that starts at the example itself, at distances around epsilon."""
+    rows = []
+    for factor in _RADII:
+        ball = Ball(factor * config.epsilon, config.low, config.high)
+        draw = generator(config.seed, "radii")
+        moved = pgd(answer, inputs, targets, ball, steps=config.steps, restarts=1, generator=draw)
+        rows.append({"epsilon": ball.epsilon, "accuracy": _percent(survive(answer, moved, targets))})
+    return rows
+
+
+def _zero_gradients(answer: Answer, inputs: Tensor, targets: Tensor) -> float:
+    """Percentage of examples whose gradient is exactly 0."""
+    if len(inputs) == 0:
+        return 0.0
+    return _percent(
+        torch.cat([input_gradient(answer, x, y).flatten(1).abs().amax(1) == 0 for x, y in _chunks(inputs, targets)])
+    )
+
+
+def _percent(mask: Tensor) -> float:
+    return 100.0 * int(mask.sum()) / len(mask)
+
+
+# --- the attacked examples ----------------------------------------------------------------------------
+
+
+def attacked_split(task: Task, config: AttackConfig) -> tuple[Tensor, Tensor]:
+    """The examples of the test split that are attacked, the same in every run."""
+    index = torch.randperm(len(task.test), generator=generator(config.seed, "examples"))[: config.examples]
+    return task.test.inputs[index], task.test.targets[index]
+
+
+def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:
+    """The examples, disturbed to mislead this model; other models see them in the transfer attack."""
+    model.eval()
+    inputs, targets = attacked_split(task, config)
+    return pgd(
+        lambda x: task.outputs(model, x), inputs, targets, Ball.of(config), steps=config.steps,
+        restarts=config.restarts, generator=generator(config.seed, "transfer"),
+    )  # fmt: skip
+
+
+def to_text(tensor: Tensor) -> Mapping[str, Any]:
+    """A float32 tensor as JSON-able data, bit for bit."""
+    numbers = tensor.contiguous().numpy().astype("<f4")
+    return {"shape": list(tensor.shape), "base64": base64.b64encode(numbers.tobytes()).decode()}
+
+
+def from_text(data: Mapping[str, Any]) -> Tensor:
+    """The inverse of :func:`to_text`."""
+    numbers = np.frombuffer(base64.b64decode(data["base64"]), dtype="<f4").astype(np.float32)
+    return torch.from_numpy(numbers).view(data["shape"])
+
+
+# --- attacks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ball:
+    """The inputs that an attack may use: within `epsilon` of the original in every number, and in the valid range."""
+
+    epsilon: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, config: AttackConfig) -> Ball:
+        """The ball of an attack's configuration."""
+        return cls(config.epsilon, config.low, config.high)
+
+    def project(self, moved: Tensor, inputs: Tensor) -> Tensor:
+        """The nearest input of the ball."""
+        near = torch.minimum(torch.maximum(moved, inputs - self.epsilon), inputs + self.epsilon)
+        return near if self.low is None and self.high is None else near.clamp(self.low, self.high)
+
+
+def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Log odds of any wrong class, per example: :math:`s = \log \sum_{j \ne y} e^{z_j} - z_y`.
+
+    The cross-entropy is :math:`\log(1 + e^s)`, so both have the same direction of ascent. For a confident model
+    the cross-entropy's gradient underflows to 0 in float32; this one's does not.
+
+    Example:
+        >>> from gonio.compare.judging.robustness import log_odds
+        >>> s = log_odds(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
+        >>> float(s.exp().log1p() - nn.functional.cross_entropy(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])))
+        0.0
+    """
+    right = logits.gather(1, targets[:, None])
+    return logits.scatter(1, targets[:, None], -torch.inf).logsumexp(1) - right[:, 0]
+
+
+def margin(logits: Tensor, targets: Tensor) -> Tensor:
+    """Best wrong logit minus the right one, per example; positive for a wrong answer.
+
+    Unlike :func:`log_odds` it follows one wrong class at a time.
+
+    Example:
+        >>> from gonio.compare.judging.robustness import margin
+        >>> margin(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([0])).tolist()
+        [-2.0]
+
+    References:
+        N. Carlini and D. Wagner, "Towards evaluating the robustness of neural networks", 2017, §V-A, f6.
+    """
+    right = logits.gather(1, targets[:, None])[:, 0]
+    return logits.scatter(1, targets[:, None], -torch.inf).amax(1) - right
+
+
+def survive(answer: Answer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Which examples are still classified as their target; a tie with another class counts as wrong."""
+    with torch.no_grad():
+        return torch.cat([margin(answer(x), y) < 0 for x, y in _chunks(inputs, targets)])
+
+
+def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: Ball) -> Tensor:
+    """One step of the full length along the sign of the cross-entropy's gradient.
+
+    References:
+        I. Goodfellow et al., "Explaining and harnessing adversarial examples", 2015, §4.
+    """
+    gradient = torch.cat([input_gradient(answer, x, y) for x, y in _chunks(inputs, targets)])
+    return ball.project(inputs + ball.epsilon * gradient.sign(), inputs)
+
+
+def noisy(inputs: Tensor, ball: Ball, generator: Generator) -> Tensor:
+    """A uniformly random input of the ball."""
+    shift = 2 * torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) - 1
+    return ball.project(inputs + ball.epsilon * shift, inputs)
+
+
+def pgd(
+    answer: Answer,
+    inputs: Tensor,
+    targets: Tensor,
+    ball: Ball,
+    *,
+    steps: int,
+    restarts: int,
+    generator: Generator,
+    smoothing: float = 0.0,
+) -> Tensor:
+    """The first misleading input found by projected gradient ascent, per example, or the last one tried.
+
+    The objective alternates between the log odds (the cross-entropy's direction) and the margin. The first restart
+    begins at the example itself, the others at random. Examples that are misled already stay as they are.
+
+    Args:
+        smoothing: if above 0, each gradient is the mean over copies with Gaussian noise of this standard deviation,
+            which passes functions that are flat or jagged at the point itself.
+
+    References:
+        A. Madry et al., "Towards deep learning models resistant to adversarial attacks", 2018, §2.1.
+    """
+    found = inputs.clone()
+    standing = survive(answer, inputs, targets)
+    for restart in range(restarts):
+        slope = _Slope(answer, (log_odds, margin)[restart % 2], smoothing, generator)
+        starts = inputs if restart == 0 else noisy(inputs, ball, generator)
+        for index in standing.nonzero().flatten().split(_CHUNK):
+            found[index] = _ascend(slope, starts[index], inputs[index], targets[index], ball, steps)
+        standing = standing & survive(answer, found, targets)
+    return found
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """The direction in which an attack moves."""
+
+    answer: Answer
+    objective: Callable[[Tensor, Tensor], Tensor]
+    smoothing: float
+    generator: Generator
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient at the inputs, or its mean over noisy copies."""
+        if self.smoothing == 0:
+            return input_gradient(self.answer, inputs, targets, self.objective)
+        total = torch.zeros_like(inputs)
+        for _ in range(_SMOOTHED):
+            noise = torch.randn(inputs.shape, generator=self.generator, dtype=inputs.dtype)
+            total += input_gradient(self.answer, inputs + self.smoothing * noise, targets, self.objective)
+        return total
+
+
+def _ascend(slope: _Slope, start: Tensor, inputs: Tensor, targets: Tensor, ball: Ball, steps: int) -> Tensor:
+    """Steps along the sign of the slope; an example that is misled stays as it is."""
+    moved = start
+    for _ in range(steps):
+        standing = survive(slope.answer, moved, targets).view(-1, *(1,) * (inputs.ndim - 1))
+        if not bool(standing.any()):
+            break
+        stepped = ball.project(moved + 2.5 * ball.epsilon / steps * slope(moved, targets).sign(), inputs)
+        moved = torch.where(standing, stepped, moved)
+    return moved
+
+
+def input_gradient(
+    answer: Answer, inputs: Tensor, targets: Tensor, objective: Callable[[Tensor, Tensor], Tensor] = log_odds
+) -> Tensor:
+    """Gradient of each example's objective with respect to its input."""
+    leaf = inputs.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective(answer(leaf), targets).sum(), leaf)
+    return gradient
+
+
+def _chunks(inputs: Tensor, targets: Tensor) -> zip[tuple[Tensor, Tensor]]:
+    return zip(inputs.split(_CHUNK), targets.split(_CHUNK), strict=True)
+
+
+# --- gradient masking ---------------------------------------------------------------------------------
+
+_WEAKER = {
+    "fgsm": "one step (FGSM) misleads more than many (PGD)",
+    "transfer": "examples made for another model mislead more than those made for this one (PGD)",
+    "noise": "random noise misleads more than PGD",
+    "smoothed": "smoothed gradients mislead more than the model's own (PGD)",
+}
+
+
+def masking_signs(found: Mapping[str, Any], *, examples: int) -> list[str]:
+    """One sentence for each sign of gradient masking; an empty list is no proof of its absence.
+
+    A strong attack with access to the model must do no worse than a weak one, one without access, noise, or
+    the same attack from further away or with smoothed gradients. If it does worse, it fails because of the gradients
+    and not because the model is robust.
+
+    Args:
+        found: accuracies as :func:`robustness` measures them, in percent.
+        examples: number of attacked examples; a difference of two of them is within chance.
+
+    Example:
+        >>> from gonio.compare.judging.robustness import masking_signs
+        >>> clean = {"clean": 95.0, "noise": 94.0, "fgsm": 40.0, "pgd": 20.0, "smoothed": 20.5, "zero_gradients": 0.0}
+        >>> masking_signs({**clean, "radii": [{"epsilon": 0.1, "accuracy": 5.0}]}, examples=200)
+        []
+        >>> masking_signs({**clean, "pgd": 60.0, "radii": []}, examples=200)[0]
+        'one step (FGSM) misleads more than many (PGD): 40 % against 60 % remain right'
+
+    References:
+        A. Athalye, N. Carlini and D. Wagner, "Obfuscated gradients give a false sense of security", 2018,
+        §3.1; N. Carlini et al., "On evaluating adversarial robustness", 2019, §4.
+    """
+    slack = 200.0 / examples
+    signs = [
+        f"{what}: {found[name]:.0f} % against {found['pgd']:.0f} % remain right"
+        for name, what in _WEAKER.items()
+        if name in found and found[name] < found["pgd"] - slack
+    ]
+    if found["zero_gradients"] > _FLAT:
+        signs.append(f"{found['zero_gradients']:.0f} % of the right answers have a gradient of exactly 0")
+    radii = found["radii"]
+    signs += [
+        f"going further helps the model: {far['accuracy']:.0f} % remain right at distance {far['epsilon']:g}, "
+        f"{near['accuracy']:.0f} % at {near['epsilon']:g}"
+        for near, far in pairwise(radii)
+        if far["accuracy"] > near["accuracy"] + slack
+    ]
+    if radii and radii[-1]["accuracy"] > _FAR:
+        signs.append(
+            f"PGD fails even from far away: {radii[-1]['accuracy']:.0f} % remain right at {radii[-1]['epsilon']:g}"
+        )
+    return signs

@@ -1,0 +1,157 @@
+"""The dry run: the grid of a comparison, its estimated time, and the effects that it can detect."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from gonio.compare.engines.local import Worker
+from gonio.compare.judging.cost import training_step
+from gonio.compare.judging.statistics import ALPHA, detectable, least_p
+from gonio.compare.judging.verdict import counted, enough, points
+from gonio.compare.planning.plan import Plan, RecipeEntry
+from gonio.compare.running.training import build, evaluate, prepare_process
+from gonio.compare.running.tuning import space_of
+from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks.task import Task
+
+_START = 0.2  # seconds to fork a run's process, load its data and store its row
+_COSTS = 10.0  # seconds to measure the costs afterwards
+
+
+def dry_run(plan: Plan, *, jobs: int) -> str:
+    """The plan as text: grid, training, estimated time, and statistical power.
+
+    Trains a few steps of each recipe, in a process of its own, to estimate the time.
+
+    Args:
+        jobs: number of runs at a time.
+
+    Example:
+        >>> plan = gonio.compare.make_plan(["orthogonal-init"], seeds=5)
+        >>> text = gonio.compare.dry_run(plan, jobs=2)
+        >>> text[text.index("too few") :].split(".")[0]
+        'too few seeds to detect any effect'
+    """
+    lines = [
+        *_head(plan),
+        f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
+        f"{counted(len(plan.grid), 'run')}",
+        *(f"  {entry.name}" for entry in plan.recipes),
+        *_tuned(plan),
+        *_attacked(plan),
+        *([] if plan.scripted else [f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time"]),
+        _power(plan),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> list[str]:
+    better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
+    if plan.scripted:
+        return [f"script {plan.task}, judged by its {plan.metric} ({better})"]
+    t = plan.trained
+    momentum = f", momentum {t.momentum:g}" if t.optimizer == "sgd" else ""
+    return [
+        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
+        f"model {plan.model}, {counted(t.epochs, 'epoch')}, batch size {t.batch_size}, {t.optimizer} "
+        f"(learning rate {t.lr:g} with cosine decay{momentum}, weight decay {t.weight_decay:g})",
+        f"judged by {plan.metric} on the test split ({better}), at the epoch with the best validation score",
+    ]
+
+
+def _tuned(plan: Plan) -> list[str]:
+    """The budget and the search space of tuning."""
+    if plan.tuning is None:
+        return []
+    budget = counted(plan.tuning.trials, "trial")
+    total = plan.tuning.trials * len(plan.recipes)
+    spaces = [
+        f"  {entry.name}: " + ", ".join(f"{d.name} {d.low:.2g} to {d.high:.2g}" for d in space_of(plan, entry))
+        for entry in plan.recipes
+    ]
+    head = f"tuning first: {budget} each, {total} in all, on seed {plan.tuning.seed}, chosen by the validation score"
+    return [head, *spaces]
+
+
+def _attacked(plan: Plan) -> list[str]:
+    """The attacks on the trained models."""
+    threat = plan.threat
+    if threat is None:
+        return []
+    return [
+        f"attacks on each trained model: {counted(threat.examples, 'test example')}, largest change "
+        f"{threat.epsilon:.3g} per input number; noise, transfer, FGSM, PGD ({threat.steps} steps, "
+        f"{threat.restarts} restarts)"
+    ]
+
+
+def _power(plan: Plan) -> str:
+    """The smallest effect that so many seeds can detect."""
+    comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
+    if comparisons == 0:
+        return "only the baseline: there is nothing to compare"
+    least = min(1.0, least_p(pairs) * comparisons)
+    head = (
+        f"smallest possible p with {counted(pairs, 'pair')} after Holm over {counted(comparisons, 'recipe')}: "
+        f"{least:.2g}"
+    )
+    sds = detectable(pairs, comparisons)
+    if sds is None:
+        return (
+            f"{head}; it must be below {ALPHA}: too few seeds to detect any effect. Use {enough(comparisons)} or more."
+        )
+    seen = f"minimum detectable effect (80 % power): {sds:.2f} standard deviations of the paired differences"
+    if not plan.sesoi:
+        return f"{head}; {seen}"
+    most = points(plan.sesoi / sds, plan.unit)
+    return f"{head}; {seen}, so {points(plan.sesoi, plan.unit)} if their standard deviation is at most {most}"
+
+
+def _seconds(plan: Plan, jobs: int) -> float:
+    worker = Worker(run_seconds, plan)
+    try:
+        found = worker.result()
+    finally:
+        worker.stop()
+    trials = plan.tuning.trials if plan.tuning else 0
+    runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
+    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+
+
+def run_seconds(plan: Plan) -> list[tuple[float, float]]:
+    """Estimated CPU seconds of the training and of the attacks of one run of each recipe.
+
+    Meant for a process of its own.
+    """
+    prepare_process()
+    task = resolve_task(plan.task)
+    return [_run_seconds(plan, task, entry) for entry in plan.recipes]
+
+
+def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
+    """Of one run, from three training steps and one validation."""
+    step = training_step(plan, task, entry)
+    model, _, _ = build(plan, task, entry, plan.seeds[0])
+    began = time.process_time()
+    for _ in range(3):
+        step()
+    trained = time.process_time()
+    evaluate(model, task, task.validation)
+    steps = math.ceil(len(task.train) / plan.trained.batch_size)
+    one = (trained - began) / 3
+    training = plan.trained.epochs * (one * steps + time.process_time() - trained)
+    return training, one * _attack_steps(plan)
+
+
+def _attack_steps(plan: Plan) -> float:
+    """The cost of the attacks on one model in training steps, if half of the examples are misled early."""
+    if plan.threat is None:
+        return 0.0
+    ascents = plan.threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
+    return 0.5 * plan.threat.examples * plan.threat.steps * ascents / plan.trained.batch_size
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

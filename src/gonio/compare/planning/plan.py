@@ -1,0 +1,267 @@
+"""The plan of a comparison: everything that a result depends on, fixed and hashed before the first run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gonio.errors import PlanChangedError
+from gonio.recipes import Recipe
+from gonio.seeding import derive_seed
+
+BASELINE = "baseline"
+TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
+VERBS = ("init", "swap", "parametrize", "penalty")
+# Fields that older plans lack. At these values they do not enter the hash.
+_LATER = {"self_test": False, "tuning": None, "threat": None}
+_ALWAYS = object()
+# No result depends on these fields.
+_UNHASHED = ("notes", "versions", "command", "history", "chance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How every run is trained, whatever its recipe.
+
+    Attributes:
+        optimizer: `sgd` (Nesterov momentum) or `adamw`.
+        lr: peak learning rate; it decays to 0 over the run along a half cosine.
+    """
+
+    epochs: int
+    batch_size: int
+    lr: float
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How every recipe, the baseline included, is tuned before the runs that are compared.
+
+    Attributes:
+        trials: training runs per recipe; the first uses the default values.
+        seed: of every trial; no run of the study uses it, so a lucky choice shows in the comparison.
+        rate_factor: the learning rate is searched between its default divided and multiplied by this.
+        strength_factor: the same for each strength.
+        sampler: how trials are proposed.
+    """
+
+    trials: int
+    seed: int = TUNING_SEED
+    rate_factor: float = 8.0
+    strength_factor: float = 30.0
+    sampler: str = "tpe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackConfig:
+    r"""Attacks on each trained model (`--robust`): :math:`\|x' - x\|_\infty \le \epsilon`.
+
+    Attributes:
+        epsilon: largest change of each input number, in the unit of the inputs before the model standardises them.
+        low, high: the range of valid inputs; None: unlimited.
+        steps: of each PGD run; each moves by 2.5 · epsilon / steps.
+        restarts: PGD runs per example, the first from the example itself, the others from random starts.
+        examples: number of examples of the test split; the same ones in every run.
+        seed: of the baseline on which the transferred examples are made; no run of the study uses it.
+    """
+
+    epsilon: float
+    low: float | None = None
+    high: float | None = None
+    steps: int = 20
+    restarts: int = 5
+    examples: int = 200
+    seed: int = ATTACK_SEED
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """A recipe as data, with its hash; the baseline has empty content."""
+
+    name: str
+    content: Mapping[str, Any]
+    hash: str
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RecipeEntry:
+        """The entry of a recipe."""
+        return cls(recipe.name, recipe.to_dict(), recipe.hash)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Each verb with each method that it uses, once, e.g. `("swap DecoupledConv2d.from_conv",)`."""
+        rules = [(verb, rule) for verb in VERBS for rule in self.content.get(verb, ())]
+        return tuple(dict.fromkeys(f"{verb} {rule['use']}" for verb, rule in rules if rule["use"] != "keep"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Recipes × seeds on one task and model, all trained and judged in the same way.
+
+    Attributes:
+        recipes: the baseline first.
+        direction: `max` if a larger score is better, else `min`.
+        unit: of the score and of `sesoi`.
+        splits: number of examples in `train`, `validation` and `test`.
+        data: SHA-256 over every number of the three splits.
+        sesoi: smallest effect of interest, in the metric's unit.
+        worst: score of a diverged run; None: the worst finished score of the study.
+        code: SHA-256 of each user file that defines the task or model.
+        notes: remarks for the reader. `notes`, `versions`, `command`, `history` and `chance` are not part of the hash.
+        training: None if `task` is the user's own training script.
+        self_test: the recipes change nothing and draw other random numbers than the baseline.
+        tuning: how every recipe is tuned first; None: not at all.
+        threat: how trained models are attacked; None: not at all.
+        history: one entry for each time that seeds or recipes were added after results existed.
+        chance: score of the best constant prediction; None if it is unknown.
+    """
+
+    task: str
+    model: str
+    recipes: tuple[RecipeEntry, ...]
+    seeds: tuple[int, ...]
+    training: Training | None
+    metric: str
+    direction: str
+    unit: str
+    splits: Mapping[str, int]
+    data: str
+    sesoi: float
+    worst: float | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+    history: tuple[Mapping[str, Any], ...] = ()
+    self_test: bool = False
+    tuning: Tuning | None = None
+    threat: AttackConfig | None = None
+    chance: float | None = None
+
+    @property
+    def scripted(self) -> bool:
+        """Whether `task` is the user's own training function."""
+        return self.training is None
+
+    @property
+    def trained(self) -> Training:
+        """The training settings; an error for a script, which trains by itself."""
+        if self.training is None:
+            raise ValueError(f"{self.task} trains by itself")
+        return self.training
+
+    @property
+    def sign(self) -> int:
+        """1 if a larger score is better, else −1."""
+        return 1 if self.direction == "max" else -1
+
+    def seed_of(self, entry: RecipeEntry, seed: int) -> int:
+        """The seed of a run's random numbers: `seed` itself; in a self-test another one for each recipe."""
+        own = self.self_test and entry.name != self.baseline.name
+        return derive_seed(seed, entry.name) if own else seed
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over everything that a result depends on."""
+        content = {key: value for key, value in asdict(self).items() if key not in _UNHASHED}
+        content = {key: value for key, value in content.items() if value != _LATER.get(key, _ALWAYS)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def baseline(self) -> RecipeEntry:
+        """The unchanged model, to which every recipe is compared."""
+        return self.recipes[0]
+
+    @property
+    def grid(self) -> tuple[tuple[RecipeEntry, int], ...]:
+        """Every run, seed by seed, so that an unfinished study consists of whole pairs."""
+        return tuple((recipe, seed) for seed in self.seeds for recipe in self.recipes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able data, `hash` included."""
+        return {**asdict(self), "hash": self.hash}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of :meth:`to_dict`; unknown keys are an error."""
+        values = {key: value for key, value in data.items() if key != "hash"}
+        values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
+        values["training"] = None if values["training"] is None else Training(**values["training"])
+        for key, kind in (("tuning", Tuning), ("threat", AttackConfig)):
+            values[key] = kind(**values[key]) if values.get(key) else None
+        for key in ("seeds", "notes", "history"):
+            values[key] = tuple(values[key])
+        return cls(**values)
+
+
+def installed_versions() -> Mapping[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("gonio", "torch", "numpy", "scipy", "scikit-learn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
+    """The plan of a study with plan `old` that is continued with plan `new`.
+
+    Seeds and recipes may be added; everything else must be equal. If runs were finished, the addition is
+    recorded in `history`, because adding seeds after a look at the results is a second look.
+
+    Raises:
+        PlanChangedError: lists every key that differs with its old and new value.
+    """
+    changes = _changes(old, new)
+    if changes:
+        raise PlanChangedError(path, changes)
+    added = {
+        "seeds": [seed for seed in new.seeds if seed not in old.seeds],
+        "recipes": [entry.name for entry in new.recipes if entry not in old.recipes],
+    }
+    looked = finished > 0 and any(added.values())
+    history = (*old.history, {**added, "finished": finished}) if looked else old.history
+    # `versions` are those of the first run; each run's row has its own.
+    return replace(new, history=history, versions=old.versions, notes=new.notes)
+
+
+def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
+    before, after = _flat(old), _flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    changes = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in keys]
+    changes = [(key, was, now) for key, was, now in changes if was != now]
+    if any(seed not in new.seeds for seed in old.seeds):
+        changes.append(("seeds", str(list(old.seeds)), str(list(new.seeds))))
+    recipes = {entry.name: entry.hash for entry in new.recipes}
+    for entry in old.recipes:
+        if recipes.get(entry.name) != entry.hash:
+            changes.append((f"recipe {entry.name}", _short(entry.hash), _short(recipes.get(entry.name, "absent"))))
+    return changes
+
+
+def _flat(plan: Plan) -> dict[str, str]:
+    """The fields that may not change, as text; nested keys as `training.lr`."""
+    flat: dict[str, str] = {}
+    for key, value in asdict(plan).items():
+        if key in (*_UNHASHED, "recipes", "seeds"):
+            continue
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{inner}": _short(str(item)) for inner, item in value.items()})
+        else:
+            flat[key] = _short(str(value))
+    return flat
+
+
+def _short(text: str) -> str:
+    """Hashes shortened for reading."""
+    return f"{text[:12]}…" if len(text) == 64 else text

@@ -1,0 +1,351 @@
+"""From the arguments of a command to a plan; every mistake is found before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gonio.compare.engines.local import Worker
+from gonio.compare.planning.plan import (
+    ATTACK_SEED,
+    BASELINE,
+    TUNING_SEED,
+    AttackConfig,
+    Plan,
+    RecipeEntry,
+    Training,
+    Tuning,
+    installed_versions,
+)
+from gonio.compare.running.scripts import probe_script
+from gonio.compare.running.training import OPTIMIZERS
+from gonio.compare.running.tuning import require_optuna
+from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks.task import Task
+from gonio.errors import InvalidArgumentError, UnmatchedRuleError
+from gonio.models import resolve as resolve_model
+from gonio.models.user_code import code_digest, is_user_code
+from gonio.recipes import Recipe
+
+# One per seed system, in the order of the systems.
+BUILT_IN_RECIPES = (
+    "orthogonal-init",
+    "switchable-norm",
+    "decoupled-tanh",
+    "self-orthogonality",
+    "scale-shift",
+)
+_SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
+
+
+def make_plan(
+    recipes: Sequence[str | Recipe] | None = None,
+    *,
+    task: str = "digits",
+    model: str | None = None,
+    seeds: int | Sequence[int] = 8,
+    training: Training | None = None,
+    sesoi: float | None = None,
+    tune: int = 0,
+    robust: bool = False,
+    command: str = "gonio compare",
+) -> Plan:
+    """Plan a comparison: recipes × seeds on one task and model, the baseline included.
+
+    Every recipe is planned on the model here, so a rule that matches no layer is an error before the first run.
+
+    Args:
+        recipes: built-in names, files, or recipes, without the baseline, which is always the first. None: the
+            task's own choice, or one per method family; those that match no layer of the model are left out
+            with a note.
+        task: see :func:`gonio.compare.tasks.resolve`.
+        model: see :func:`gonio.models.resolve`; None is the task's own.
+        seeds: how many (0, 1, …), or which.
+        training: None is the task's own.
+        sesoi: smallest effect of interest in the metric's unit; None is the task's own.
+        tune: tuning trials of every recipe, the baseline included, over its strengths and the learning rate.
+        robust: attack the trained models, as the task configures it.
+        command: the command line that reproduces the study, for the record.
+
+    Raises:
+        InvalidArgumentError: no seeds, a name twice, an invalid training.
+        UnmatchedRuleError: a rule matches no layer of the model; names rule, file and line.
+        UnknownNameError: no such task, model or recipe.
+
+    Example:
+        >>> plan = gonio.compare.make_plan(["orthogonal-init"], seeds=3)
+        >>> len(plan.grid), [recipe.name for recipe in plan.recipes]
+        (6, ['baseline', 'orthogonal-init'])
+    """
+    data = resolve_task(task)
+    found = seeds_of(seeds)
+    chosen = training or data.training
+    _check_training(chosen, data)
+    spec = model or data.model
+    with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
+        net = resolve_model(spec)(**data.sizes)
+    chance = _chance(data, _checked_outputs(net, spec, data))
+    loaded, left_out = _chosen(recipes, data, net)
+    return Plan(
+        task=task,
+        model=spec,
+        recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *loaded)),
+        seeds=found,
+        training=chosen,
+        metric=data.metric.name,
+        direction=data.metric.direction,
+        unit=data.metric.unit,
+        splits={name: len(split) for name, split in data.splits.items()},
+        data=data.digest(),
+        sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
+        worst=data.metric.worst,
+        code=_code(task, spec),
+        notes=(*data.notes, *left_out, *_confounded(loaded)),
+        versions=installed_versions(),
+        command=command,
+        tuning=_tuning(tune),
+        threat=_attack_config(data) if robust else None,
+        chance=chance,
+    )
+
+
+def make_script_plan(
+    recipes: Sequence[str | Recipe] | None = None,
+    *,
+    script: str,
+    seeds: int | Sequence[int] = 8,
+    metric: str = "score",
+    direction: str = "max",
+    unit: str = "",
+    sesoi: float = 0.0,
+    command: str = "gonio compare",
+) -> Plan:
+    """Plan a comparison that calls `script` for every run.
+
+    The script runs here up to its `run.apply_`, in a process of its own, and every recipe is planned on the
+    model that it passes: a rule that matches no layer is an error before the first run.
+
+    Args:
+        recipes: built-in names, files, or recipes. None: one per method family; those that match no layer of the
+            script's model are left out with a note.
+        script: `file.py:function`; the function is called with a :class:`Run` and gives the score.
+        metric, unit: of the score. direction: `max` if a larger score is better, else `min`.
+        sesoi: smallest effect of interest in the score's unit; 0: none, so no effect is called too small.
+
+    Raises:
+        InvalidArgumentError: no Python file, no seeds, an unknown direction, or an exception of the script.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> path = Path(tempfile.mkdtemp()) / "fit_line.py"
+        >>> _ = path.write_text('''
+        ... import torch
+        ... def train(run):
+        ...     model = torch.nn.Linear(4, 2)
+        ...     run.apply_(model)
+        ...     return float(model.weight.sum())
+        ... ''')
+        >>> plan = gonio.compare.make_script_plan(["orthogonal-init"], script=f"{path}:train", seeds=2)
+        >>> plan.scripted, plan.metric, len(plan.grid)
+        (True, 'score', 4)
+    """
+    if not is_user_code(script):
+        raise InvalidArgumentError("a script is file.py:function", repr(script), "Name a Python file.")
+    if direction not in ("max", "min"):
+        raise InvalidArgumentError("a score's direction is 'max' or 'min'", repr(direction), "Use one of them.")
+    if not 0 <= sesoi < float("inf"):
+        raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
+    loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
+    unfit = _unfit(script, loaded)
+    if unfit and recipes is not None:
+        raise _script_error(script, "; ".join(unfit.values()))
+    fitting = [recipe for recipe in loaded if recipe.name not in unfit]
+    return Plan(
+        task=script,
+        model="",
+        recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)),
+        seeds=seeds_of(seeds),
+        training=None,
+        metric=metric,
+        direction=direction,
+        unit=unit,
+        splits={},
+        data="",
+        sesoi=sesoi,
+        code=_code(script),
+        notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
+        versions=installed_versions(),
+        command=command,
+    )
+
+
+# --- recipes --------------------------------------------------------------------------------------------
+
+
+def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
+    """The recipes, after a check that their names are unique."""
+    loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
+    names = [BASELINE, *(recipe.name for recipe in loaded)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidArgumentError(
+            "each recipe of a comparison needs its own name, and none may be 'baseline'",
+            f"{', '.join(twice)} more than once",
+            "Rename one of them in its file.",
+        )
+    return loaded
+
+
+def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
+    """The recipes, each of which matches the model, and a note on each default recipe that does not."""
+    loaded = _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes)
+    fitting, notes = [], []
+    for recipe in loaded:
+        try:
+            recipe.plan(model)
+            fitting.append(recipe)
+        except UnmatchedRuleError:
+            if recipes is not None:
+                raise
+            notes.append(_left_out(recipe.name))
+    return fitting, notes
+
+
+def _unfit(script: str, recipes: Sequence[Recipe]) -> dict[str, str]:
+    """The recipes with a rule that matches no layer of the script's model, with the reason."""
+    worker = Worker(probe_script, script, [recipe.to_dict() for recipe in recipes])
+    try:
+        found = worker.result()
+    except ChildProcessError as error:
+        found = {"error": str(error)}
+    finally:
+        worker.stop()
+    if "error" in found:
+        raise _script_error(script, str(found["error"]))
+    return dict(found["unfit"])
+
+
+def _script_error(script: str, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{script!r} must reach run.apply_(model), and every recipe must fit that model",
+        found,
+        "Correct the script, or name recipes that fit.",
+    )
+
+
+def _left_out(name: str) -> str:
+    return f"{name} is left out: one of its rules matches no layer of this model."
+
+
+def _confounded(recipes: Sequence[Recipe]) -> list[str]:
+    """A note for each recipe that changes several things at once."""
+    changes = {recipe.name: RecipeEntry.of(recipe).changes for recipe in recipes}
+    return [
+        f"{name} changes several things at once ({', '.join(used)}): its effect belongs to all of them together."
+        for name, used in changes.items()
+        if len(used) > 1
+    ]
+
+
+# --- checks ---------------------------------------------------------------------------------------------
+
+
+def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """The seeds from their number (0, 1, …) or from a sequence.
+
+    Raises:
+        InvalidArgumentError: none, one twice, or one that tuning or attacks use.
+    """
+    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not found or len(set(found)) < len(found):
+        raise InvalidArgumentError(
+            "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
+        )
+    taken = sorted({TUNING_SEED, ATTACK_SEED}.intersection(found))
+    if taken:
+        raise InvalidArgumentError(
+            "the seeds of a comparison must not be those of tuning and of attacks", str(taken[0]), "Choose another."
+        )
+    return found
+
+
+def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
+    """Outputs and loss of two examples: wrong shapes would fail every run."""
+    inputs, targets = task.train.inputs[:2], task.train.targets[:2]
+    try:
+        with torch.no_grad():
+            outputs = task.outputs(model.eval(), inputs)
+            task.loss(outputs, targets)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
+            "and its outputs must fit the task's loss",
+            f"{type(error).__name__}: {error}",
+            "Choose a model for such inputs and targets.",
+        ) from error
+    return outputs
+
+
+def _chance(task: Task, outputs: Tensor) -> float | None:
+    """Score of the best constant prediction on the test split: equal outputs, or the most frequent class.
+
+    None if the metric cannot be computed for constant outputs.
+    """
+    constants = [torch.zeros_like(outputs[0])]
+    targets = task.test.targets
+    if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
+        constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
+    try:
+        count = len(targets)
+        scores = [task.metric.function(c.expand(count, *c.shape), targets) for c in constants]
+    except Exception:  # a user's metric may reject constant outputs
+        return None
+    return float(max(scores) if task.metric.direction == "max" else min(scores))
+
+
+def _check_training(training: Training, task: Task) -> None:
+    for name in ("epochs", "batch_size", "lr"):
+        _positive(name, getattr(training, name))
+    if training.optimizer not in OPTIMIZERS:
+        raise InvalidArgumentError(
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}", repr(training.optimizer), "Choose one of them."
+        )
+    if training.batch_size > len(task.train):
+        raise InvalidArgumentError(
+            f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}",
+            str(training.batch_size),
+            "Choose a smaller one.",
+        )
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0 or value == float("inf"):
+        raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give a larger one.")
+    return value
+
+
+def _tuning(trials: int) -> Tuning | None:
+    if trials == 0:
+        return None
+    _positive("the number of trials", trials)
+    require_optuna()
+    return Tuning(trials=trials)
+
+
+def _attack_config(task: Task) -> AttackConfig:
+    if task.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs a task whose inputs have small disturbances; {task.name!r} does not configure any",
+            "a task without threat=",
+            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
+        )
+    return task.threat
+
+
+def _code(*specs: str) -> Mapping[str, str]:
+    """The digest of each user file."""
+    digests = {spec: code_digest(spec) for spec in specs}
+    return {spec: digest for spec, digest in digests.items() if digest is not None}

@@ -1,0 +1,296 @@
+"""Training scripts of the user's own: the `Run` that they get, and how gonio calls them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio.compare.engines.local import die_with_parent
+from gonio.compare.judging.filter_summary import filter_summary
+from gonio.compare.judging.results import RunRecord
+from gonio.compare.planning.plan import VERBS, Plan, RecipeEntry
+from gonio.compare.running.training import kept_generators, seed_everything
+from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
+from gonio.models.user_code import load_script
+from gonio.recipes import Recipe
+from gonio.recipes.apply import Applied
+from gonio.seeding import derive_seed
+
+_LOG, _OUTCOME, _PLAN, _RESUME, _PROBED = "log.jsonl", "outcome.json", "plan.txt", "resume", "probed.json"
+_LONGEST = 1000  # points of a curve in the database
+
+
+class Run:
+    """One run of `gonio compare --script train.py:train`: the argument of `train`.
+
+    It may be sent to processes that `train` starts (before `apply_` is called): they log and report into the same
+    run, and end when the process that started them ends.
+
+    Attributes:
+        seed: for everything random in the run. The global generators are seeded already.
+        recipe: the recipe's name; `baseline` for the unchanged model.
+        folder: for files of the run; removed when the run is finished.
+        resume_path: where `train` may keep a checkpoint, a file or a folder. If it exists at the start, an earlier
+            attempt of the same run was interrupted and left it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> def train(run):
+        ...     model = nn.Linear(4, 2)
+        ...     run.apply_(model)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     loss = model(torch.ones(1, 4)).square().sum() + run.penalty()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     run.log(0, train_loss=loss)
+        ...     return -loss
+        >>> run = gonio.compare.Run({"name": "baseline"}, seed=0, folder=Path(tempfile.mkdtemp()))
+        >>> train(run).item() < 0, run.resume_path.exists()
+        (True, False)
+    """
+
+    def __init__(self, recipe: Mapping[str, Any], *, seed: int, folder: Path) -> None:
+        self.seed = seed
+        self.recipe = str(recipe["name"])
+        self.folder = folder
+        self.resume_path = folder / _RESUME
+        self._content = dict(recipe)
+        self._model: nn.Module | None = None
+        self._applied: Applied | None = None
+
+    def apply_(self, model: nn.Module) -> Applied:
+        """Apply the run's recipe to the model, in place; the baseline changes nothing.
+
+        Call it once in each process that trains, before the optimizer is made and before the model is
+        wrapped. The state of the global random generators is preserved, so all recipes draw the same numbers
+        afterwards.
+
+        Raises:
+            InvalidArgumentError: it was called before.
+            UnmatchedRuleError: a rule matches no layer of this model.
+        """
+        if self._applied is not None:
+            raise InvalidArgumentError(
+                "run.apply_ takes the one model of the run", "a second call", "Call it once in each process."
+            )
+        recipe = Recipe.from_dict(self._content)
+        text = str(recipe.plan(model))
+        with kept_generators():
+            self._applied = recipe.apply_(model, seed=self.seed)
+        self._model = model
+        if leads():
+            _write(self.folder / _PLAN, text if any(recipe.rules(verb) for verb in VERBS) else "")
+        return self._applied
+
+    @property
+    def penalty(self) -> Callable[[], Tensor]:
+        """A function whose value is added to the loss of each step; 0 for a recipe without penalty.
+
+        Raises:
+            InvalidArgumentError: `apply_` was not called in this process.
+        """
+        if self._applied is None:
+            raise InvalidArgumentError(
+                "run.penalty needs the model of run.apply_", "no call of run.apply_", "Call it first."
+            )
+        return self._applied.penalty or (lambda: torch.zeros(()))
+
+    def log(self, step: int, **values: float | Tensor) -> None:
+        """Store numbers of this step for the page's curves; logging a step again replaces its values.
+
+        In a process group only rank 0 writes. The page draws `train_loss` and `val_score` for all recipes.
+
+        Raises:
+            InvalidArgumentError: a value is no number, or there is none.
+        """
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        if not numbers:
+            raise InvalidArgumentError("run.log needs numbers", f"none for step {step}", "Write run.log(step, loss=…).")
+        if leads():
+            with (self.folder / _LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": int(step), "values": numbers}) + "\n")
+
+    def report(self, score: float | Tensor) -> None:
+        """Report the run's score, if `train` does not return it.
+
+        In a process group only rank 0 writes. A NaN or Inf score marks the run as diverged.
+        """
+        if not leads():
+            return
+        found: dict[str, Any] = {"score": _number("the score", score), "geometry": {}}
+        if self._model is not None:
+            found["geometry"] = filter_summary(self._model)
+        _write(self.folder / _OUTCOME, json.dumps(found))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None, "_applied": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        die_with_parent()  # a process that receives the run is part of it
+
+
+class Outcome:
+    """The files that a run's processes left in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def applied(self) -> bool:
+        """Whether `apply_` was called."""
+        return (self._folder / _PLAN).exists()
+
+    @property
+    def plan(self) -> str:
+        """The recipe's plan, layer by layer."""
+        return (self._folder / _PLAN).read_text(encoding="utf-8") if self.applied else ""
+
+    @property
+    def reported(self) -> Mapping[str, Any] | None:
+        """`score` (None if it was not finite) and `geometry`; None if nothing was reported."""
+        path = self._folder / _OUTCOME
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return found
+
+    @property
+    def curve(self) -> dict[str, list[float | None]]:
+        """The steps, and one value per step for each logged name; every n-th step of more than 1,000."""
+        steps: dict[int, dict[str, float | None]] = {}
+        path = self._folder / _LOG
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # an incomplete line: the process was killed while writing it
+                continue
+            steps.setdefault(entry["step"], {}).update(entry["values"])
+        names = dict.fromkeys(name for values in steps.values() for name in values)
+        kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
+        curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
+        return {"step": [float(step) for step in kept], **curve} if kept else {}
+
+    def forget(self) -> None:
+        """Remove the files of an earlier attempt, except its checkpoint and its log."""
+        for name in (_OUTCOME, _PLAN):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+def leads() -> bool:
+    """Whether this process is the only one, or rank 0 of its process group."""
+    group = torch.distributed
+    return not (group.is_available() and group.is_initialized()) or group.get_rank() == 0
+
+
+def _number(name: str, value: object) -> float | None:
+    """A number for JSON: None for NaN and Inf."""
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{name} must be a number", f"{value!r}"[:80], "Give one number.") from error
+    return number if math.isfinite(number) else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+# --- calling a script -----------------------------------------------------------------------------------
+
+
+def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -> RunRecord:
+    """Call the user's function and take its score; its exceptions are passed on.
+
+    Raises:
+        InvalidArgumentError: it never called `run.apply_`, or gave no score.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
+            return run_script(plan, entry, seed, Path(temporary))
+    folder.mkdir(parents=True, exist_ok=True)
+    left = Outcome(folder)
+    left.forget()
+    own_seed = plan.seed_of(entry, seed)
+    run = Run(entry.content or {"name": entry.name}, seed=own_seed, folder=folder.absolute())
+    torch.set_num_threads(1)
+    train = load_script(plan.task)
+    seed_everything(derive_seed(own_seed, "train"))
+    score = train(run)
+    if not left.applied:
+        raise InvalidArgumentError(
+            f"{plan.task} must train the model that it passes to run.apply_", "no call of run.apply_", "Call it once."
+        )
+    if score is not None:
+        run.report(score)
+    found = left.reported
+    if found is None:
+        raise InvalidArgumentError(
+            f"{plan.task} must give the score of its run", "None", "Return a number, or call run.report(score)."
+        )
+    record = RunRecord(entry.name, seed, "finished", found["score"], plan=left.plan, curve=left.curve)
+    if record.score is None:
+        return replace(record, status="diverged", error="the score is not finite")
+    return replace(record, geometry=found["geometry"])
+
+
+class _Probed(BaseException):
+    """Ends the script once its model is known; not an Exception, so that a script does not catch it."""
+
+
+class _Probe:
+    """Stands for the run until the script passes its model, on which every recipe is then planned."""
+
+    def __init__(self, recipes: Sequence[dict[str, Any]], folder: Path) -> None:
+        self.seed, self.recipe, self.folder = 0, "baseline", folder
+        self.resume_path = folder / _RESUME
+        self._recipes = recipes
+
+    def apply_(self, model: nn.Module) -> None:
+        unfit: dict[str, str] = {}
+        found: dict[str, Any] = {"unfit": unfit}
+        try:
+            for recipe in map(Recipe.from_dict, self._recipes):
+                try:
+                    recipe.plan(model)
+                except UnmatchedRuleError as error:
+                    unfit[recipe.name] = str(error)
+        except GonioError as error:
+            found = {"error": str(error)}
+        (self.folder / _PROBED).write_text(json.dumps(found), encoding="utf-8")
+        raise _Probed
+
+    def log(self, step: int, **values: object) -> None:
+        """Ignored: nothing is trained."""
+
+
+def probe_script(spec: str, recipes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Run the script up to its `run.apply_` and plan every recipe on its model. Meant for a process of its own.
+
+    Returns:
+        `unfit`: by name, why a recipe does not match the script's model; or `error`: the problem of the script.
+    """
+    with tempfile.TemporaryDirectory(prefix="gonio-probe-") as temporary:
+        folder = Path(temporary)
+        problem = "it ended without a call of run.apply_"
+        try:
+            seed_everything(0)
+            load_script(spec)(_Probe(recipes, folder))
+        except GonioError as error:
+            problem = str(error)
+        except (Exception, SystemExit, _Probed) as error:  # a process group wraps exceptions of its processes
+            problem = f"it raised {type(error).__name__}: {error}"
+        path = folder / _PROBED
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found or {"error": f"{spec}: {problem}"}

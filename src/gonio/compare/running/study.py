@@ -1,0 +1,447 @@
+"""A study's folder: the plan as JSON, one SQLite database, and a lock.
+
+A run is finished exactly when its row is committed. There is no state "running" that a killed process
+could leave behind, and nothing to repair: a run without a row is run again, from its seed. Each row has a checksum
+over its other columns; a row that does not match it is damaged, counts as absent, and is written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gonio.compare.judging.results import Results, RunRecord, Tuned
+from gonio.compare.judging.summary import CostRow, summarise
+from gonio.compare.planning.plan import Plan, RecipeEntry, extended
+from gonio.compare.running.tuning import Trial, best, defaults_of, ready
+from gonio.errors import StudyError, StudyLockedError
+from gonio.escaping import plain
+
+DATABASE, VERSION = "study.db", 3
+_PLAN = "plan.json"
+# Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table.
+_TABLES = ("runs", "costs", "trials", "choices", "artifacts")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
+    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, seed)
+);
+CREATE TABLE IF NOT EXISTS costs (
+    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL,
+    PRIMARY KEY (hash, kind, block)
+);
+CREATE TABLE IF NOT EXISTS trials (
+    hash TEXT NOT NULL, number INTEGER NOT NULL, vals TEXT NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
+    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, number)
+);
+CREATE TABLE IF NOT EXISTS choices (hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS artifacts (name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL);
+"""
+_LOOKS = "CREATE TABLE IF NOT EXISTS looks (runs INTEGER PRIMARY KEY)"
+
+
+class Study:
+    """A comparison on disk.
+
+    Any number of processes may read it, also while it runs. Only :func:`gonio.compare.run` writes runs to it;
+    reading results records that they were looked at.
+    The folder must be on a local file system: SQLite's write-ahead log does not work over NFS.
+
+    Attributes:
+        path: the folder.
+        plan: fixed before the first run.
+        discarded: names of the damaged rows that were removed when the study was opened for writing.
+
+    Example:
+        >>> import tempfile
+        >>> plan = gonio.compare.make_plan(["orthogonal-init"], seeds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     study = gonio.compare.Study.create(folder, plan)
+        ...     len(study.missing()), gonio.compare.Study.open(folder).plan == plan
+        (4, True)
+    """
+
+    def __init__(self, path: Path, plan: Plan, discarded: Sequence[str] = ()) -> None:
+        self.path = path
+        self.plan = plan
+        self.discarded = tuple(discarded)
+
+    @classmethod
+    def create(cls, path: str | Path, plan: Plan) -> Study:
+        """A new study, or the existing one if its plan equals `plan` or is extended by it.
+
+        Raises:
+            PlanChangedError: the folder's plan differs in more than added seeds and recipes.
+            StudyLockedError: another process is running the study.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            return cls.create_locked(folder, plan)
+
+    @classmethod
+    def create_locked(cls, folder: Path, plan: Plan) -> Study:
+        """:meth:`create` for a caller that holds the folder's lock."""
+        prepare(folder)
+        ((finished,),) = select(folder, "SELECT COUNT(*) FROM runs")
+        if (folder / _PLAN).exists():
+            plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
+        _write_plan(folder, plan)
+        damaged = cls(folder, plan).damaged()
+        _discard(folder)
+        return cls(folder, plan, damaged)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Study:
+        """The study in a folder, for reading.
+
+        Raises:
+            StudyError: there is none, or it cannot be read.
+        """
+        folder = Path(path)
+        for name in (_PLAN, DATABASE):
+            if not (folder / name).is_file():
+                raise StudyError(str(path), f"there is no {name} in it", "Give the folder of a study.")
+        with transaction(folder):
+            return cls(folder, _read_plan(folder))
+
+    def missing(self) -> list[tuple[RecipeEntry, int]]:
+        """The runs to do: those without a row, and failed ones, whose cause may have been an accident."""
+        rows = {key for key, record in self._records().items() if record.status != "failed"}
+        return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
+
+    def damaged(self) -> list[str]:
+        """The rows whose content does not match their checksum, by name; they count as absent."""
+        names = {entry.hash: entry.name for entry in self.plan.recipes}
+        labels = {"runs": "seed", "trials": "trial", "costs": "cost", "choices": "tuned values", "artifacts": ""}
+        return [
+            f"{table}: {names.get(row[0], plain(str(row[0])[:16]))}, {labels[table]} {plain(str(row[1])[:16])}"
+            for table in _TABLES
+            for row in _rows(self.path, table)[1]
+        ]
+
+    def scratch(self, entry: RecipeEntry, seed: int) -> Path:
+        """The folder for a run's files until it is finished."""
+        return self.path / "work" / f"{entry.hash[:16]}-{seed}"
+
+    def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
+        """Commit one run; after the return no crash can lose it."""
+        content = record.to_dict()
+        seconds = content.pop("seconds")
+        used = json.dumps(dict(versions))
+        _insert(self.path, "runs", (entry.hash, record.seed, record.status, json.dumps(content), seconds, used))
+
+    def add_costs(self, rows: Sequence[CostRow]) -> None:
+        """Commit measured cost ratios, all or none."""
+        _insert(self.path, "costs", *rows)
+
+    def without_costs(self) -> list[RecipeEntry]:
+        """The recipes, baseline excluded, whose cost has not been measured; none for a script."""
+        if self.plan.scripted or self.plan.self_test:
+            return []
+        found = {hash_ for hash_, *_ in _rows(self.path, "costs")[0]}
+        return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]
+
+    def runs(self) -> tuple[RunRecord, ...]:
+        """Every run that has a row, in the plan's order of recipes and seeds."""
+        found = self._records()
+        order = [(entry.hash, seed) for entry in self.plan.recipes for seed in self.plan.seeds]
+        return tuple(found[key] for key in order if key in found)
+
+    def _records(self) -> dict[tuple[str, int], RunRecord]:
+        rows = _rows(self.path, "runs")[0]
+        return {(hash_, seed): _record(text, seconds) for hash_, seed, _, text, seconds, _ in rows}
+
+    @property
+    def trials(self) -> Trials:
+        """The trials of tuning."""
+        return Trials(self.path, self.plan)
+
+    def transferred(self) -> dict[str, Any] | None:
+        """The examples of the transfer attack as text: None if they were not made, {} if that failed."""
+        if self.plan.threat is None:
+            return None
+        found = dict(_rows(self.path, "artifacts")[0])
+        return dict(json.loads(found["transferred"])) if "transferred" in found else None
+
+    def keep_transferred(self, content: Mapping[str, Any]) -> None:
+        """Commit the examples of the transfer attack."""
+        _insert(self.path, "artifacts", ("transferred", json.dumps(dict(content))))
+
+    def results(self) -> Results:
+        """The results of the runs so far; see :class:`Results`. Counts as a look at them: see :meth:`looks`.
+
+        Raises:
+            MissingExtraError: scipy is not installed.
+        """
+        costs = _rows(self.path, "costs")[0]
+        used = [json.loads(text) for text in dict.fromkeys(row[-1] for row in _rows(self.path, "runs")[0])]
+        runs = self.runs()
+        self._look(sum(run.status != "failed" for run in runs))
+        found = summarise(self.plan, runs, costs, used, self.looks())
+        damaged = [f"Damaged in {DATABASE} and left out: {name}." for name in self.damaged()]
+        return replace(found, tuning=self.trials.summary(), notes=(*found.notes, *damaged))
+
+    def looks(self) -> tuple[int, ...]:
+        """Number of finished runs at each look at new results."""
+        with transaction(self.path) as database:
+            known = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'looks'").fetchone()
+            rows = database.execute("SELECT runs FROM looks ORDER BY runs").fetchall() if known else []
+        return tuple(count for (count,) in rows)
+
+    def _look(self, count: int) -> None:
+        """Record a look at the results of so many runs, if the study can be written to."""
+        if count and count not in self.looks() and os.access(self.path, os.W_OK):
+            with suppress(StudyError), transaction(self.path) as database:  # a full disk does not hide results
+                database.execute(_LOOKS)
+                database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
+
+
+class Trials:
+    """The trials of a study, and the chosen values.
+
+    A trial is done exactly when its row is committed. The choice is made once, after the last trial of a recipe, so
+    all runs of a recipe use the same values.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder, self._plan = folder, plan
+
+    def of(self, entry: RecipeEntry) -> list[Trial]:
+        """The trials of one recipe, by number."""
+        if self._plan.tuning is None:
+            return []
+        rows = sorted(_rows(self._folder, "trials")[0], key=lambda row: row[1])
+        return [
+            Trial(number, json.loads(values), _record(text, seconds))
+            for hash_, number, values, _, text, seconds, _ in rows
+            if hash_ == entry.hash
+        ]
+
+    def add(self, entry: RecipeEntry, trial: Trial, versions: Mapping[str, str]) -> None:
+        """Commit one trial."""
+        content = trial.record.to_dict()
+        seconds = content.pop("seconds")
+        values, record, used = (json.dumps(part) for part in (dict(trial.values), content, dict(versions)))
+        row = (entry.hash, trial.number, values, trial.record.status, record, seconds, used)
+        _insert(self._folder, "trials", row)
+
+    def ready(self, entry: RecipeEntry) -> list[int]:
+        """The numbers of the trials that can be made now; none once the choice is made."""
+        return [] if self.chosen(entry) is not None else ready(self._plan, self.of(entry))
+
+    def choose_if_complete(self, entry: RecipeEntry) -> None:
+        """After the last trial, commit the values of the best one; the defaults if no trial finished."""
+        trials = self.of(entry)
+        if self._plan.tuning is None or self.chosen(entry) is not None or len(trials) < self._plan.tuning.trials:
+            return
+        trial = best(self._plan, trials)
+        values = defaults_of(self._plan, entry) if trial is None else dict(trial.values)
+        _insert(self._folder, "choices", (entry.hash, json.dumps(values)))
+
+    def chosen(self, entry: RecipeEntry) -> dict[str, float] | None:
+        """The values of a recipe's runs; None before they are chosen, {} without tuning."""
+        if self._plan.tuning is None:
+            return {}
+        found = dict(_rows(self._folder, "choices")[0])
+        return dict(json.loads(found[entry.hash])) if entry.hash in found else None
+
+    def left(self) -> int:
+        """How many trials are still to be made."""
+        if self._plan.tuning is None:
+            return 0
+        return sum(self._plan.tuning.trials - len(self.of(e)) for e in self._plan.recipes if self.chosen(e) is None)
+
+    def summary(self) -> tuple[Tuned, ...]:
+        """The tuning of each recipe, the baseline included; empty without tuning."""
+        if self._plan.tuning is None:
+            return ()
+        return tuple(self._tuned(entry) for entry in self._plan.recipes)
+
+    def _tuned(self, entry: RecipeEntry) -> Tuned:
+        trials = self.of(entry)
+        winner, first = best(self._plan, trials), next((t for t in trials if t.number == 0), None)
+        return Tuned(
+            recipe=entry.name,
+            trials=len(trials),
+            failed=sum(trial.record.status == "failed" for trial in trials),
+            diverged=sum(trial.record.status == "diverged" for trial in trials),
+            defaults=defaults_of(self._plan, entry),
+            chosen=self.chosen(entry) or {},
+            score=winner.record.score if winner else None,
+            default_score=first.record.score if first else None,
+            seconds=sum(trial.record.seconds or 0.0 for trial in trials),
+        )
+
+
+def _record(text: str, seconds: float | None) -> RunRecord:
+    return RunRecord(**json.loads(text), seconds=seconds)
+
+
+# --- the database -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def transaction(folder: Path) -> Iterator[sqlite3.Connection]:
+    """A connection for one transaction: committed at the end of the block, rolled back by an exception.
+
+    Raises:
+        StudyError: the database cannot be used, or is of a newer gonio.
+    """
+    path = folder / DATABASE
+    # an archived study may lie where nothing can be written, not even SQLite's own files
+    fixed = path.exists() and not os.access(folder, os.W_OK)
+    try:
+        where = f"{path.absolute().as_uri()}?immutable=1" if fixed else path.absolute().as_uri()
+        with closing(sqlite3.connect(where, uri=True)) as database, database:
+            database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
+            if not fixed:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits in a power failure
+            found = database.execute("PRAGMA user_version").fetchone()[0]
+            if found > VERSION:
+                why = f"{DATABASE} has format {found}, and this gonio reads up to {VERSION}"
+                raise StudyError(str(folder), why, "Use a newer gonio.")
+            yield database
+    except sqlite3.Error as error:
+        raise StudyError(str(folder), f"{DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
+
+
+def prepare(folder: Path) -> None:
+    """Create the tables and columns that are missing, in a new study or one of an older gonio."""
+    with transaction(folder) as database:
+        if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+            return
+        database.executescript(_SCHEMA)
+        for table in _TABLES:
+            if not _has_checksums(database, table):
+                database.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT")
+        for table in _TABLES:  # an older gonio wrote these rows
+            for number, *row, _ in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
+                checksum = _checksum(row) if _readable(table, row) else None
+                database.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, number))
+        database.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def select(folder: Path, query: str) -> list[Any]:
+    """The rows of a query."""
+    with transaction(folder) as database:
+        return database.execute(query).fetchall()
+
+
+def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The rows of a table without their checksum: the intact and the damaged ones."""
+    with transaction(folder) as database:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+            return [], []  # format 1
+        checked = _has_checksums(database, table)
+        rows = database.execute(f"SELECT * FROM {table}").fetchall()
+    intact: list[tuple[Any, ...]] = []
+    damaged: list[tuple[Any, ...]] = []
+    for row in rows:
+        content = row[:-1] if checked else row
+        valid = row[-1] == _checksum(content) if checked else _readable(table, content)
+        (intact if valid else damaged).append(content)
+    return intact, damaged
+
+
+def _readable(table: str, row: Sequence[Any]) -> bool:
+    """Whether a row without a checksum, of an older gonio, can be read."""
+    try:
+        if table == "runs":
+            record = _record(row[3], row[4])
+            return record.status == row[2] and record.seed == row[1] and isinstance(json.loads(row[5]), dict)
+        if table == "trials":
+            return _record(row[4], row[5]).status == row[3] and isinstance(json.loads(row[2]), dict)
+        return table == "costs" or isinstance(json.loads(row[1]), dict)
+    except (ValueError, TypeError):
+        return False
+
+
+def _discard(folder: Path) -> None:
+    """Delete the damaged rows."""
+    with transaction(folder) as database:
+        for table in _TABLES:
+            for number, *row, checksum in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
+                if checksum != _checksum(row):
+                    database.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
+
+
+def _insert(folder: Path, table: str, *rows: Sequence[Any]) -> None:
+    """Commit rows with their checksums, all or none."""
+    with transaction(folder) as database:
+        for row in rows:
+            marks = ", ".join("?" * (len(row) + 1))
+            database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*row, _checksum(row)))
+
+
+def _has_checksums(database: sqlite3.Connection, table: str) -> bool:
+    return any(column[1] == "checksum" for column in database.execute(f"PRAGMA table_info({table})"))
+
+
+def _checksum(row: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(row), default=repr).encode()).hexdigest()
+
+
+# --- the lock and the plan --------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a study's folder, which must exist.
+
+    The operating system releases it when the process dies.
+
+    Raises:
+        StudyLockedError: another process holds it.
+    """
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(20).strip()
+            raise StudyLockedError(str(folder), f"process {holder}" if holder.isdigit() else "") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _read_plan(folder: Path) -> Plan:
+    try:
+        data: dict[str, Any] = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
+        plan = Plan.from_dict(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{_PLAN} cannot be read: {error}"
+        raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
+    if plan.hash != data.get("hash"):
+        why = f"{_PLAN} does not have the hash that it states"
+        raise StudyError(str(folder), why, "It was edited; restore it, or start a new study.")
+    return plan
+
+
+def _write_plan(folder: Path, plan: Plan) -> None:
+    """Replace the plan atomically: a crash leaves the old or the new one."""
+    text = json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n"
+    path, draft = folder / _PLAN, folder / f"{_PLAN}.new"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,186 @@
+"""Tuning (`--tune`): the search space, and trials that Optuna proposes and the study's database stores."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from gonio.compare.judging.results import RunRecord
+from gonio.compare.planning.plan import Plan, RecipeEntry
+from gonio.errors import MissingExtraError
+from gonio.seeding import derive_seed
+
+LEARNING_RATE = "lr"
+_RANDOM = 8  # trials that depend on no others: the defaults and seven at random
+_ROUND = 4  # later trials that depend on the same others, so they can run at the same time
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One number that is searched, on a logarithmic scale.
+
+    Attributes:
+        name: `lr`, or the place of a strength in the recipe, e.g. `penalty.1.strength` for the first rule.
+    """
+
+    name: str
+    default: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, name: str, default: float, factor: float) -> Dimension:
+        """From `default / factor` to `default · factor`."""
+        return cls(name, default, default / factor, default * factor)
+
+
+def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
+    """The search space of one recipe: the learning rate first, then its strengths in order.
+
+    A strength of 0 has no logarithm and is not searched.
+
+    Example:
+        >>> from gonio.compare.running.tuning import space_of
+        >>> plan = gonio.compare.make_plan(["scale-shift"], seeds=1, tune=4)
+        >>> [(d.name, d.low, d.high) for d in space_of(plan, plan.recipes[1])]
+        [('lr', 0.00625, 0.4), ('penalty.1.strength', 0.0033333333333333335, 3.0)]
+    """
+    if plan.tuning is None:
+        return ()
+    rate, strength = plan.tuning.rate_factor, plan.tuning.strength_factor
+    found = [Dimension.around(LEARNING_RATE, plan.trained.lr, rate)]
+    for number, rule in enumerate(entry.content.get("penalty", ()), start=1):
+        if rule.get("strength"):
+            found.append(Dimension.around(f"penalty.{number}.strength", float(rule["strength"]), strength))
+    return tuple(found)
+
+
+def defaults_of(plan: Plan, entry: RecipeEntry) -> dict[str, float]:
+    """The default values of one recipe's search space."""
+    return {dimension.name: dimension.default for dimension in space_of(plan, entry)}
+
+
+def settled(plan: Plan, entry: RecipeEntry, values: Mapping[str, float]) -> tuple[Plan, RecipeEntry]:
+    """The plan and recipe with these values in place of their defaults; the recipe keeps its hash."""
+    if not values:
+        return plan, entry
+    content: dict[str, Any] = copy.deepcopy(dict(entry.content))
+    for name, value in values.items():
+        if name != LEARNING_RATE:
+            verb, number, option = name.split(".")
+            content[verb][int(number) - 1][option] = value
+    changed = replace(entry, content=content)
+    recipes = tuple(changed if each.hash == entry.hash else each for each in plan.recipes)
+    training = replace(plan.trained, lr=values.get(LEARNING_RATE, plan.trained.lr))
+    return replace(plan, training=training, recipes=recipes), changed
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a recipe with other values, judged on the validation split alone.
+
+    Attributes:
+        number: from 0; the first has the defaults.
+        values: by the names of :func:`space_of`.
+        record: its result; `score` is the best validation score.
+    """
+
+    number: int
+    values: Mapping[str, float]
+    record: RunRecord
+
+
+def ready(plan: Plan, done: Sequence[Trial]) -> list[int]:
+    """The numbers of a recipe's trials that can run now, because the trials that they depend on are done.
+
+    Example:
+        >>> from gonio.compare.running.tuning import ready
+        >>> plan = gonio.compare.make_plan([], seeds=1, tune=10)
+        >>> ready(plan, [])
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    if plan.tuning is None:
+        return []
+    numbers = {trial.number for trial in done}
+    waiting = [number for number in range(plan.tuning.trials) if number not in numbers]
+    return [number for number in waiting if all(seen in numbers for seen in range(_looked_at(number)))]
+
+
+def _looked_at(number: int) -> int:
+    """How many of the first trials a trial's values depend on."""
+    return 0 if number < _RANDOM else _RANDOM + (number - _RANDOM) // _ROUND * _ROUND
+
+
+def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) -> dict[str, float]:
+    """The values of one trial; they depend only on the plan and on the trials before it.
+
+    So a killed tuning proposes the same values again when it is resumed, with any number of runs at a time. The
+    random trials draw the same learning rates for every recipe.
+
+    Raises:
+        MissingExtraError: optuna is not installed.
+    """
+    if number == 0 or plan.tuning is None:
+        return defaults_of(plan, entry)
+    optuna = require_optuna()
+    seed = derive_seed(plan.tuning.seed, "trial", number) % 2**32
+    space = space_of(plan, entry)
+    ranges = {d.name: optuna.distributions.FloatDistribution(d.low, d.high, log=True) for d in space}
+    with _quiet(optuna):
+        search = optuna.create_study(
+            direction="maximize" if plan.direction == "max" else "minimize",
+            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM),
+        )
+        seen = [trial for trial in done if trial.number < _looked_at(number)]
+        scores = _scores(plan, seen)
+        for trial in sorted(seen, key=lambda trial: trial.number):
+            states, score = optuna.trial.TrialState, scores.get(trial.number)
+            known = optuna.trial.create_trial(
+                params=dict(trial.values), distributions=ranges, value=score,
+                state=states.FAIL if score is None else states.COMPLETE,
+            )  # fmt: skip
+            search.add_trial(known)
+        return dict(search.ask(ranges).params)
+
+
+def _scores(plan: Plan, trials: Sequence[Trial]) -> dict[int, float]:
+    """Validation scores by number; a diverged trial has the worst score, a failed one none."""
+    finished = [trial.record.score for trial in trials if trial.record.score is not None]
+    reached = finished if plan.worst is None else [*finished, plan.worst]
+    worst = (min if plan.direction == "max" else max)(reached, default=None)
+    found = {t.number: worst if t.record.status == "diverged" else t.record.score for t in trials}
+    return {number: score for number, score in found.items() if score is not None}
+
+
+def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
+    """The trial with the best validation score, of equal ones the first; None if none finished."""
+    finished = [trial for trial in trials if trial.record.score is not None]
+    return max(finished, key=lambda t: (plan.sign * (t.record.score or 0.0), -t.number), default=None)
+
+
+@contextmanager
+def _quiet(optuna: ModuleType) -> Iterator[None]:
+    """Suppress Optuna's message for each study that is made."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def require_optuna() -> ModuleType:
+    """The package.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import optuna  # its import takes a second, which a study without tuning does not need
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tuning (--tune)", "optuna", "tune") from error
+    return optuna

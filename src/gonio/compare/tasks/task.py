@@ -1,0 +1,141 @@
+"""A task: data in three splits, a loss, a metric, and how its baseline is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from gonio.compare.planning.plan import AttackConfig, Training
+from gonio.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples and their targets, in memory.
+
+    Shape:
+        - ``inputs``: (N, ...); ``targets``: (N, ...).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
+            raise InvalidArgumentError(
+                "a split needs as many targets as inputs, and at least one",
+                f"{len(self.inputs)} inputs and {len(self.targets)} targets",
+                "Check the task's data.",
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Percentage of rows whose largest output is at the target class.
+
+    Shape:
+        - ``outputs``: (N, K); ``targets``: (N,) integers.
+
+    Example:
+        >>> gonio.compare.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
+        50.0
+    """
+    # an integer count, so that no summation order can change the last bit
+    return 100.0 * int((outputs.argmax(1) == targets).sum()) / len(targets)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The score of a run.
+
+    Attributes:
+        function: maps (outputs, targets) of a whole split to a number.
+        direction: `max` if larger is better, else `min`.
+        worst: the worst possible value, if there is one; the score of a diverged run.
+    """
+
+    name: str
+    function: Callable[[Tensor, Tensor], float]
+    direction: str = "max"
+    unit: str = ""
+    worst: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("max", "min"):
+            raise InvalidArgumentError(
+                "a metric's direction must be 'max' or 'min'", repr(self.direction), "Use one of them."
+            )
+
+
+ACCURACY = Metric("accuracy", accuracy, "max", "%", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The data, loss and metric with which the models of a comparison are trained and judged.
+
+    Attributes:
+        model: name of the default model.
+        sizes: `num_classes` and `in_channels`, passed to the model's factory where it takes them.
+        training: the best known training of the baseline; `notes` should say how it was found.
+        sesoi: smallest effect of interest, in the metric's unit.
+        augment: maps (inputs, generator) to inputs of the same shape; called once per epoch on the training
+            split, with a generator that depends on seed and epoch alone.
+        standardize: mean and standard deviation of each channel, applied in front of the model. The inputs
+            themselves, and attacks on them, stay in their own unit.
+        recipes: default built-in recipes of a study of this task; empty: one per method family, where it fits
+            the model.
+        threat: how `--robust` disturbs inputs; None for inputs that have no small disturbance, such as text.
+        notes: remarks on the data and the training, printed with the results.
+    """
+
+    name: str
+    train: Split
+    validation: Split
+    test: Split
+    model: str
+    sizes: Mapping[str, int]
+    training: Training
+    sesoi: float
+    metric: Metric = ACCURACY
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    augment: Callable[[Tensor, Generator], Tensor] | None = None
+    standardize: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    recipes: tuple[str, ...] = ()
+    threat: AttackConfig | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """The three splits by name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def outputs(self, model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """The model's outputs for inputs in their own unit, standardised if the task says so.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> task = replace(gonio.compare.tasks.digits(), standardize=((0.5,), (0.25,)))
+            >>> task.outputs(nn.Identity(), torch.ones(1, 1, 1, 1)).item()
+            2.0
+        """
+        if self.standardize is None:
+            return model(inputs)
+        shape = (1, -1, *(1,) * (inputs.ndim - 2))
+        mean, std = (inputs.new_tensor(values).view(shape) for values in self.standardize)
+        return model((inputs - mean) / std)
+
+    def digest(self) -> str:
+        """SHA-256 over every number of the three splits."""
+        sha = hashlib.sha256()
+        for name, split in self.splits.items():
+            for tensor in (split.inputs, split.targets):
+                sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                sha.update(tensor.contiguous().numpy().tobytes())
+        return sha.hexdigest()

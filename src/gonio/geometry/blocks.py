@@ -1,0 +1,212 @@
+"""Stored matrices of any size, read in blocks: norms, non-finite entries, Gram matrix, directions of rows.
+
+The public functions of `gonio.geometry` return differentiable tensors. This module, `pairs` and
+`spectra.spectrum_estimate` return the plain numbers that :func:`gonio.measure` reports, in bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from gonio.geometry.norms import computed_in, least_norm, normalize
+
+__all__ = [
+    "BLOCK",
+    "CosineBlock",
+    "GramMatrix",
+    "NormSummary",
+    "count_nonfinite",
+    "row_blocks",
+    "row_directions",
+    "row_norms",
+    "rows_at",
+    "safe_scale",
+    "tiles",
+]
+
+BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
+LARGE = 1e15  # entries above it have squares whose sums overflow in float32
+GRAM_PARTS = 4  # row blocks of a Gram matrix
+COSINE_WIDTH = 512  # filters per block of cosines
+
+CosineBlock = tuple[int, Tensor, Tensor]
+"""(start, cosines, rows): cosines of all filters from position `start` on (rows) with the first of them (columns),
+and the row numbers in the matrix of the filters from `start` on."""
+
+
+def tiles(matrix: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of a matrix in float32 at least, each with its first row and first column; long rows are cut.
+
+    All blocks share one buffer: a block is valid until the next one is taken.
+    """
+    n, d = matrix.shape
+    width = max(1, min(d, BLOCK))
+    height = max(1, min(n, BLOCK // width))
+    buffer = torch.empty(height, width, dtype=computed_in(matrix.dtype), device=matrix.device)
+    for top in range(0, n, height):
+        for left in range(0, d, width):
+            part = matrix[top : top + height, left : left + width]
+            yield top, left, _copied(part, buffer)
+
+
+def row_blocks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Like :func:`tiles`, but of whole rows, however long, each with its first row."""
+    height = max(1, min(len(matrix), BLOCK // max(1, matrix.shape[1])))
+    buffer = torch.empty(height, matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
+    for top in range(0, len(matrix), height):
+        yield top, _copied(matrix[top : top + height], buffer)
+
+
+def _copied(part: Tensor, buffer: Tensor) -> Tensor:
+    view = buffer.flatten()[: part.numel()].view(part.shape)
+    return view.copy_(part)
+
+
+def rows_at(matrix: Tensor, rows: Tensor) -> Tensor:
+    """The rows with these numbers, in float32 at least."""
+    return matrix[rows].to(computed_in(matrix.dtype))
+
+
+def row_directions(rows: Tensor) -> Tensor:
+    """Unit vectors; rows whose squares would overflow are divided by their largest entry first."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    return normalize(rows / largest.masked_fill(~(largest > LARGE), 1) if bool((largest > LARGE).any()) else rows)
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """The norm of each row in float64; 0 below :func:`~gonio.geometry.norms.least_norm`.
+
+    Squares are summed in float64, at the scale of the row's largest entry where float64 itself overflows.
+    """
+    squares = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
+    for top, _, tile in tiles(matrix):
+        squares[top : top + len(tile)] += torch.linalg.vector_norm(tile, dim=1, dtype=torch.float64).square_()
+    norms = squares.sqrt_()
+    if matrix.dtype == torch.float64:
+        for row in (norms == torch.inf).nonzero().flatten().tolist():
+            scale = matrix[row].abs().amax()
+            if bool(torch.isfinite(scale)):
+                norms[row] = torch.linalg.vector_norm(matrix[row] / scale) * scale
+    return norms.masked_fill_(norms < least_norm(computed_in(matrix.dtype)), 0)
+
+
+@dataclass(frozen=True)
+class NormSummary:
+    """Distribution of the filter norms of a weight.
+
+    Attributes:
+        rms: root mean square of the entries.
+        frobenius: square root of the sum of their squares.
+        mean: of the filter norms, as are the next four.
+        std: with denominator n.
+        quantiles: least, quartiles (nearest order statistic), largest.
+        nonzero_min: least norm that is not 0; None if all are 0.
+        zeros: number of filters of norm 0.
+    """
+
+    rms: float
+    frobenius: float
+    mean: float
+    std: float
+    quantiles: tuple[float, ...]
+    nonzero_min: float | None
+    zeros: int
+
+    @classmethod
+    def of(cls, norms: Tensor, dim: int) -> NormSummary:
+        """Summary of at least one finite norm, as :func:`row_norms` returns them, of filters of length `dim`."""
+        most = float(norms.max())
+        frobenius = float(torch.linalg.vector_norm(norms / (most or 1.0))) * most  # the square of 1e200 overflows
+        points = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=norms.dtype, device=norms.device)
+        ordered = norms.sort().values
+        places = (points * (len(ordered) - 1)).round().long()  # torch.quantile refuses more than 2^24 numbers
+        return cls(
+            rms=frobenius / sqrt(norms.numel() * dim),
+            frobenius=frobenius,
+            mean=float(norms.mean()),
+            std=float(norms.std(correction=0)),
+            quantiles=tuple(ordered[places].tolist()),
+            nonzero_min=float(ordered[ordered > 0][0]) if bool((ordered > 0).any()) else None,
+            zeros=int((norms == 0).sum()),
+        )
+
+
+def count_nonfinite(tensor: Tensor) -> tuple[int, tuple[int, ...] | None]:
+    """Number of entries that are NaN or infinite, and the index of the first of them."""
+    flat = tensor.reshape(-1)
+    count, first = 0, None
+    for start in range(0, len(flat), BLOCK):
+        part = flat[start : start + BLOCK]
+        part = part.float() if part.element_size() == 1 else part
+        if bool(torch.isfinite(part.sum())):  # a non-finite entry makes the sum non-finite: a twentieth of the time
+            continue
+        bad = (~torch.isfinite(part)).nonzero()
+        if not len(bad):  # only the sum was out of range
+            continue
+        if first is None:
+            index = torch.unravel_index(bad[0, 0] + start, tensor.shape)
+            first = tuple(int(i) for i in index)
+        count += len(bad)
+    return count, first
+
+
+def safe_scale(matrix: Tensor) -> float:
+    """A divisor that keeps products in range: the largest absolute entry, or 1 if that is between 1e-10 and 1e10."""
+    largest = max((float(tile.abs().max()) for _, _, tile in tiles(matrix)), default=0.0)
+    return 1.0 if largest == 0 or 1e-10 < largest < 1e10 else largest
+
+
+@dataclass(frozen=True)
+class GramMatrix:
+    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines.
+
+    Attributes:
+        lower: correct on and below the block diagonal of :data:`GRAM_PARTS` × :data:`GRAM_PARTS` blocks; the
+            lower triangle is all that `eigvalsh` reads.
+        scale: :func:`safe_scale` of W.
+        of_filters: whether it is W Wᵀ.
+        dtype: in which figures of W are computed otherwise.
+    """
+
+    lower: Tensor
+    scale: float
+    of_filters: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> GramMatrix:
+        """The Gram matrix of an (n, d) matrix with finite entries."""
+        n, d = matrix.shape
+        scale = safe_scale(matrix)
+        wide = matrix.double() / scale
+        wide = wide if n <= d else wide.mT
+        lower = wide.new_zeros(len(wide), len(wide))
+        for start, stop in _row_parts(len(wide)):
+            torch.mm(wide[start:stop], wide[:stop].mT, out=lower[start:stop, :stop])
+        return cls(lower, scale, n <= d, computed_in(matrix.dtype))
+
+    @property
+    def has_cosines(self) -> bool:
+        """Whether it is W Wᵀ and no filter counts as zero."""
+        return self.of_filters and bool(self.lower.diagonal().amin() >= (least_norm(self.dtype) / self.scale) ** 2)
+
+    def cosines(self) -> Iterator[CosineBlock]:
+        """The cosines of all pairs of filters, block by block."""
+        inverse = self.lower.diagonal().rsqrt()
+        rows = torch.arange(len(inverse), device=inverse.device)
+        for top, bottom in _row_parts(len(inverse)):
+            for start in range(top, min(bottom, len(inverse) - 1), COSINE_WIDTH):
+                stop = min(bottom, start + COSINE_WIDTH)
+                scaled = self.lower[start:, start:stop] * inverse[start:, None]
+                yield start, scaled.mul_(inverse[start:stop]).to(self.dtype), rows[start:]
+
+
+def _row_parts(n: int) -> list[tuple[int, int]]:
+    """First and last row of each part of the Gram matrix."""
+    size = -(-n // GRAM_PARTS)
+    return [(start, min(start + size, n)) for start in range(0, n, size)]

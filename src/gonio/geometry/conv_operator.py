@@ -1,0 +1,254 @@
+"""A convolution as a linear map on feature maps: its symbol per frequency, and its dense matrix on a grid.
+
+The symbol is F(ω) = Σ_t W_t e^{−iω·t}. On a periodic grid the Fourier transform turns a convolution into these
+blocks, so the operator norm is the largest singular value of any of them; over all real ω it bounds the
+zero-padded operator on every grid. A stride is folded into channels first (polyphase form), after which it is
+1; a transposed convolution is the adjoint of the convolution with the same stored weight and has the same norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, pi, prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import widen
+from gonio.geometry.views import PLAIN, Layout
+
+__all__ = [
+    "Taps",
+    "frequencies",
+    "operator_matrix",
+    "periodic_grid",
+    "polyphase_grid",
+    "taps_of",
+    "unview_operator",
+]
+
+CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A stride-1 convolution: one matrix per tap, and the positions of the taps."""
+
+    matrices: Tensor  # (groups, taps, out, in)
+    positions: Tensor  # (taps, dims), integers from 0
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Largest position in each dimension: the degree of the symbol."""
+        return tuple(int(p) for p in self.positions.amax(0))
+
+    def phases(self, omega: Tensor) -> Tensor:
+        """e^{−iω·t}, (taps, frequencies), complex."""
+        angle = -(self.positions.to(omega) @ omega.mT)
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def symbol(self, omega: Tensor) -> Tensor:
+        """F(ω), (groups, frequencies, out, in), complex."""
+        phase = self.phases(omega)
+        flat = self.matrices.flatten(2).to(phase.dtype)  # (groups, taps, out·in)
+        return (phase.mT @ flat).unflatten(-1, self.matrices.shape[2:])
+
+    def group(self, index: int) -> Taps:
+        """The taps of one group."""
+        return Taps(self.matrices[index : index + 1], self.positions)
+
+    def smaller_side(self) -> Taps:
+        """The taps, or their transposes (the adjoint up to a reflection), with out ≤ in."""
+        out, in_ = self.matrices.shape[2:]
+        return self if out <= in_ else Taps(self.matrices.mT, self.positions)
+
+
+def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
+    """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped.
+
+    Raises:
+        InvalidArgumentError: for a weight without kernel dimensions, stacked blocks, a stride or dilation
+            of another rank, or padding that is neither zeros nor circular (reflection and replication
+            count pixels twice, so they have no symbol and a larger norm).
+    """
+    dims = weight.ndim - 2
+    stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
+    _check(weight, layout, stride, dilation)
+    kernel = weight.shape[2:]
+    offsets = torch.cartesian_prod(*(torch.arange(k) for k in kernel)).reshape(-1, dims)
+    offsets = (offsets * torch.tensor(dilation)).to(weight.device)
+    taps = widen(weight).unflatten(0, (layout.groups, -1)).flatten(3).movedim(-1, 1)  # (groups, taps, out, in)
+    return Taps(taps, offsets) if prod(stride) == 1 else _polyphase(taps, offsets, stride)
+
+
+def _check(weight: Tensor, layout: Layout, stride: Sequence[int], dilation: Sequence[int]) -> None:
+    dims = weight.ndim - 2
+    if dims < 1 or layout.blocks != 1 or len(stride) != dims or len(dilation) != dims:
+        raise InvalidArgumentError(
+            "the norm of a convolution needs its weight (out, in/groups, *kernel) and its layout",
+            f"shape {tuple(weight.shape)} with {layout}",
+            "Take the layout from the layer with layout_of(conv); for a Linear use spectral_norm().",
+        )
+    if layout.padding_mode not in ("zeros", "circular"):
+        raise InvalidArgumentError(
+            "the norm of a convolution is defined for zero and circular padding",
+            f"padding_mode={layout.padding_mode!r}, which repeats pixels and can have a larger norm",
+            "Use spectral_norm(operator_matrix(weight, size, layout)) on a small grid instead.",
+        )
+
+
+def _polyphase(taps: Tensor, offsets: Tensor, stride: Sequence[int]) -> Taps:
+    """Fold the stride into input channels: tap t becomes phase t mod s at position t div s."""
+    steps = torch.tensor(stride, device=offsets.device)
+    positions, phases = offsets // steps, offsets % steps
+    unique, where = torch.unique(positions, dim=0, return_inverse=True)
+    phase = phases[:, 0]
+    for dim in range(1, len(stride)):
+        phase = phase * stride[dim] + phases[:, dim]
+    groups, _, out, in_ = taps.shape
+    folded = taps.new_zeros(groups, len(unique) * prod(stride), out, in_)
+    folded = folded.index_copy(1, where * prod(stride) + phase, taps)
+    folded = folded.unflatten(1, (len(unique), prod(stride))).permute(0, 1, 3, 4, 2)
+    return Taps(folded.flatten(3), unique)
+
+
+def frequencies(size: Sequence[int], like: Tensor) -> Tensor:
+    """The half of the frequency grid that determines a real operator: (count, dims), in radians.
+
+    The other half is complex conjugate, with the same singular values.
+    """
+    half = [*size[:-1], size[-1] // 2 + 1]
+    axes = [
+        torch.arange(h, device=like.device, dtype=torch.float64) * (2 * pi / n) for h, n in zip(half, size, strict=True)
+    ]
+    return torch.cartesian_prod(*axes).reshape(-1, len(size)).to(like.dtype)
+
+
+def polyphase_grid(size: Sequence[int], layout: Layout, weight: Tensor, reach: Sequence[int]) -> tuple[int, ...]:
+    """`size` divided by the stride, and 1 in dimensions in which the symbol is constant."""
+    stride = layout.stride or (1,) * (weight.ndim - 2)
+    if len(size) != len(stride) or any(n < 1 or n % s for n, s in zip(size, stride, strict=False)):
+        raise InvalidArgumentError(
+            f"the grid needs one size per kernel dimension, each a multiple of the stride {tuple(stride)}",
+            f"{tuple(size)} for a weight of shape {tuple(weight.shape)}",
+            "Choose for example the layer's input size, rounded up to a multiple.",
+        )
+    return tuple(n // s if r else 1 for n, s, r in zip(size, stride, reach, strict=True))
+
+
+def periodic_grid(shape: Sequence[int], layout: Layout, *, least: int = 16) -> tuple[int, ...]:
+    """A grid for the norm of a convolution with a weight of `shape`, when no input size is known.
+
+    Per dimension `least` points, or twice the extent of the kernel if that is more, rounded up to a multiple of
+    the stride.
+    """
+    kernel = shape[2:]
+    dilation = layout.dilation or (1,) * len(kernel)
+    stride = layout.stride or (1,) * len(kernel)
+    extents = [2 * (d * (k - 1) + 1) for k, d in zip(kernel, dilation, strict=True)]
+    return tuple(s * ceil(max(least, extent) / s) for extent, s in zip(extents, stride, strict=True))
+
+
+# --- dense ----------------------------------------------------------------------------------------
+
+
+def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
+    r"""The matrix :math:`K` with :math:`\operatorname{vec}(\text{conv}(x)) = K \operatorname{vec}(x)` on a grid.
+
+    The layer's map without bias, with its stride, padding, padding mode, dilation and groups. The matrix is
+    dense, (out · output grid) × (in · input grid): use it for grids of a few hundred pixels.
+
+    Args:
+        weight: of a convolution or transposed convolution.
+        size: the input's spatial size, one number per kernel dimension.
+        layout: how the weight is stored and applied; see :func:`layout_of`.
+
+    Raises:
+        InvalidArgumentError: if `size` does not have one number per kernel dimension, or the weight is empty.
+
+    Example:
+        >>> gonio.geometry.operator_matrix(torch.tensor([[[1.0, 2.0]]]), (3,))
+        tensor([[1., 2., 0.],
+                [0., 1., 2.]])
+
+    See also:
+        :func:`unview_operator`, its inverse.
+    """
+    dims = weight.ndim - 2
+    if dims not in CONV or len(size) != dims or weight.numel() == 0:
+        raise InvalidArgumentError(
+            "operator_matrix() needs a convolution's weight with entries and one grid size per kernel dimension",
+            f"shape {tuple(weight.shape)} and size {tuple(size)}",
+            "Give for example size=(8, 8) with a Conv2d weight.",
+        )
+    channels = weight.shape[0] if layout.transposed else weight.shape[1] * layout.groups
+    count = channels * prod(size)
+    basis = torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, channels, *size)
+    return _apply(basis, weight, layout).reshape(count, -1).mT
+
+
+def _apply(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    dims = weight.ndim - 2
+    stride, dilation, padding = layout.stride or 1, layout.dilation or 1, layout.padding or 0
+    if layout.transposed:
+        extra = layout.output_padding or 0
+        return CONV_TRANSPOSE[dims](x, weight, None, stride, padding, extra, layout.groups, dilation)
+    if layout.padding_mode != "zeros" or isinstance(padding, str):
+        mode = "constant" if layout.padding_mode == "zeros" else layout.padding_mode
+        x, padding = F.pad(x, _pad_sides(weight, layout), mode=mode), 0
+    return CONV[dims](x, weight, None, stride, padding, dilation, layout.groups)
+
+
+def _pad_sides(weight: Tensor, layout: Layout) -> list[int]:
+    """Padding of both sides per dimension, last dimension first, as F.pad reads it."""
+    kernel = weight.shape[2:]
+    dilation = layout.dilation or (1,) * len(kernel)
+    if layout.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    elif isinstance(layout.padding, str):
+        sides = [(0, 0)] * len(kernel)
+    else:
+        sides = [(p, p) for p in layout.padding or (0,) * len(kernel)]
+    return [side for pair in reversed(sides) for side in pair]
+
+
+def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
+    """The weight of `shape` whose :func:`operator_matrix` on the grid `size` is nearest to `matrix`.
+
+    Each weight entry is the mean of the matrix entries that it determines: the exact inverse on operator
+    matrices, and the orthogonal projection onto them otherwise. Taps outside of the grid are 0.
+
+    Raises:
+        InvalidArgumentError: if `matrix` has another shape, or if two taps contribute to one entry of the matrix
+            (reflected or replicated padding, or a periodic grid smaller than the dilated kernel).
+
+    Example:
+        >>> weight = torch.tensor([[[1.0, 2.0]]])
+        >>> gonio.geometry.unview_operator(gonio.geometry.operator_matrix(weight, (3,)), (1, 1, 2), (3,))
+        tensor([[[1., 2.]]])
+    """
+    wide = widen(matrix)  # sums of half-precision entries overflow
+    zero = torch.zeros(tuple(shape), dtype=wide.dtype, device=wide.device)
+    view, pull = torch.func.vjp(partial(operator_matrix, size=size, layout=layout), zero)[:2]
+    if view.shape != matrix.shape:
+        raise InvalidArgumentError(
+            f"unview_operator() to {tuple(shape)} on the grid {tuple(size)} needs a matrix of {tuple(view.shape)}",
+            f"{tuple(matrix.shape)}",
+            "Pass the result of operator_matrix() with the same grid and layout.",
+        )
+    used = operator_matrix(torch.ones_like(zero), size, layout)
+    if bool((used > 1.5).any()):
+        raise InvalidArgumentError(
+            "unview_operator() needs every entry of the operator to come from one tap",
+            f"padding_mode={layout.padding_mode!r} on the grid {tuple(size)}, where some are sums of several",
+            "Use zero padding, or a periodic grid at least as large as the dilated kernel.",
+        )
+    (total,) = pull(wide)
+    (count,) = pull(used)
+    return (total / count.clamp_min(1)).to(matrix.dtype)

@@ -1,0 +1,294 @@
+"""The outputs of all layers on a batch, and the gradients there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gonio.geometry import angles, layout_of, matrix_view
+from gonio.measuring.figures.gradients import Gradient, leads_to, measure_gradients
+from gonio.parametrizations.parametrization import Parametrization
+from gonio.regularizers import SelfOrthogonality
+from gonio.seeding import generator
+from gonio.surgery import Site, sites
+from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.wrapping import run_eagerly, unwrapped
+
+_COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One layer's output on a batch, in evaluation mode, at the layer's first call, and the gradient there.
+
+    The gradient is that of the model's output multiplied by standard normal numbers and summed; its figures
+    are None where none arrives. A batch norm that has seen no batch yet has no meaningful statistics: it uses
+    those of this batch, as in the first step of training.
+
+    Attributes:
+        mean, std, rms: over all entries.
+        gain, norm_ratio: rms and norm of the output over those of the input; None where the layer has no
+            tensor input.
+        zeros: share of entries that are exactly 0.
+        units, dead_units: channels (dim 1, or the last of a 2- or 3-d output), and those that are 0 throughout.
+        nonfinite: entries that are NaN or infinite; they are left out of the other figures.
+        calls: how often the layer ran.
+        angles_read, angles_exact: root mean square of 90° − θ over pairs of filters, in degrees, estimated from the
+            signs of the outputs (without the bias of a finite sample), and computed from the weights. They agree for
+            inputs uniform in direction. Only for linear layers and convolutions with 2 to 2048 filters per group.
+        gradient_rms: of the gradient at the output.
+        gradient_gain, gradient_norm_ratio: rms and norm of the gradient at the input, through this layer
+            alone, over those at the output.
+        train_eval_gap: of a norm with running statistics: root mean square of the difference between its outputs with
+            the statistics of this batch and with the running ones, over the standard deviation of the latter output.
+            0 where they agree; about √(3/(2N)) for a batch of the training data with N values per channel. None
+            for norms that have seen no batch, and over several processes.
+        branch: "ends" where the layer's own weights are all 0, so that its output is 0 for every input: the end of
+            a residual branch initialised to the identity, not a dead layer. "waits" where the gradient is
+            exactly 0 for that reason, or because the branch is multiplied by 0: it trains once the zero has
+            changed. Else "".
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+    rms: float
+    gain: float | None
+    norm_ratio: float | None
+    zeros: float
+    units: int
+    dead_units: int
+    nonfinite: int
+    calls: int
+    angles_read: float | None = None
+    angles_exact: float | None = None
+    gradient_rms: float | None = None
+    gradient_gain: float | None = None
+    gradient_norm_ratio: float | None = None
+    train_eval_gap: float | None = None
+    branch: str = ""
+
+
+def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
+    """The outputs of all layers without sub-layers, in the order in which they run, and notes.
+
+    The model runs twice, in evaluation mode and without compilation, the second time with its backward; modes,
+    buffers, gradients and hooks are restored afterwards, also if it raises.
+    """
+    plain = unwrapped(model)  # hooks set after a compiled call would never fire
+    computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
+    layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
+    with run_eagerly(plain), evaluating(plain), _first_statistics(plain):
+        forward = _Outputs(layers).run(plain, batch)
+        backward, why = measure_gradients(plain, batch, list(forward))
+    zero = [m for m, s in forward.items() if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
+    dead = [backward[module].node for module in zero if module in backward]
+    signals = [_joined(m, s, backward.get(m), dead) for m, s in forward.items()]
+    return tuple(signals), (f"Gradients were not measured: {why}.",) if why else ()
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module has no sub-layers except those that compute its weight."""
+    lists = module._modules.get("parametrizations")
+    return all(child is lists or isinstance(child, _COMPUTING) for child in module.children())
+
+
+@contextmanager
+def _first_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch norms that have seen no batch use the statistics of this one, and do not update their own."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
+    fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked]
+    handles = [norm.register_forward_pre_hook(_use_batch) for norm in fresh]
+    try:
+        yield
+    finally:
+        for norm, handle in zip(fresh, handles, strict=True):
+            handle.remove()
+            norm.track_running_stats, norm.training = True, False
+
+
+def _use_batch(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    several = inputs[0].numel() > inputs[0].shape[1]  # one value per channel has no variance
+    norm.training = several
+    norm.track_running_stats = not several  # type: ignore[assignment]
+
+
+class _Outputs:
+    """Hooks that measure each layer's first call; its input first, because a layer may overwrite it in place."""
+
+    def __init__(self, layers: dict[nn.Module, Site]) -> None:
+        self.layers = layers
+        self.found: dict[nn.Module, Signal] = {}
+        self.fed: dict[nn.Module, tuple[float, int]] = {}  # rms and number of entries
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, batch: Any) -> dict[nn.Module, Signal]:
+        """Call the model once; the signals of all layers that ran."""
+        handles = [layer.register_forward_pre_hook(self.before) for layer in self.layers]
+        handles += [layer.register_forward_hook(self.after) for layer in self.layers]
+        try:
+            call(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self.found
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        source = _first_tensor(inputs)
+        if module not in self.fed and source is not None:
+            self.fed[module] = _rms(source), source.numel()
+
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module in self.found:
+            self.found[module] = replace(self.found[module], calls=self.found[module].calls + 1)
+            return
+        tensor = _first_tensor(output)
+        if tensor is not None:
+            figures = _figures(tensor, *self.fed.get(module, (0.0, 0)))
+            figures["angles_read"], figures["angles_exact"] = off_right_angle(module, tensor)
+            figures["train_eval_gap"] = train_eval_gap(module, inputs, output)
+            parameters = list(module.parameters())
+            zero = bool(parameters) and not any(bool(parameter.any()) for parameter in parameters)
+            ends = figures["rms"] == 0 and figures["gain"] == 0 and zero
+            path, kind = self.layers[module].path, type(module).__name__
+            self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)
+
+
+def _joined(module: nn.Module, signal: Signal, gradient: Gradient | None, dead: list[Any]) -> Signal:
+    if gradient is None:
+        return signal
+    stopped = gradient.output == 0 and signal.rms > 0
+    waits = stopped and not any(leads_to(node, gradient.node) for node in dead)
+    return replace(
+        signal,
+        gradient_rms=gradient.rms,
+        gradient_gain=gradient.gain,
+        gradient_norm_ratio=gradient.norm_ratio,
+        branch=signal.branch or ("waits" if waits else ""),
+    )
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor in any nesting of tuples, lists and dicts."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            return leaf.detach()
+    return None
+
+
+def _figures(output: Tensor, fed: float, entries: int) -> dict[str, Any]:
+    units = output.movedim(1 if output.ndim > 3 else -1, 0).flatten(1) if output.ndim > 1 else output.unsqueeze(0)
+    finite = torch.isfinite(output)
+    values = output[finite].double()
+    rms = _rms(output)
+    gain = rms / fed if fed else None
+    return {
+        "shape": tuple(output.shape),
+        "mean": float(values.mean()) if values.numel() else 0.0,
+        "std": float(values.std(correction=0)) if values.numel() else 0.0,
+        "rms": rms,
+        "gain": gain,
+        "norm_ratio": None if gain is None else gain * sqrt(output.numel() / entries),
+        "zeros": float((output == 0).double().mean()),
+        "units": units.shape[0],
+        "dead_units": int((units == 0).all(1).sum()),
+        "nonfinite": int((~finite).sum()),
+    }
+
+
+def _rms(tensor: Tensor) -> float:
+    """Root mean square of the finite entries; 0 if there is none."""
+    values = tensor[torch.isfinite(tensor)].double()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+# --- norms: training mode beside evaluation mode ---------------------------------------------------------------------
+
+
+@torch.no_grad()
+def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
+    """Root mean square of (output with the batch's statistics − `output`), over the deviation of `output`.
+
+    None for modules without running statistics or before their first batch, for a batch without a variance (one value
+    per channel), and over several processes. The norm's statistics do not change.
+    """
+    mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if mean is None or var is None or norm.training or several:
+        return None
+    fresh = not bool(mean.any()) and not bool((var != 1).any())  # num_batches_tracked is not used by all norms
+    if fresh or not isinstance(output, Tensor) or output.numel() < 2:
+        return None
+    trained = _in_training(norm, inputs)
+    if trained is None:
+        return None
+    size = output.double().std(correction=0)
+    gap = (trained.double() - output.double()).square().mean().sqrt()
+    found = float(gap / size)
+    return found if size > 0 and found < float("inf") else None
+
+
+def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
+    """Its output in training mode; hooks do not run, and its buffers are restored."""
+    kept = {name: buffer.clone() for name, buffer in norm._buffers.items() if buffer is not None}
+    norm.training = True
+    try:
+        found = norm.forward(*inputs)
+    except (ValueError, RuntimeError):  # a single value per channel; a norm that trains on other devices only
+        return None
+    finally:
+        norm.training = False
+        for name, value in kept.items():
+            norm._buffers[name].copy_(value)  # type: ignore[union-attr]
+    return found if isinstance(found, Tensor) else None
+
+
+# --- angles between filters, estimated from outputs ------------------------------------------------------------------
+
+MOST_FILTERS = 2048  # in a group: their angles are a matrix
+SAMPLES = 4096
+RIGHT = 90.0
+
+# Nearly hard signs: with the γ = 10 of training, small deviations from 90° are estimated 6 to 8 % too large.
+_ESTIMATE = SelfOrthogonality(1.0, mean_ratio=0.0, gamma=1e3, standardize=True, samples=SAMPLES)
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@torch.no_grad()
+def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, float | None]:
+    r"""Root mean square of :math:`90° - \theta_{ij}` over pairs of filters: from the outputs, and from the weights.
+
+    The first is 90° · √(mean of ϑ²) without the bias of the finite sample, with ϑ the agreement in sign that
+    :class:`gonio.regularizers.SelfOrthogonality` penalises. The two agree where inputs are uniform in direction.
+    None for layers that are not linear, of one filter, or of more than :data:`MOST_FILTERS` per group.
+    """
+    weight = getattr(module, "weight", None)
+    if not (isinstance(module, _KINDS) and isinstance(weight, Tensor) and weight.is_floating_point()):
+        return None, None
+    layout = layout_of(module)
+    filters = matrix_view(weight, layout)
+    count = filters.shape[1]
+    if isinstance(module, nn.Linear):
+        x = output.reshape(-1, output.shape[-1])
+    else:  # without a batch dimension for a single input
+        x = output if output.ndim == weight.ndim else output.unsqueeze(0)
+    samples = min(SAMPLES, x.numel() // max(1, x.shape[1]))
+    readable = samples >= 3 and x.shape[1] == layout.groups * count and bool(torch.isfinite(x).all())
+    if not 2 <= count <= MOST_FILTERS or not readable:
+        return None, None
+    spread = _ESTIMATE.value(x.float(), groups=layout.groups, generator=generator(0, "measure", "samples"))
+    read = RIGHT * float(_ESTIMATE.debias(spread, samples).clamp_min(0).sqrt())
+    off = ~torch.eye(count, dtype=torch.bool, device=filters.device)
+    exact = (angles(filters).rad2deg() - RIGHT)[:, off]
+    return read, float(exact.square().mean().sqrt())

@@ -1,0 +1,281 @@
+"""The figures of one tensor, each beside the value for random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gonio.errors import GonioError
+from gonio.escaping import plain
+from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
+from gonio.geometry.blocks import GramMatrix, NormSummary, count_nonfinite, row_norms
+from gonio.geometry.conv_operator import periodic_grid
+from gonio.geometry.pairs import PairStatistics, pair_statistics
+from gonio.geometry.spectra import shared_gram, spectrum_estimate
+from gonio.measuring.reading.entry import PART, Entry, numbers_of
+
+Also = Collection[Literal["operator_norm"]]
+ALSO = ("operator_norm",)  # figures measured on request
+GRID = 16  # positions in each dimension of the periodic grid of an operator norm
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TensorMeasurement:
+    r"""One tensor of a model: norms and angles of its filters, its spectrum, and the values for random weights.
+
+    A filter is one output's weights, flattened: n filters of length d in each of `groups` matrices. Only
+    filters of one group are compared, because others have other inputs. Figures that do not apply are None:
+    a depthwise convolution has no pairs, a bias no filters.
+
+    Attributes:
+        status: `measured`; `no filters` (checked for non-finite values only); `skipped`.
+        reason: why it is not `measured`.
+        entries, nonfinite: number of entries, and of those that are NaN or infinite. Filters with such entries
+            are left out of all other figures.
+        rms, frobenius: root mean square of the entries; square root of the sum of their squares.
+        zero_filters: filters whose entries are all 0 (dead, unless training starts there on purpose).
+        norm_quantiles: minimum, quartiles and maximum of the filter norms. `norm_nonzero_min`: the smallest that is
+            not 0.
+        angle_mean, angle_std: over all pairs, in degrees. `angle_std_random`: that of random directions
+            (their mean is 90).
+        alignment: mean squared cosine times d: 1 for random directions, 0 for orthogonal filters.
+            `alignment_error`: its standard error; 0 where all pairs were counted, and not a sample.
+            `alignment_z`: its distance from 1 in standard deviations of random weights.
+        coherence: largest absolute cosine. `coherence_random`: its median for random directions;
+            `welch_bound`: its lower bound for n vectors in d dimensions.
+        near_duplicates: pairs with an absolute cosine of at least 0.95; `near_antipodal`: those with a negative one.
+            `closest`: the two filters whose absolute cosine is the coherence, counted over all groups.
+        sigma_max, sigma_min, stable_rank, effective_rank: of the matrices as one block-diagonal matrix.
+            `sigma_random`, `stable_rank_random`: for independent entries of the same root mean square.
+            `sigma_error`: 0 where all singular values were computed; for a larger weight an upper bound of the share
+            by which `sigma_max` is too small, with a probability of 99 %; usually the error is 100 times smaller.
+        spectrum_distance: of the distribution of squared singular values from the Marchenko–Pastur law for
+            entries of the same root mean square: largest difference of the distribution functions, between 0 and 1.
+            `spectrum_distance_random`: that of one random matrix.
+        spectrum_outliers: singular values above the 99.9 % quantile of the largest one of a random matrix;
+            `spectrum_outlier_share`: their share of the squared norm.
+        orthogonality_defect: root mean square of the squared singular values over their mean, minus 1: 0 exactly for
+            multiples of semi-orthogonal matrices. `orthogonality_defect_random`: for normal entries.
+        operator_norm: of the layer as a linear map: `sigma_max` for linear layers and 1×1 kernels; for other
+            convolutions the norm on a periodic grid, measured on request (`also`).
+        angle_histogram: pairs per degree.
+    """
+
+    name: str
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    status: str
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    entries: int = 0
+    nonfinite: int = 0
+    first_nonfinite: tuple[int, ...] | None = None
+    groups: int | None = None
+    filters: int | None = None
+    dim: int | None = None
+    rms: float | None = None
+    frobenius: float | None = None
+    norm_mean: float | None = None
+    norm_std: float | None = None
+    norm_quantiles: tuple[float, ...] | None = None
+    norm_nonzero_min: float | None = None
+    zero_filters: int | None = None
+    pairs: int | None = None
+    angle_mean: float | None = None
+    angle_std: float | None = None
+    angle_std_random: float | None = None
+    alignment: float | None = None
+    alignment_error: float | None = None
+    alignment_z: float | None = None
+    coherence: float | None = None
+    coherence_random: float | None = None
+    welch_bound: float | None = None
+    near_duplicates: int | None = None
+    near_antipodal: int | None = None
+    closest: tuple[int, int] | None = None
+    sigma_max: float | None = None
+    sigma_min: float | None = None
+    sigma_error: float | None = None
+    sigma_random: float | None = None
+    stable_rank: float | None = None
+    stable_rank_random: float | None = None
+    effective_rank: float | None = None
+    spectrum_distance: float | None = None
+    spectrum_distance_random: float | None = None
+    spectrum_outliers: int | None = None
+    spectrum_outlier_share: float | None = None
+    orthogonality_defect: float | None = None
+    orthogonality_defect_random: float | None = None
+    operator_norm: float | None = None
+    angle_histogram: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        figures = "" if self.filters is None else f": {self.total_filters} filters of length {self.dim}"
+        angles = "" if self.alignment is None else f", alignment {self.alignment:.3g}"
+        why = f": {plain(self.reason)}" if self.reason else ""
+        return f"<{plain(self.path)} ({plain(self.kind)}){figures}{angles}{why}>"
+
+    @property
+    def total_filters(self) -> int:
+        """Filters of all groups; 0 for a tensor without filters."""
+        return (self.groups or 0) * (self.filters or 0)
+
+
+@torch.no_grad()
+def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
+    """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
+
+    Args:
+        also: figures that take longer than all others together.
+    """
+    if entry.load is None:
+        return _row(entry, status="skipped", reason=entry.reason)
+    try:
+        tensor, known, notes = _loaded(entry)
+        if tensor is None:
+            return _row(entry, **known)
+        known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
+        if entry.layout is None or tensor.ndim < 2:
+            reason = entry.reason or f"{tensor.ndim}-d: no filters"
+            return _row(entry, **known, status="no filters", reason=reason, notes=notes)
+        values = _filters(tensor, entry.layout, entry.name, notes)
+        values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
+        values["notes"] = (*values["notes"], *([said] if said else []))
+        return _row(entry, **known, status="measured", **values)
+    except Exception as error:  # reading a weight runs the model's own code, which may raise anything
+        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        return _row(entry, status="skipped", reason=f"cannot be read: {said}")
+
+
+def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...]]:
+    """The tensor's values, or None; the fields known from its header, or those of a row without values; notes."""
+    raw = entry.load() if entry.load is not None else None
+    if not isinstance(raw, Tensor):
+        return None, {"status": "skipped", "reason": f"not a tensor but {type(raw).__name__}"}, ()
+    numbers = numbers_of(raw)
+    notes = (*entry.notes, *numbers.notes)
+    known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
+    known["entries"] = raw.numel()
+    if numbers.tensor is None:
+        part = entry.kind == PART
+        status = "skipped" if numbers.skipped and not part else "no filters"
+        if raw.is_meta and entry.layout is not None and raw.ndim >= 2:
+            known |= zip(("groups", "filters", "dim"), matrix_view(raw, entry.layout).shape, strict=True)
+        reason = entry.reason if part else numbers.reason
+        return None, {**known, "status": status, "reason": reason, "notes": notes}, notes
+    return numbers.tensor, known, notes
+
+
+def _row(entry: Entry, **values: Any) -> TensorMeasurement:
+    base = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": (), "dtype": ""}
+    return TensorMeasurement(**{**base, "notes": entry.notes, **values})
+
+
+def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) -> dict[str, Any]:
+    matrices = matrix_view(tensor, layout)
+    groups, n, d = matrices.shape
+    norms = torch.cat([row_norms(matrix) for matrix in matrices])
+    fine = torch.isfinite(norms)
+    values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, **_norms(norms[fine], d)}
+    if not bool(fine.all()):
+        notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
+    whole = bool(fine.all()) and bool((norms > 0).any())
+    gram = shared_gram(matrices) if whole else None
+    pairs = pair_statistics(matrices, name=name, gram=gram)
+    values |= _angles(pairs, n, d) if pairs else {"pairs": 0}
+    if pairs is not None and pairs.sampled:
+        error = f"{2 * pairs.alignment_error:.2g}"
+        where = "among all of them" if pairs.searched else "among those drawn alone"
+        drawn = f"angles from {pairs.sampled} of {n} filters, drawn at random: alignment ± {error} (95 %)"
+        notes = (*notes, drawn, f"near duplicates sought {where}")
+    if whole:
+        values |= _spectrum(matrices, values["frobenius"], name, gram)
+    return {**values, "notes": notes}
+
+
+def _norms(norms: Tensor, dim: int) -> dict[str, Any]:
+    if not norms.numel():
+        return {"zero_filters": 0}
+    found = NormSummary.of(norms, dim)
+    return {
+        "rms": found.rms,
+        "frobenius": found.frobenius,
+        "norm_mean": found.mean,
+        "norm_std": found.std,
+        "norm_quantiles": found.quantiles,
+        "norm_nonzero_min": found.nonzero_min,
+        "zero_filters": found.zeros,
+    }
+
+
+def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
+    return {
+        "pairs": pairs.count,
+        "angle_mean": pairs.angle_mean,
+        "angle_std": pairs.angle_std,
+        "angle_std_random": chance.random_angle_std(d),
+        "alignment": pairs.alignment,
+        "alignment_error": pairs.alignment_error,
+        "alignment_z": pairs.alignment_zscore,
+        "coherence": pairs.coherence,
+        "coherence_random": chance.random_coherence(pairs.count, d),
+        "welch_bound": welch_bound(n, d),
+        "near_duplicates": pairs.near,
+        "near_antipodal": pairs.opposite,
+        "closest": pairs.closest,
+        "angle_histogram": pairs.histogram,
+    }
+
+
+def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: GramMatrix | None) -> dict[str, Any]:
+    _, n, d = matrices.shape
+    found = spectrum_estimate(matrices, name=name, gram=gram)
+    edge = marchenko_pastur(n, d, std=frobenius / sqrt(prod(matrices.shape))).upper
+    values: dict[str, Any] = {
+        "sigma_max": found.largest,
+        "sigma_error": found.error,
+        "sigma_random": edge,
+        "stable_rank": found.stable_rank(frobenius),
+        "stable_rank_random": (frobenius / edge) ** 2,
+    }
+    if found.values is None:
+        return values
+    values |= {"sigma_min": float(found.values.min()), "effective_rank": found.effective_rank}
+    deviation = chance.spectrum_deviation(found.values, n, d)
+    if deviation is None:
+        return values
+    return values | {
+        "spectrum_distance": deviation.distance,
+        "spectrum_distance_random": chance.random_spectrum_distance(n, d),
+        "spectrum_outliers": deviation.outliers,
+        "spectrum_outlier_share": deviation.outlier_share,
+        "orthogonality_defect": deviation.defect,
+        "orthogonality_defect_random": chance.random_orthogonality_defect(n, d),
+    }
+
+
+def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float | None) -> tuple[float | None, str]:
+    """The norm of the layer as a linear map, or None, and a note: the grid, or why there is no norm.
+
+    Args:
+        sigma_max: of the filters' matrix: the same number for linear layers and kernels of one position.
+    """
+    kernel = tensor.shape[2:]
+    if sigma_max is None or prod(kernel) == 1:
+        return sigma_max, ""
+    if "operator_norm" not in also:
+        return None, ""
+    grid = periodic_grid(tensor.shape, layout, least=GRID)
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    try:
+        found = conv_spectral_norm_estimate(wide, grid, layout=replace(layout, padding_mode="circular"))
+    except GonioError as error:
+        return None, f"no operator norm: {error}"
+    return float(found), f"operator norm on a periodic grid of {'×'.join(map(str, grid))}"

@@ -1,0 +1,1 @@
+"""Measurements and differences on a terminal, as a page, and as CSV, markdown and data frames."""

@@ -1,0 +1,327 @@
+r"""Magnitude functions :math:`h(\lVert x \rVert)`: how a decoupled operator depends on the norm of its input.
+
+Each is a frozen dataclass of numbers and pure functions. `alpha` scales the output, `beta` is the
+second slope where there is one, `radius` is the operator radius :math:`\rho` where there is one.
+
+`radius_in` is the unit of the radius: `"mean_norm"` (the mean norm of the layer's inputs: of the batch in
+training, its running mean in evaluation) or `"absolute"`. Norms grow as the square root of the number of
+inputs, so the same absolute radius has another effect in each layer; one mean norm has the same in all.
+
+`learn_alpha`, `learn_beta` and `learn_radius` make the number a parameter of the layer, one per filter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.nn.angular import Angular
+from gonio.nn.plots import draw_magnitude, draw_operator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Ball", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sphere", "Tanh"]
+
+Number = float | Tensor
+Unit = Literal["mean_norm", "absolute"]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The numbers of a magnitude function as a layer uses them, broadcastable against the norms."""
+
+    alpha: Number = 1.0
+    beta: Number = 0.0
+    radius: Number = 1.0
+
+
+class Magnitude(ABC):
+    """A magnitude function of the input's norm."""
+
+    alpha: float
+    bounded: ClassVar[bool]  # |h| ≤ alpha for every input
+    continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # every concrete class is a dataclass
+            _check_field(type(self).__name__, field.name, getattr(self, field.name))
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """The fields as numbers."""
+        return Coefficients(self.alpha, getattr(self, "beta", 0.0), getattr(self, "radius", 1.0))
+
+    @property
+    def has_radius(self) -> bool:
+        """Whether the function has an operator radius."""
+        return hasattr(self, "radius")
+
+    def __call__(self, norm: Tensor) -> Tensor:
+        """The value at `norm`, with the fields of this object and an absolute radius."""
+        return self.value(norm, self.coefficients)
+
+    @abstractmethod
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        """The value at `norm` with the coefficients `c`."""
+
+    @abstractmethod
+    def slope(self, norm: Tensor, c: Coefficients) -> Number:
+        """The value divided by `norm`; `norm` must be positive."""
+
+    def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Axes:
+        """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""
+        reach = 3 * float(getattr(self, "radius", 1.0))
+        if angular is None:
+            return draw_magnitude(self, reach, ax)
+        return draw_operator(self, angular, reach, ax)
+
+
+def _check_field(owner: str, name: str, value: Any) -> None:
+    if name == "radius_in":
+        valid, expected = value in ("mean_norm", "absolute"), '"mean_norm" or "absolute"'
+    elif name.startswith("learn_"):
+        valid, expected = isinstance(value, bool), "True or False"
+    elif isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value)):
+        valid, expected = False, "a finite number"
+    else:
+        valid, expected = name != "radius" or value > 0, "a positive number"
+    if not valid:
+        raise InvalidArgumentError(f"{owner}: invalid value of {name}", repr(value), f"Pass {expected}.")
+
+
+def scaled(x: Tensor, factor: Number) -> Tensor:
+    """The product, without an operation for the number 1."""
+    return x if isinstance(factor, float) and factor == 1.0 else x * factor
+
+
+def _at_least(norm: Tensor, radius: Number) -> Tensor:
+    return torch.maximum(norm, radius) if isinstance(radius, Tensor) else norm.clamp_min(radius)
+
+
+@dataclass(frozen=True)
+class Sphere(Magnitude):
+    r"""A constant, :math:`h = \alpha`: only the angle matters (SphereConv).
+
+    Bounded by :math:`\alpha`. A zero input has no direction; the operator is defined to be 0 there, with gradient 0.
+
+    Args:
+        alpha: the constant.
+
+    Example:
+        >>> gonio.nn.magnitude.Sphere(alpha=2.0)(torch.tensor([0.5, 100.0]))
+        tensor([2., 2.])
+
+    References:
+        [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017. https://arxiv.org/abs/1711.03189
+        [2] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    learn_alpha: bool = False
+    bounded = True
+    continuous_at_zero = False
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return torch.ones_like(norm) * c.alpha
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return c.alpha / norm
+
+
+@dataclass(frozen=True)
+class Ball(Magnitude):
+    r"""Linear up to the radius, then constant: :math:`h = \alpha \min(\lVert x \rVert, \rho) / \rho`.
+
+    Bounded by :math:`\alpha`; it tends to :class:`Sphere` as :math:`\rho \to 0`.
+
+    Args:
+        alpha: the value at and beyond the radius.
+        radius: where it turns, in the unit `radius_in`.
+
+    Example:
+        >>> gonio.nn.magnitude.Ball(radius=2.0)(torch.tensor([1.0, 2.0, 9.0]))
+        tensor([0.5000, 1.0000, 1.0000])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    radius: float = 1.0
+    learn_radius: bool = False
+    radius_in: Unit = "mean_norm"
+    learn_alpha: bool = False
+    bounded = True
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return norm * self.slope(norm, c)
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return c.alpha / _at_least(norm, c.radius)
+
+
+@dataclass(frozen=True)
+class Tanh(Magnitude):
+    r"""The smooth ball, :math:`h = \alpha \tanh(\lVert x \rVert / \rho)`.
+
+    Bounded by :math:`\alpha`; slope :math:`\alpha/\rho` at 0.
+
+    Args:
+        alpha: the bound.
+        radius: the norm at which it reaches 76 % of the bound, in the unit `radius_in`.
+
+    Example:
+        >>> gonio.nn.magnitude.Tanh(radius=2.0)(torch.tensor([0.0, 2.0, 100.0]))
+        tensor([0.0000, 0.7616, 1.0000])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    radius: float = 1.0
+    learn_radius: bool = False
+    radius_in: Unit = "mean_norm"
+    learn_alpha: bool = False
+    bounded = True
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return scaled(torch.tanh(norm / c.radius), c.alpha)
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return scaled(torch.tanh(norm / c.radius) / norm, c.alpha)
+
+
+@dataclass(frozen=True)
+class Linear(Magnitude):
+    r"""The norm itself, :math:`h = \alpha \lVert x \rVert`: a layer with normalised filters.
+
+    Unbounded. With the cosine and `weighted="linear"`, :math:`\alpha = 1`, it is the ordinary layer.
+
+    Args:
+        alpha: the slope.
+
+    Example:
+        >>> gonio.nn.magnitude.Linear(alpha=0.5)(torch.tensor([4.0]))
+        tensor([2.])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    learn_alpha: bool = False
+    bounded = False
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return norm * c.alpha
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Number:
+        return c.alpha
+
+
+@dataclass(frozen=True)
+class Segmented(Magnitude):
+    r"""Two slopes that meet at the radius.
+
+    .. math::
+        h = \alpha \lVert x \rVert \ (\lVert x \rVert \le \rho), \qquad
+        h = \beta \lVert x \rVert + (\alpha - \beta)\rho \ (\lVert x \rVert > \rho).
+
+    Unbounded unless :math:`\beta = 0`. With :math:`\beta = \alpha` it is :class:`Linear`; with
+    :math:`\beta = 0, \alpha = 1/\rho` it is :class:`Ball`.
+
+    Args:
+        alpha: the slope inside the radius.
+        beta: the slope outside.
+        radius: where they meet, in the unit `radius_in`.
+
+    Example:
+        >>> gonio.nn.magnitude.Segmented(radius=2.0)(torch.tensor([1.0, 2.0, 4.0]))
+        tensor([1., 2., 3.])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators"; the slopes 1 and
+        0.5 are those of the official code. https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.5
+    radius: float = 1.0
+    learn_radius: bool = False
+    radius_in: Unit = "mean_norm"
+    learn_alpha: bool = False
+    learn_beta: bool = False
+    bounded = False
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return norm * self.slope(norm, c)
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return (c.radius / _at_least(norm, c.radius)) * (c.alpha - c.beta) + c.beta
+
+
+@dataclass(frozen=True)
+class Logarithm(Magnitude):
+    r"""The logarithm, :math:`h = \alpha \log(1 + \lVert x \rVert)`.
+
+    Unbounded, with slope :math:`\alpha` at 0.
+
+    Args:
+        alpha: the factor.
+
+    Example:
+        >>> gonio.nn.magnitude.Logarithm()(torch.tensor([0.0, 1.0]))
+        tensor([0.0000, 0.6931])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    learn_alpha: bool = False
+    bounded = False
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return scaled(torch.log1p(norm), c.alpha)
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return scaled(torch.log1p(norm) / norm, c.alpha)
+
+
+@dataclass(frozen=True)
+class Mixed(Magnitude):
+    r"""A line plus a logarithm, :math:`h = \alpha \lVert x \rVert + \beta \log(1 + \lVert x \rVert)`.
+
+    Unbounded; with :math:`\beta = 0` it is :class:`Linear`, with :math:`\alpha = 0` :class:`Logarithm`.
+
+    Args:
+        alpha: the factor of the norm.
+        beta: the factor of the logarithm.
+
+    Example:
+        >>> gonio.nn.magnitude.Mixed(alpha=1.0, beta=1.0)(torch.tensor([1.0]))
+        tensor([1.6931])
+
+    References:
+        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.5
+    learn_alpha: bool = False
+    learn_beta: bool = False
+    bounded = False
+
+    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return norm * c.alpha + torch.log1p(norm) * c.beta
+
+    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
+        return torch.log1p(norm) / norm * c.beta + c.alpha

@@ -1,0 +1,427 @@
+"""How a parametrization computes a tensor of a layer: attach, read, assign, copy, load, detach.
+
+The trained Parameter stays in ``layer._parameters["weight"]``: the same object, under the same key, in the same
+place. The class of the layer becomes a subclass with a property ``weight`` that returns the effective weight,
+``layer.weight_parametrization(raw)``. A property takes precedence over ``nn.Module.__getattr__``, so every forward
+that reads ``self.weight`` uses the effective weight. The subclass is made once per (class, names) and never changed
+afterwards: copies and pickles refer to it by these two, and detaching gives one instance its own class back.
+
+``torch.nn.utils.parametrize`` was not enough. It moves the Parameter to ``parametrizations.weight.original``, which
+changes the key of the state dict and the order of ``parameters()`` and so invalidates checkpoints and states of
+optimizers; and it makes one class per instance, so that layers cannot be pickled or sent to another process. Here
+keys, Parameter objects and their order stay.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
+from gonio.geometry.views import layout_of
+from gonio.parametrizations.checkpoints import translate_
+from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.torch_internals import redirect_fsdp_
+
+__all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
+
+
+# --- attach and detach ----------------------------------------------------------------------------
+
+
+def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Parametrization:
+    """Compute the tensor `name` of a layer by a parametrization from now on; in place.
+
+    The Parameter object stays under its own name and in its place among the layer's parameters. It now is the
+    trained tensor, from which ``layer.weight`` is computed at each read. Parameters that the parametrization
+    adds (a gain) come after it, and are frozen if it is. ``layer.weight = tensor`` sets the effective weight.
+
+    Every layer whose forward reads the attribute is supported, including ``nn.MultiheadAttention``, the fast
+    path of ``nn.TransformerEncoderLayer``, RNN, LSTM and GRU. Not supported are weights that a forward changes
+    in place (``max_norm``), that have sparse gradients, that are sharded or not yet materialised, or that
+    torch parametrizes already.
+
+    Args:
+        module: the layer.
+        name: a parameter of the layer that is a stack of filters.
+        parametrization: a template. It is bound and stored, not copied. If several layers share the Parameter,
+            attach the same object to each of them.
+
+    Returns:
+        The parametrization, bound.
+
+    Raises:
+        AlreadyAppliedError: if the tensor is parametrized already.
+        NotApplicableError: if the layer or its tensor cannot be parametrized; the message gives the reason.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> raw = layer.weight
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere())
+        >>> torch.allclose(layer.weight.norm(dim=1), torch.ones(3)), next(layer.parameters()) is raw
+        (True, True)
+    """
+    raw = _trainable(module, name)
+    layout = layout_of(module, name)
+    if parametrization.layout is None:
+        _bind_(parametrization, raw, module, name)
+    elif parametrization.bound_to is None or parametrization.bound_to() is not raw:
+        raise InvalidArgumentError(
+            "attach() needs a template, or a parametrization that is bound to the same Parameter",
+            f"one that is bound to another tensor, of layout {parametrization.layout}",
+            "Attach a new one: parametrization.unbound() has the same options.",
+        )
+    elif parametrization.layout != layout:
+        raise NotApplicableError("attach()", name, "a layer with another layout shares it", "Untie the two layers.")
+    base, names = _own_class(module)
+    try:
+        module.__class__ = parametrized_class(base, (*names, name))
+    except TypeError as error:
+        raise NotApplicableError(
+            "attach()", f"{base.__name__}.{name}", f"its class cannot be extended ({error})", "Exclude the layer."
+        ) from error
+    module._modules[child_name(name)] = parametrization.train(module.training)
+    return parametrization
+
+
+def _trainable(module: nn.Module, name: str) -> nn.Parameter:
+    """The Parameter to be parametrized, or an error that gives the reason why it cannot be."""
+    if isinstance(module, torch.jit.ScriptModule):
+        why = "a scripted layer has a compiled forward", "Script the folded model instead."
+        raise NotApplicableError("attach()", name, *why)
+    there = parametrization_of(module, name)
+    torchs = f"parametrizations.{name}" if name in getattr(module, "parametrizations", {}) else None
+    legacy = next((n for n in (f"{name}_orig", f"{name}_g") if n in module._parameters), None)
+    if there is not None or torchs or legacy:
+        found = type(there).__name__ if there is not None else f"torch's own ({torchs or legacy})"
+        raise AlreadyAppliedError("attach()", name, found)
+    raw = module._parameters.get(name)
+    if raw is None:
+        why = "it is not a Parameter of that layer", "Name a tensor in layer.named_parameters()."
+    elif isinstance(raw, nn.UninitializedParameter):
+        why = "it has no shape yet", "Run one batch through the model first."
+    elif _is_sharded(raw):
+        why = "it is sharded", "Parametrize before sharding."
+    elif raw.numel() == 0:
+        why = f"it has no entries (shape {tuple(raw.shape)})", "Exclude the layer."
+    elif getattr(module, "max_norm", None) is not None:
+        why = "max_norm renormalises it in place during forward", "Set max_norm=None."
+    elif getattr(module, "sparse", False):
+        why = "its gradients are sparse", "Set sparse=False."
+    else:
+        return raw
+    raise NotApplicableError("attach()", f"{type(module).__name__}.{name}", *why)
+
+
+@torch.no_grad()
+def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Module, name: str) -> None:
+    weight = raw.detach()
+    parametrization.bind(weight, layout_of(module, name))
+    inverse = parametrization.right_inverse(weight)
+    if inverse is not weight:
+        raw.copy_(inverse)
+    parametrization.bound_to = weakref.ref(raw)
+    for parameter in parametrization.parameters():
+        parameter.requires_grad_(raw.requires_grad)
+
+
+def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "raw") -> Parametrization:
+    """Remove the parametrization of a tensor; the layer gets its own class back.
+
+    Args:
+        module: the layer.
+        name: the parametrized tensor.
+        keep: the value of the Parameter afterwards: ``"weight"`` for the effective weight, with which the layer
+            computes the same function, or ``"raw"`` for the trained tensor.
+
+    Returns:
+        The parametrization, still bound, so that it can be attached to the same Parameter again.
+
+    Raises:
+        NotApplicableError: if the tensor is not parametrized, or if the layer's class was changed since.
+        InvalidArgumentError: if `keep` has another value.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere())
+        >>> weight = layer.weight
+        >>> _ = gonio.parametrizations.detach(layer, "weight", keep="weight")
+        >>> type(layer) is nn.Linear, torch.equal(layer.weight, weight)
+        (True, True)
+    """
+    parametrization = parametrization_of(module, name)
+    if parametrization is None:
+        raise NotApplicableError("detach()", name, "it is not parametrized", "Attach one first.")
+    if keep not in ("raw", "weight"):
+        raise InvalidArgumentError('detach() needs keep="raw" or "weight"', repr(keep), "Choose one.")
+    base, names = _own_class(module)
+    if type(module) is not parametrized_class(base, names):
+        raise NotApplicableError(
+            "detach()",
+            name,
+            f"the layer became a {type(module).__name__} after the parametrization was attached",
+            "Undo that change first. Fold a model before it is sharded.",
+        )
+    if keep == "weight":
+        raw = cast(nn.Parameter, module._parameters[name])
+        with torch.no_grad():
+            raw.copy_(parametrization(raw))
+    rest = tuple(n for n in names if n != name)
+    module.__class__ = parametrized_class(base, rest) if rest else base
+    del module._modules[child_name(name)]
+    return parametrization
+
+
+def parametrization_of(module: nn.Module, name: str = "weight") -> Parametrization | None:
+    """The parametrization of a layer's tensor, or None.
+
+    Example:
+        >>> gonio.parametrizations.parametrization_of(nn.Linear(2, 2)) is None
+        True
+    """
+    return _parametrization(module, name) if is_parametrized(module, name) else None
+
+
+def is_parametrized(module: nn.Module, name: str | None = None) -> bool:
+    """Whether the tensor `name` of a layer is parametrized; for None, whether any of its tensors is.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere())
+        >>> gonio.parametrizations.is_parametrized(layer), gonio.parametrizations.is_parametrized(layer, "bias")
+        (True, False)
+    """
+    return isinstance(module, Parametrized) and (name is None or name in module.parametrized_names)
+
+
+def child_name(name: str) -> str:
+    """The name of the child module that parametrizes the tensor `name`."""
+    return f"{name}_parametrization"
+
+
+def _parametrization(layer: Any, name: str) -> Parametrization:
+    return cast(Parametrization, layer._modules[child_name(name)])
+
+
+# --- the classes of parametrized layers -----------------------------------------------------------
+
+
+class Parametrized:
+    """The behaviour of a layer with parametrized tensors; a mixin before the layer's own class."""
+
+    parametrized_base: type[nn.Module]
+    parametrized_names: tuple[str, ...]
+
+    # the parts of nn.Module that this mixin uses
+    _parameters: dict[str, nn.Parameter | None]
+    _modules: dict[str, nn.Module | None]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.parametrized_names or not isinstance(value, Tensor):
+            super().__setattr__(name, value)
+        elif name not in self._parameters:
+            # A replica of DataParallel has no Parameters; a view is assigned in the place of each.
+            self.__dict__[name] = value
+        else:
+            _assign_(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse for a parametrized tensor: torch's parametrizations and old spectral norm begin with this."""
+        if name in self.parametrized_names:
+            raise self._is_taken(name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse the Parameters with which torch's pruning and old weight norm replace a parametrized tensor."""
+        for taken in self.parametrized_names:
+            if name in (f"{taken}_orig", f"{taken}_g"):
+                raise self._is_taken(taken)
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def _is_taken(self, name: str) -> NotApplicableError:
+        parametrization, rest = _parametrization(self, name), dict(self._parameters)
+        raw = None if parametrization.bound_to is None else parametrization.bound_to()
+        if name not in rest and raw is not None:  # old weight norm has removed it already
+            self._parameters.clear()
+            self._parameters.update({name: raw, **rest})
+        return NotApplicableError(
+            "removing or replacing a Parameter",
+            f"{self.parametrized_base.__name__}.{name}",
+            f"gonio's {type(parametrization).__name__} parametrizes it, and torch's parametrizations, norms and "
+            "pruning cannot be added",
+            f"Fold it first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight').",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        new, arguments, *state = cast(tuple[Any, ...], super().__reduce_ex__(max(int(protocol), 2)))
+        base, names = self.parametrized_base, self.parametrized_names
+        if new is cast(Any, copyreg).__newobj__ and arguments == (parametrized_class(base, names),):
+            # The class is made at run time and cannot be imported: a pickle stores how to make it.
+            return (_new, (base, names), *state)
+        return (new, arguments, *state)
+
+    def reset_parameters(self) -> None:
+        """Reset the layer as its own class does, then bind the state to the new weights."""
+        with as_own_class(self) as layer:
+            reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+        for name in self.parametrized_names:
+            raw = self._parameters[name]
+            if raw is not None:
+                _set_weight_(_parametrization(self, name), raw, raw)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        for name in self.parametrized_names:
+            translate_(_parametrization(self, name), state_dict, prefix, name)
+        with as_own_class(self) as layer:
+            layer._load_from_state_dict(state_dict, prefix, *arguments)
+        self._note_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
+        for name in self.parametrized_names:
+            raw = self._parameters.get(name)
+            _parametrization(self, name).bound_to = None if raw is None else weakref.ref(raw)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """As for any module. FSDP 2 registers one when it shards a parameter, and then learns where it is."""
+        redirect_fsdp_(hook, cast(nn.Module, self), self.parametrized_base)
+        handle: RemovableHandle = super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
+        return handle
+
+
+class ParametrizedRecurrent(Parametrized):
+    """RNN, LSTM and GRU read a list of tensors, which is made at each read here.
+
+    cuDNN's packing of all weights into one buffer cannot apply to computed weights and is skipped.
+    """
+
+    _flat_weights_names: list[str]
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, _: list[Tensor]) -> None:
+        # torch sets the list after it has moved the parameters. The layer's own class needs it after a detach.
+        self.__dict__["_flat_weights"] = [self._parameters.get(name) for name in self._flat_weights_names]
+
+    def _update_flat_weights(self) -> None:
+        """Do nothing: the list is made at each read."""
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: computed weights cannot be packed."""
+
+
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def parametrized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The one subclass of `base` whose tensors `names` are computed by parametrizations."""
+    if (base, names) in _CLASSES:
+        return _CLASSES[base, names]
+    mixin = ParametrizedRecurrent if issubclass(base, nn.RNNBase) else Parametrized
+    namespace: dict[str, Any] = {name: _effective_weight(name) for name in names}
+    namespace |= {
+        "parametrized_base": base,
+        "parametrized_names": names,
+        "__doc__": base.__doc__,
+        # torch.fx treats a module as one opaque layer if its class is torch's own.
+        "__module__": base.__module__,
+        "__qualname__": f"Parametrized{base.__qualname__}",
+    }
+    _CLASSES[base, names] = cast(type[nn.Module], type(f"Parametrized{base.__name__}", (mixin, base), namespace))
+    return _CLASSES[base, names]
+
+
+def _own_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """The layer's own class, and the names of its parametrized tensors."""
+    if isinstance(module, Parametrized):
+        return module.parametrized_base, module.parametrized_names
+    return type(module), ()
+
+
+@contextmanager
+def as_own_class(layer: Any) -> Iterator[nn.Module]:
+    """The layer with its own class, for which the raw parameters have the names of the weights."""
+    kind = type(layer)
+    layer.__class__ = kind.parametrized_base
+    try:
+        yield layer
+    finally:
+        layer.__class__ = kind
+
+
+def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An empty instance of a parametrized class, for unpickling and copying."""
+    kind = parametrized_class(base, names)
+    return kind.__new__(kind)
+
+
+# --- read and assign ------------------------------------------------------------------------------
+
+
+def _effective_weight(name: str) -> property:
+    child = child_name(name)
+
+    def read(self: Parametrized) -> Tensor | None:
+        try:
+            raw = self._parameters[name] if name in self._parameters else self.__dict__[name]
+            return None if raw is None else cast(Parametrization, self._modules[child])(raw)
+        except (AttributeError, KeyError) as error:
+            # After an AttributeError of a property, nn.Module.__getattr__ would return the raw tensor.
+            raise RuntimeError(f"the parametrized tensor {name!r} cannot be computed: {error!r}") from error
+
+    return property(read)
+
+
+@torch.no_grad()
+def _assign_(layer: Parametrized, name: str, value: Tensor) -> None:
+    """Set the effective weight to a tensor; a Parameter also becomes the trained object."""
+    raw = layer._parameters[name]
+    if isinstance(value, nn.Parameter) and (raw is None or _is_sharded(raw) or _is_sharded(value)):
+        layer._parameters[name] = value  # FSDP exchanges the whole and the sharded form of the same numbers
+        return
+    if raw is None or value.shape != raw.shape:
+        raise InvalidArgumentError(
+            f"assigning a parametrized {name!r} needs a tensor of its shape",
+            f"{tuple(value.shape)} for {None if raw is None else tuple(raw.shape)}",
+            "Detach the parametrization first to assign a tensor of another shape.",
+        )
+    parametrization = _parametrization(layer, name)
+    if isinstance(value, nn.Parameter):
+        if not parametrization.reaches(value):
+            raise InvalidArgumentError(
+                f"assigning a Parameter to a parametrized {name!r} needs values that the parametrization can reach",
+                f"values that {parametrization} would change",
+                f"Fold the layer first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight'). "
+                "A plain tensor sets the nearest weight.",
+            )
+        layer._parameters[name] = raw = value
+        layer._note_parameters()
+    _set_weight_(parametrization, raw, value.detach())
+
+
+@torch.no_grad()
+def _set_weight_(parametrization: Parametrization, raw: nn.Parameter, weight: Tensor) -> None:
+    parametrization.rebind_(weight)
+    inverse = parametrization.right_inverse(weight)
+    if inverse is not raw:
+        raw.copy_(inverse)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")

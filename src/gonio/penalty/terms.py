@@ -1,0 +1,404 @@
+"""The terms of a penalty: which tensors and outputs each rule reads, which it skips and why."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.geometry.views import Layout, layout_of
+from gonio.penalty.hooks import OutputHook
+from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
+from gonio.seeding import generator
+from gonio.surgery.graph import activation_after, followed_by_norm, trace
+from gonio.surgery.where import Site, Where, as_selector, select
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "TABLES",
+    "Binding",
+    "OutputTerm",
+    "Term",
+    "WeightRef",
+    "WeightTerm",
+    "bind",
+    "terms_of",
+    "unwrapped",
+    "weights_of",
+]
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+_WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRef:
+    """One weight tensor of one layer."""
+
+    path: str
+    module: nn.Module
+    name: str
+    layout: Layout
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def tensor(self) -> Tensor:
+        """The effective weight, as the layer uses it now."""
+        weight: Tensor = getattr(self.module, self.name)
+        return weight
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters from which the effective weight is computed."""
+        own = self.module._parameters.get(self.name)
+        if own is not None:
+            extra = self.module._modules.get(f"{self.name}_parametrization")
+            return [own, *(extra.parameters() if extra is not None else ())]
+        if parametrize.is_parametrized(self.module, self.name):
+            return list(self.module.parametrizations[self.name].parameters())  # type: ignore[index, union-attr]
+        return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
+
+    @property
+    def frozen(self) -> bool:
+        own = self.module._parameters.get(self.name)
+        if own is not None and own.requires_grad:
+            return False
+        return not any(p.requires_grad for p in self.parameters())
+
+
+def weights_of(site: Site) -> Iterator[WeightRef]:
+    """The weights with filters of one layer."""
+    for name, layout in _layouts(site.module).items():
+        yield WeightRef(site.path, site.module, name, layout)
+
+
+def _layouts(module: nn.Module) -> dict[str, Layout]:
+    """The layouts of the tensors of a module that have filters, by name."""
+    found = {}
+    for name in dict.fromkeys(["weight", *module._parameters]):
+        try:
+            layout = layout_of(module, name)
+        except NotApplicableError:
+            continue
+        tensor = getattr(module, name, None)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
+            found[name] = layout
+    return found
+
+
+# --- which rule reads what ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """One regularizer on one weight or on the outputs of its layer.
+
+    Attributes:
+        skipped: why the regularizer does not act there, if so.
+        remark: a remark for the table.
+    """
+
+    weight: WeightRef
+    regularizer: Regularizer
+    skipped: str | None = None
+    remark: str = ""
+
+
+def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[list[Binding], list[str]]:
+    """The bindings of each rule, and remarks on the model.
+
+    Raises:
+        NoMatchError: if a rule reads nothing.
+        InvalidArgumentError: if a rule is not a pair of a `where` and a regularizer.
+    """
+    context = GraphContext(unwrapped(model))
+    bindings = []
+    for where, regularizer in map(_checked, rules):
+        found = list(_bindings(model, where, regularizer, context))
+        if all(b.skipped for b in found):
+            refused = [f"{b.weight.label} ({b.skipped})" for b in found]
+            raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
+        bindings += found
+    return bindings, context.remarks()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside the wrappers of torch.compile and of data parallelism."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _checked(rule: tuple[Where, Regularizer]) -> tuple[Where, Regularizer]:
+    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
+        raise InvalidArgumentError(
+            "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), "E.g. [(None, L2(1e-4))]."
+        )
+    return rule
+
+
+def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: GraphContext) -> Iterator[Binding]:
+    reads_outputs = isinstance(regularizer, OutputRegularizer)
+
+    def can_act(module: nn.Module) -> str | None:
+        if where is None and isinstance(module, TABLES):
+            return "it is a lookup table; name it in `where` to include it"
+        if reads_outputs and not isinstance(module, _WITH_OUTPUTS):
+            return "it is no linear or convolution layer"
+        return None if _layouts(module) else "it has no weight with filters"
+
+    owners: dict[tuple[int, ...], str] = {}
+    for site in select(model, where, verb=type(regularizer).__name__, can_act=can_act):
+        for weight in weights_of(site):
+            if not isinstance(regularizer, WeightRegularizer):
+                yield Binding(weight, regularizer)
+                continue
+            key = tuple(id(p) for p in weight.parameters())
+            skipped = _why_skipped(weight, regularizer, context)
+            if skipped is None and key in owners:
+                skipped = f"is the same tensor as {owners[key]}, which has the term"
+            owners.setdefault(key, weight.label)
+            yield _fitted(Binding(weight, regularizer, skipped), regularizer, context)
+
+
+def _why_skipped(weight: WeightRef, regularizer: WeightRegularizer, context: GraphContext) -> str | None:
+    norm = context.norm_after(weight.module) if regularizer.skips_before_norm else None
+    if norm is not None:
+        return f"its scale does not matter: {norm} normalises its output"
+    return regularizer.reason_to_skip(weight.tensor())
+
+
+def _fitted(binding: Binding, regularizer: WeightRegularizer, context: GraphContext) -> Binding:
+    """The binding of a regularizer with settings for this weight, if it is not skipped."""
+    if binding.skipped:
+        return binding
+    weight = binding.weight
+    fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
+    return replace(binding, regularizer=fitted, remark=fitted.remark(lambda: context.activation_after(weight.module)))
+
+
+class GraphContext:
+    """The modules that follow each layer; the model is traced when one is first asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._asked = False
+
+    @cached_property
+    def _norms(self) -> dict[int, str]:
+        self._asked = True
+        return self._by_module(followed_by_norm(self.model))
+
+    @cached_property
+    def _activations(self) -> dict[int, str]:
+        return self._by_module(activation_after(self.model))
+
+    def _by_module(self, found: dict[str, str]) -> dict[int, str]:
+        return {id(self.model.get_submodule(path)): name for path, name in found.items()}
+
+    def norm_after(self, module: nn.Module) -> str | None:
+        """The path of the normalisation layer that makes the scale of this layer irrelevant."""
+        return self._norms.get(id(module))
+
+    def activation_after(self, module: nn.Module) -> str | None:
+        """The name of the activation that follows, if it is known."""
+        return self._activations.get(id(module))
+
+    def remarks(self) -> list[str]:
+        """Why no normalisation layer was found, if the model could not be traced."""
+        if not self._asked or self._norms:
+            return []
+        reason = trace(self.model).reason
+        if not reason:
+            return []
+        return [
+            f"the model cannot be traced ({reason}), so weights in front of a normalisation layer are not recognised; "
+            "exclude them in `where`"
+        ]
+
+
+# --- terms ----------------------------------------------------------------------------------------------
+
+
+class Term(ABC):
+    """A summand of the penalty: a binding with its state from step to step."""
+
+    def __init__(self, binding: Binding, label: str) -> None:
+        self.weight = binding.weight
+        self.regularizer = binding.regularizer
+        self.label = label
+        self.remark = binding.remark
+
+    @abstractmethod
+    def evaluate(self, *, active: bool) -> Evaluation | None:
+        """The value at this step, or None if the term is not active in it."""
+
+    @abstractmethod
+    def state(self) -> Tensor | None:
+        """The state on which the next step depends."""
+
+    @abstractmethod
+    def load(self, state: Tensor) -> None:
+        """Set the state to the result of :meth:`state`."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove hooks from the model."""
+
+
+class WeightTerm(Term):
+    """A regularizer of a weight."""
+
+    def __init__(self, binding: Binding, regularizer: WeightRegularizer, label: str) -> None:
+        super().__init__(binding, label)
+        self._evaluate = regularizer.evaluate
+        self._add_gradient = regularizer.add_gradient_
+        self._compiled = regularizer.compiled
+        self._state: Tensor | None = None
+
+    def evaluate(self, *, active: bool) -> Evaluation | None:
+        if not active or self.weight.frozen:
+            return None
+        evaluation = self._evaluate(self.weight.tensor(), self.weight.layout, state=self._state)
+        self._state = evaluation.state
+        return _gathered(evaluation)
+
+    def add_gradient_(self, strength: float) -> Evaluation:
+        """Add strength × the gradient to `.grad` of the parameters from which the weight is computed."""
+        weight = self.weight.tensor()
+        grad = weight.grad if weight.is_leaf else None
+        if grad is None:
+            grad = torch.zeros_like(weight)
+        evaluation = self._add_gradient(grad, weight, self.weight.layout, factor=strength, state=self._state)
+        if weight.is_leaf:
+            weight.grad = grad
+        else:
+            weight.backward(grad)
+        self._state = evaluation.state
+        return _gathered(evaluation)
+
+    def compile_(self, backend: str) -> bool:
+        """Compile :meth:`add_gradient_`; False if the regularizer has no compiled form."""
+        compiled = self._compiled(backend)
+        if compiled is not None:
+            self._add_gradient = compiled
+        return compiled is not None
+
+    def state(self) -> Tensor | None:
+        return self._state
+
+    def load(self, state: Tensor) -> None:
+        self._state = state
+
+    def remove(self) -> None:
+        """There is no hook."""
+
+
+class OutputTerm(Term):
+    """A regularizer of a layer's outputs."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        regularizer: OutputRegularizer,
+        label: str,
+        *,
+        generator: torch.Generator,
+        process_group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(binding, label)
+        self._evaluate = regularizer.evaluate
+        path = self.weight.path or "the model"
+        self._hook = OutputHook(self.weight.module, path, without_bias=not regularizer.ignores_bias)
+        self._generator = generator
+        self._group = process_group
+
+    def evaluate(self, *, active: bool) -> Evaluation | None:
+        if self.weight.frozen:
+            self._hook.forget()
+            return None
+        outputs = self._hook.take()
+        return _mean([self._of(output) for output in outputs]) if active else None
+
+    def _of(self, output: Tensor) -> Evaluation:
+        x = _channels_second(output, self.weight.module)
+        samples, channels = x.numel() // x.shape[1], x.shape[1]
+        self.remark = ""
+        if samples < channels:
+            self.remark = (
+                f"{samples} samples for {channels} filters: not all their angles can be told apart, and the "
+                f"spread does not fall below {1 / max(samples, 1):.2g}"
+            )
+        return self._evaluate(x, groups=self.weight.layout.groups, generator=self._generator, process_group=self._group)
+
+    def state(self) -> Tensor | None:
+        return self._generator.get_state()
+
+    def load(self, state: Tensor) -> None:
+        self._generator.set_state(state)
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup | None) -> list[Term]:
+    """A term for each binding that is not skipped, under labels that differ."""
+    terms: list[Term] = []
+    labels: dict[str, int] = {}
+    for binding in bindings:
+        if binding.skipped:
+            continue
+        weight, regularizer = binding.weight, binding.regularizer
+        reads = weight.label if isinstance(regularizer, WeightRegularizer) else f"{weight.path}.output".lstrip(".")
+        label = f"{reads}/{type(regularizer).__name__}"
+        labels[label] = labels.get(label, 0) + 1
+        if labels[label] > 1:
+            label = f"{label}#{labels[label]}"
+        if isinstance(regularizer, OutputRegularizer):
+            own = generator(seed, "penalty", label)
+            terms.append(OutputTerm(binding, regularizer, label, generator=own, process_group=process_group))
+        elif isinstance(regularizer, WeightRegularizer):
+            terms.append(WeightTerm(binding, regularizer, label))
+    return terms
+
+
+def _mean(evaluations: list[Evaluation]) -> Evaluation:
+    if len(evaluations) == 1:
+        return evaluations[0]
+    value = torch.stack([e.value for e in evaluations]).mean()
+    names = evaluations[0].terms
+    return Evaluation(value, {name: torch.stack([e.terms[name] for e in evaluations]).mean() for name in names})
+
+
+def _channels_second(output: Tensor, module: nn.Module) -> Tensor:
+    """Outputs as (N, k, *positions): a linear layer has its channels last, a convolution may lack a batch."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return output if output.ndim == len(module.kernel_size) + 2 else output.unsqueeze(0)
+    return output.reshape(-1, output.shape[-1])
+
+
+def _gathered(evaluation: Evaluation) -> Evaluation:
+    """A value that is spread over processes as one number."""
+    if type(evaluation.value) is Tensor or not hasattr(evaluation.value, "full_tensor"):
+        return evaluation
+    terms = {name: _full(term) for name, term in evaluation.terms.items()}
+    return Evaluation(_full(evaluation.value), terms, evaluation.state)
+
+
+def _full(x: Any) -> Tensor:
+    full: Tensor = x.full_tensor()
+    return full

@@ -1,0 +1,357 @@
+"""Closed forms of values and gradients: what autograd alone would compute with more products, passes or operations.
+
+Note [Plain forms]
+    Each function here has a plain form in torch operations, beside the docstring of its formula. The plain form serves
+    the compiler, torch.func, forward-mode differentiation and sharded tensors (:func:`use_plain`), and is
+    differentiated where a backward is itself differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import threshold
+
+from gonio.geometry.norms import matrix_vector
+from gonio.regularizers.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Pairs",
+    "SelfOrthogonalityTerms",
+    "compiled_log_norm",
+    "defect_and_gradient",
+    "first_sample",
+    "gram",
+    "log_norm_and_gradient",
+    "multiplied",
+    "results_of",
+    "stretch_and_gradient",
+    "total",
+    "use_plain",
+    "worst_entry_and_gradient",
+]
+
+Results = Callable[[Tensor], tuple[Tensor, ...]]
+
+HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than the copy of the rest costs
+
+
+def use_plain(x: Tensor) -> bool:
+    """Whether a function of `x` must be computed in its plain form; see Note [Plain forms]."""
+    return (
+        torch.compiler.is_compiling()
+        or is_sharded(x)
+        or torch._C._are_functorch_transforms_active()  # private: no public function tells
+        or forward_ad.unpack_dual(x).tangent is not None
+    )
+
+
+class ClosedForm(torch.autograd.Function):
+    """A function whose closed form returns its value, further results, and the gradient of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, closed: Results, plain: Results) -> tuple[Tensor, ...]:
+        *results, gradient = closed(x)
+        ctx.plain = plain
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.save_for_backward(x, gradient)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, gradient = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.autograd.grad(ctx.plain(x)[0], x, grads[0], create_graph=True)[0], None, None
+        return gradient * grads[0], None, None
+
+
+def results_of(x: Tensor, closed: Results, plain: Results) -> tuple[Tensor, ...]:
+    """The value and further results of a function; only the value is differentiable."""
+    if use_plain(x) or not (torch.is_grad_enabled() and x.requires_grad):
+        value, *rest = plain(x)
+        return value, *(result.detach() for result in rest)
+    results: tuple[Tensor, ...] = ClosedForm.apply(x, closed, plain)
+    return results
+
+
+# --- orthogonality ------------------------------------------------------------------------------------
+
+
+def gram(a: Tensor) -> Tensor:
+    """A Aᵀ for each matrix of a stack. On CPU, only the blocks on and below the diagonal of a large one are computed.
+
+    Not differentiable, except in the plain form.
+    """
+    count, rows, _ = a.shape
+    if use_plain(a) or count > 1:
+        return a @ a.mT
+    a = a[0]  # one product is faster than a batch of one
+    if not a.is_cpu or rows < HALVED_FROM:
+        return (a @ a.T).unsqueeze(0)
+    product, size = a.new_empty(rows, rows), -(-rows // 4)
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        torch.mm(a[start:], a[start:stop].T, out=product[start:, start:stop])
+        product[start:stop, stop:] = product[stop:, start:stop].T
+    return product.unsqueeze(0)
+
+
+def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
+    r"""‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows, or Σ_{i≠j} ⟨w_i, w_j⟩²; and its gradient.
+
+    The gradients are 4 (A Aᵀ − I) A and 4 (W Wᵀ − diag(W Wᵀ)) W. The second is computed on the smaller side as well,
+    because ‖W Wᵀ‖² = ‖Wᵀ W‖².
+    """
+    wide = w.shape[-2] <= w.shape[-1]
+    defect = gram(w if wide else w.mT)
+    if diagonal:
+        defect.diagonal(dim1=-2, dim2=-1).sub_(1)
+    elif wide:
+        defect.diagonal(dim1=-2, dim2=-1).zero_()
+    value = _squared_norm(defect)
+    defect.mul_(4)
+    gradient = _product(defect, w) if wide else _product(w, defect)
+    if not diagonal and not wide:
+        squares = (w * w).sum(-1, keepdim=True)
+        value = (value - _squared_norm(squares)).clamp_min(0)
+        gradient.addcmul_(w, squares, value=-4)
+    return value, gradient
+
+
+def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal; the gradient is that of one worst entry."""
+    deviation, which = gram(a), torch.arange(len(a), device=a.device)
+    entries = deviation.diagonal(dim1=-2, dim2=-1)
+    entries.sub_(1) if diagonal else entries.zero_()
+    flat = deviation.flatten(1)
+    index = flat.abs().argmax(1)
+    worst = flat[which, index]
+    one, other, sign = index // a.shape[1], index % a.shape[1], worst.sign().unsqueeze(1)
+    gradient = torch.zeros_like(a)
+    gradient[which, one] += sign * a[which, other]
+    gradient[which, other] += sign * a[which, one]
+    return worst.abs().sum(), gradient
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if len(a) > 1 else (a[0] @ b[0]).unsqueeze(0)
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
+
+
+# --- SRIP -----------------------------------------------------------------------------------------------
+
+
+def stretch_and_gradient(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ |A Aᵀ v − v| over matrices for constant v, the unit images u, and the gradient u (Aᵀ v)ᵀ + v (Aᵀ u)ᵀ.
+
+    An image of length 0 has no direction: u is then 0 in the gradient, and v among the unit images.
+    """
+    if len(a) == 1:  # with products of matrices and vectors, faster than batches of one
+        length, unit, gradient = (x.unsqueeze(0) for x in _stretch(a[0], vector[0]))
+    else:
+        length, unit, gradient = torch.vmap(_stretch)(a, vector)
+    return length.sum(), torch.where(length.unsqueeze(1) > 0, unit, vector), gradient
+
+
+def _stretch(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    inner = multiplied(a.T, vector)
+    image = multiplied(a, inner) - vector
+    length = torch.linalg.vector_norm(image)
+    unit = image / length.clamp_min(torch.finfo(a.dtype).tiny)
+    return length, unit, torch.outer(unit, inner) + torch.outer(vector, multiplied(a.T, unit))
+
+
+def multiplied(a: Tensor, vector: Tensor) -> Tensor:
+    """The product of a matrix, or of each matrix of a stack, with its vector."""
+    return matrix_vector(a, vector) if a.ndim == 2 else (a @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+# --- scale shift ----------------------------------------------------------------------------------------
+
+
+def log_norm_and_gradient(x: Tensor, floor: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log max(‖x‖, floor), share · ‖x‖₁/‖x‖, and the gradient a x + b sign(x) of their sum."""
+    square, least = (x * x).sum(), max(floor**2, torch.finfo(x.dtype).tiny)
+    scale = square.clamp_min(least).log_().mul_(0.5)
+    on_weight = threshold(square, least, inf).reciprocal_()  # 1/‖x‖², and 0 up to the floor
+    if not share:
+        return scale, torch.zeros_like(scale), x * on_weight
+    inverse = threshold(square, torch.finfo(x.dtype).tiny, inf).rsqrt_()
+    on_sign = inverse * share
+    direction = x.abs().sum() * on_sign
+    on_weight.addcmul_(direction, inverse * inverse, value=-1)
+    return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight)
+
+
+def _add_log_norm_(target: Tensor, x: Tensor, factor: Tensor, floor: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Both terms; adds factor × the gradient of their sum to `target`. Compiled, one pass reads and one updates."""
+    square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
+    zero = square < tiny
+    inverse = torch.where(zero, 0.0, torch.where(zero, 1.0, square).rsqrt())
+    direction = share * x.abs().sum() * inverse
+    on_weight = (torch.where(square > floor * floor, 1.0, 0.0) - direction) * inverse * inverse
+    target.add_(factor * on_weight * x + factor * share * inverse * x.sign())
+    return 0.5 * square.clamp_min(tiny).maximum(floor * floor).log(), direction
+
+
+@cache
+def compiled_log_norm(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """:func:`log_norm_and_gradient` compiled, with the addition: arguments target, x, factor, floor and share.
+
+    One graph for vectors of all lengths.
+    """
+    return torch.compile(_add_log_norm_, backend=backend, dynamic=True)
+
+
+# --- self-orthogonality -------------------------------------------------------------------------------
+
+
+class Pairs(NamedTuple):
+    """The settings of a self-orthogonality value."""
+
+    gamma: float
+    center: bool
+    mean_ratio: float
+    reduction: str
+    groups: int
+    process_group: ProcessGroup | None
+    least: float  # root mean square of an output up to which it counts as constant: the smallest number of its dtype
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.process_group is None else self.process_group.size()
+
+    @property
+    def noise(self) -> float:
+        """Mean square of soft signs up to which a channel has no sign."""
+        return (self.gamma * self.least) ** 2
+
+
+def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The differentiable sum over the processes of a group."""
+    if group is None:
+        return x
+    from torch.distributed.nn.functional import all_reduce
+
+    summed: Tensor = all_reduce(x, group=group)
+    return summed
+
+
+def first_sample(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The first sample of each channel of outputs (N, k, P), (1, k, 1); the largest of those of all processes.
+
+    Less it, the sum of a channel loses no digits to a large mean, and a constant channel becomes exactly 0.
+    """
+    first = x[:1, :, :1].detach().sum((0, 2), keepdim=True)  # the sum of no samples is 0
+    if group is not None:
+        torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MAX, group)
+    return first
+
+
+class SelfOrthogonalityTerms(torch.autograd.Function):
+    r"""The value, its two terms and the soft signs t of outputs (N, k, P), with one product in the backward.
+
+    Note [One product in the backward]
+        With G = t tᵀ, d = diag(G)^(−1/2), C = d G d off the diagonal and A = ∂R/∂C, the derivative by t is M t with
+        M = 2 d (A − diag(b)) d, b_j = Σ_i C_ij A_ij: a k × k matrix, formed in the forward. Autograd would multiply
+        twice, and would keep t, its normalised copy and the outputs. The signs are an output of this function, so that
+        the second derivative is that of the plain form by t.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, pairs: Pairs, plain: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.pairs, ctx.plain, ctx.shape = pairs, plain, y.shape
+        t, ctx.samples = _soft_signs(y.flatten(2), pairs)
+        value, mean, spread, matrix = _closed_form(t, pairs)
+        ctx.mark_non_differentiable(mean, spread)
+        ctx.save_for_backward(t, matrix)
+        return value, mean, spread, t
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        on_value, _, _, on_signs = grads
+        t, matrix = ctx.saved_tensors
+        pairs: Pairs = ctx.pairs
+        if torch.is_grad_enabled() and on_value is not None:
+            (back,) = torch.autograd.grad(ctx.plain(t, pairs)[0], t, on_value, create_graph=True)
+            back = back * pairs.gamma
+        elif on_value is not None:
+            # data-parallel training averages gradients over processes, but this value needs their sum
+            number = 4 * pairs.gamma * pairs.processes / (pairs.groups if pairs.reduction == "mean" else 1)
+            matrix = matrix * (on_value * number)
+            back = matrix @ t if t.stride(-1) == 1 else (t.mT @ matrix).mT  # laid out as t; M is symmetric
+        else:
+            back = torch.zeros_like(t)
+        if on_signs is not None:
+            back = back + on_signs * pairs.gamma
+        back = torch.ops.aten.tanh_backward(back, t)
+        if pairs.center:
+            back = back - _mean(back, ctx.samples, pairs.process_group)
+        images, channels, *positions = ctx.shape
+        return back.reshape(channels, images, *positions).transpose(0, 1), None, None
+
+
+def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
+    """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of all processes if several."""
+    images, channels, positions = x.shape
+    if x.stride(1) == 1:  # channels last: kept so, because transposing takes longer than the tanh
+        t = x.new_empty(images, positions, channels).permute(2, 0, 1)
+    else:
+        t = x.new_empty(channels, images, positions)
+    groups = () if pairs.groups == 1 else (pairs.groups,)
+    flat = t.view(*groups, channels // pairs.groups, images * positions)
+    samples = None
+    if pairs.process_group is not None:
+        samples = total(x.new_tensor(float(images * positions)), pairs.process_group)
+    if pairs.center:
+        torch.sub(x.transpose(0, 1), first_sample(x, pairs.process_group).transpose(0, 1), out=t)
+        mean = _mean(flat, samples, pairs.process_group)
+        torch.add(mean.mul_(-pairs.gamma), flat, alpha=pairs.gamma, out=flat)
+    else:
+        torch.mul(x.transpose(0, 1), pairs.gamma, out=t)
+    return flat.tanh_(), samples
+
+
+def _mean(x: Tensor, samples: Tensor | None, group: ProcessGroup | None) -> Tensor:
+    """The mean over the samples of all processes."""
+    if samples is None:
+        return x.mean(-1, keepdim=True)
+    return total(x.sum(-1, keepdim=True), group) / samples
+
+
+def _closed_form(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The value, its terms, and the matrix M of Note [One product in the backward], up to its number as a factor."""
+    cosines = total(t @ t.mT, pairs.process_group)
+    diagonal = cosines.diagonal(dim1=-2, dim2=-1)
+    noise = pairs.noise * t.shape[-1] * pairs.processes
+    scale = threshold(diagonal, max(noise, torch.finfo(t.dtype).tiny), inf).rsqrt_()  # 0 where there is no sign
+    scales = scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    cosines.mul_(scales)
+    diagonal.zero_()
+    once, twice = cosines.sum(-1), (cosines * cosines).sum(-1)
+    first, second = once.sum(-1, keepdim=True), twice.sum(-1, keepdim=True)
+    if pairs.reduction == "mean":
+        alive = scale.sign().sum(-1, keepdim=True)
+        share = (alive * alive - alive).clamp_min_(1).reciprocal_()
+        first, second = first * share, second * share
+        scales.mul_(share.unsqueeze(-1))
+    on_mean = first * pairs.mean_ratio
+    mean, spread = (x.mean() if pairs.reduction == "mean" else x.sum() for x in (on_mean * first, second))
+    cosines.add_(on_mean.unsqueeze(-1))
+    diagonal.copy_(torch.addcmul(twice, on_mean, once).neg_())
+    return mean + spread, mean, spread, cosines.mul_(scales)

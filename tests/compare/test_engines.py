@@ -1,0 +1,257 @@
+"""Engines: single calls in processes of their own, lost machines, and a Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gonio.compare import Lines, Plan, Study, make_plan, make_script_plan, run
+from gonio.compare.engines import NodeLost, Ray
+from gonio.compare.engines.local import Worker
+from gonio.errors import InvalidArgumentError, NotApplicableError
+
+
+def test_the_result_comes_back() -> None:
+    assert Worker(sorted, [3, 1, 2]).result() == [1, 2, 3]
+
+
+def test_a_worker_has_the_folder_that_its_parent_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Worker(os.getcwd).result() == str(tmp_path)
+
+
+def test_what_a_worker_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> None:
+    Worker(print, "hello").result()
+    captured = capfd.readouterr()
+    assert captured.out == ""
+
+
+def test_the_environment_of_the_parent_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    Worker(sorted, []).result()
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    Worker(sorted, []).result()
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "cause"),
+    [(os._exit, 3, "exit code 3"), (sys.exit, 0, "exit code 0"), (signal.raise_signal, 9, "signal SIGKILL")],
+)
+def test_a_death_has_a_cause(function: object, argument: int, cause: str) -> None:
+    with pytest.raises(ChildProcessError, match=rf"the process of this run died \({cause}\)"):
+        Worker(function, argument).result()  # type: ignore[arg-type]
+
+
+def test_stopping_ends_a_worker_at_once() -> None:
+    worker = Worker(time.sleep, 60)
+    began = time.monotonic()
+    worker.stop()
+    assert time.monotonic() - began < 5
+
+
+HERE = Path(__file__).parent
+
+
+TINY, OWN = str(HERE / "tiny.py"), str(HERE / "own_training.py")
+
+
+PATIENCE = 500.0  # seconds; the machine may be busy with something else
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with one core; tests add nodes."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = made.address
+    yield made
+    if before is None:
+        del os.environ["RAY_ADDRESS"]
+    else:
+        os.environ["RAY_ADDRESS"] = before
+    made.shutdown()
+
+
+@pytest.fixture
+def second_node(cluster: Any) -> Iterator[Any]:
+    node = cluster.add_node(num_cpus=1, include_dashboard=False)
+    cluster.wait_for_nodes()
+    yield node
+    if node in cluster.list_all_nodes():
+        cluster.remove_node(node)
+
+
+def plan_of(*, seeds: int = 2) -> Plan:
+    return make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=seeds)
+
+
+@pytest.mark.slow
+def test_the_cluster_gives_the_same_numbers_as_local(second_node: Any, tmp_path: Path) -> None:
+    here = run(plan_of(), tmp_path / "here", jobs=1)
+    engine = Ray()
+    assert engine.slots == 2
+    there = run(plan_of(), tmp_path / "there", engine=engine)
+    assert [record.status for record in there.runs()] == ["finished"] * 4
+    assert there.runs() == here.runs()
+    assert (there.missing(), there.without_costs()) == ([], [])
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_its_run_alone(second_node: Any, tmp_path: Path) -> None:
+    plan = make_script_plan([], script=f"{OWN}:mishaps", seeds=7)
+    here = run(plan, tmp_path / "here", jobs=2)
+    log = io.StringIO()
+    there = run(plan, tmp_path / "there", engine=Ray(), watcher=Lines(log))
+    assert [r.status for r in there.runs()] == [r.status for r in here.runs()]
+    killed = there.runs()[4]
+    assert "the process of this run died (WorkerCrashedError" in (killed.error or "")
+    assert [r for r in there.runs() if r.seed != 4] == [r for r in here.runs() if r.seed != 4]
+    assert "baseline, seed 4: failed: the process of this run died" in log.getvalue()
+    assert [seed for _, seed in there.missing()] == [1, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_killed_node_are_run_again(second_node: Any, cluster: Any, tmp_path: Path) -> None:
+    where = tmp_path / "where"
+    where.mkdir()
+    script = tmp_path / "slow_on_node.py"
+    script.write_text(SLOW.format(where=str(where)))
+    plan = make_script_plan([], script=f"{script}:train", seeds=4)
+    for marker in where.iterdir():  # of the probe
+        marker.unlink()
+    log = io.StringIO()
+    study: list[Study] = []
+    engine = Ray()
+    driver = threading.Thread(target=lambda: study.append(run(plan, tmp_path / "s", engine=engine, watcher=Lines(log))))
+    driver.start()
+    wait_until(lambda: second_node.node_id in nodes_of(where))
+    cluster.remove_node(second_node, allow_graceful=False)
+    (where / "go").touch()
+    driver.join(PATIENCE)
+    assert not driver.is_alive()
+    assert [record.status for record in study[0].runs()] == ["finished"] * 4
+    assert [record.score for record in study[0].runs()] == [0.0, 1.0, 2.0, 3.0]
+    assert "its node was lost" in log.getvalue()
+    assert "it is run again" in log.getvalue()
+
+
+# Waits on whatever node it is until it may go on, and says where that is.
+SLOW = """
+import time
+from pathlib import Path
+from torch import nn
+
+WHERE = Path("{where}")
+
+
+def train(run):
+    run.apply_(nn.Linear(2, 2))
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    (WHERE / f"node-{{node}}-{{run.seed}}").touch()
+    while not (WHERE / "go").exists():
+        time.sleep(0.05)
+    return float(run.seed)
+"""
+
+
+def nodes_of(where: Path) -> set[str]:
+    return {path.name.split("-")[1] for path in where.glob("node-*")}
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_run_that_no_node_has_room_for(cluster: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"a run of 64 CPUs and 0 GPUs needs a node.*Ask for less, or add"):
+        Ray(cpus=64)
+    with pytest.raises(InvalidArgumentError, match="a run of 1 CPUs and 1 GPUs needs a node"):
+        Ray(gpus=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "ray://127.0.0.1:1"])
+def test_no_cluster(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(NotApplicableError, match=r"no Ray cluster answers there.*Start one with `ray start --head`"):
+        Ray()
+
+
+@pytest.mark.parametrize("options", [{"cpus": 0}, {"gpus": -1}, {"jobs": 0}])
+def test_resources_are_positive(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="a run needs cpus above 0, gpus from 0 on and at least one job"):
+        Ray(**options)
+
+
+class Losing:
+    """An engine whose machines disappear: the first `losses` jobs are lost, the rest run here and now."""
+
+    shares_files = True
+    slots = 1
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+        self.closed = False
+
+    def start(self, function: Any, *arguments: Any) -> Any:
+        self.losses -= 1
+        return _Job(None if self.losses >= 0 else (function, arguments))
+
+    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
+        return list(futures)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Job:
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def result(self) -> Any:
+        if self.call is None:
+            raise NodeLost("its node was lost")
+        function, arguments = self.call
+        return function(*arguments)
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize(("losses", "statuses"), [(2, ["finished"]), (3, ["failed"])])
+def test_a_run_whose_machine_is_lost_is_run_again_twice(tmp_path: Path, losses: int, statuses: list[str]) -> None:
+    engine, log = Losing(losses), io.StringIO()
+    plan = make_script_plan([], script=f"{OWN}:noisy", seeds=1)
+    study = run(plan, tmp_path, engine=engine, watcher=Lines(log))
+    assert [record.status for record in study.runs()] == statuses
+    assert log.getvalue().count("its node was lost; it is run again") == 2
+    assert engine.closed
+    if statuses == ["failed"]:
+        assert study.runs()[0].error == "its node was lost, 3 times"
+
+
+def test_an_engine_and_jobs_together_are_an_error(tmp_path: Path) -> None:
+    plan = make_script_plan([], script=f"{OWN}:noisy", seeds=1)
+    with pytest.raises(InvalidArgumentError, match="jobs= has no meaning with an engine"):
+        run(plan, tmp_path, engine=Losing(0), jobs=2)

@@ -1,0 +1,318 @@
+"""Measurements on the terminal, as a page, and exported; the JSON holds the keys and types that its page lists."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import gonio
+from docs.pages import ROOT
+from gonio.errors import MissingExtraError
+from gonio.measuring import Suppression, Tracker, difference, measure, outline
+from gonio.measuring.showing import page
+from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
+from report.html_reader import Page
+from report.test_page import PAYLOADS, TAGS
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
+def test_the_table_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = str(measure(model()))
+    assert max(map(len, text.splitlines())) <= width
+    assert "No findings." in text
+    if width >= 60:
+        assert "align" in text
+        assert ("Welch" in text) == (width >= 200)
+    if width >= 200:
+        for title in ("shape", "coher.", "Welch", "s.rank", "min–max"):
+            assert title in text
+
+
+def test_findings_come_first_and_name_their_tensor() -> None:
+    made = model()
+    with torch.no_grad():
+        made[3].weight[1] = float("nan")
+    text = str(measure(made))
+    first = text.splitlines()[2]
+    assert first.startswith("error G001  3: 8 of 32 values are NaN or infinite")
+    assert text.index("G001") < text.index("align")
+
+
+def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    found = measure({"[bold]x[/bold].weight": torch.eye(3), "\x1b[31mred.weight": torch.eye(3)})
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
+    console.print(found)
+    for text in (str(found), console.file.getvalue(), found.coverage, repr(found)):  # type: ignore[attr-defined]
+        assert "\x1b[31m" not in text
+    assert "[bold]x[/bold]" in str(found)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_escaping_is_never_markup_on_the_page(payload: str) -> None:
+    found = measure(
+        {f"{payload}.weight": torch.zeros(2, 2), payload: "x", f"{payload}.other": torch.eye(3).to_sparse()}
+    )
+    for html in (found.to_html(), found._repr_html_()):
+        read = Page(html)
+        assert read.names() <= TAGS
+        assert not {a for a in read.attributes() if a.startswith("on") or a in ("src", "href")}
+
+
+def test_the_page_is_one_file_with_every_figure() -> None:
+    found = measure(model())
+    read = Page(found.to_html())
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in read.values("content")
+    assert {"0", "2", "3"} <= {text for tag, text in read.texts if tag == "th"}
+    assert found.coverage in read.text
+    assert all(a.get("aria-label") for tag, a in read.tags if tag == "svg")
+    assert all(a.get("scope") for tag, a in read.tags if tag == "th")
+    assert found.to_html() == measure(model()).to_html()
+    assert "<html" not in found._repr_html_()
+
+
+def test_the_data_is_versioned_strict_and_complete() -> None:
+    made = model()
+    with torch.no_grad():
+        made[0].weight[0, 0, 0, 0] = float("inf")
+    found = measure(made)
+    read = json.loads(found.to_json())
+    assert read == json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert read["schema"] == "gonio.measurements/1"
+    assert [t["path"] for t in read["tensors"]] == [t.path for t in found.values()]
+    conv = read["tensors"][0]
+    assert conv["nonfinite"] == 1
+    assert conv["alignment"] == found["0"].alignment
+    assert read["findings"][0]["code"] == "G001"
+    assert set(read) == {
+        *("schema", "source", "coverage", "notes", "findings", "suppressed", "tensors", "versions"),
+        *("scale", "mixtures", "signals"),
+    }
+
+
+def test_the_csv_reads_back_and_no_cell_is_a_formula() -> None:
+    found = measure({"=cmd.weight": torch.eye(3), "b.weight": torch.ones(2, 5)})
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [row["path"] for row in rows] == ["'=cmd", "b"]
+    assert float(rows[1]["alignment"]) == found["b"].alignment
+    assert rows[1]["shape"] == "2; 5"
+    assert math.isclose(float(rows[0]["sigma_max"]), 1.0)
+
+
+def test_the_markdown_table_is_a_table() -> None:
+    text = measure({"a|b.weight": torch.eye(3), "<i>.weight": torch.zeros(2, 2)}).to_markdown()
+    lines = [line.replace(r"\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert "&lt;i&gt;" in text
+    assert "**info G101**" in text
+
+
+def test_measurements_compare_and_travel() -> None:
+    found = measure(model())
+    assert found == measure(model())
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
+    assert isinstance(found, Mapping)
+    assert list(found) == [t.path for t in found.tensors]
+    assert list(found.values()) == list(found.tensors)
+    assert dict(found.items())["0"] is found["0"]
+    assert found.get("nowhere") is None
+
+
+def test_what_is_shown_in_a_prompt_is_short() -> None:
+    found, after = measure(model()), model()
+    torch.nn.init.ones_(after[3].weight)
+    tracker = Tracker(model(), every=1)
+    tracker.step()
+    assert repr(found["2"]) == "<2 (Conv2d): 8 filters of length 9>"
+    assert repr(found["0"]).startswith("<0 (Conv2d): 8 filters of length 27, alignment ")
+    assert repr(found["0.bias"]) == "<0.bias (Conv2d): a vector>"
+    assert repr(tracker) == "<Tracker every 1 steps: 3 rows, 0 loggers>"
+    changed = difference(model(), after)
+    assert repr(changed["0"]) == "<0: equal, changed by 0>"
+    assert repr(changed["3"]).startswith("<3: compared, changed by ")
+    assert max(len(repr(thing)) for thing in (found["0"], changed["3"], tracker)) < 80
+
+
+def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
+    found = measure(model())
+    frame = found.to_frame()
+    assert list(frame.columns) == next(csv.reader(io.StringIO(found.to_csv())))
+    assert frame["path"].tolist() == [t.path for t in found.values()]
+    assert frame["alignment"].iloc[0] == found["0"].alignment
+    moved = difference(model(), model()[:1]).to_frame()
+    assert moved["name"].tolist() == [t.name for t in found.values()]
+    assert moved["status"].tolist() == ["equal"] * 2 + ["not compared"] * (len(found) - 2)
+
+
+def test_a_page_without_jinja_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    page._environment.cache_clear()
+    for source in (measure(model()), difference(model(), model())):
+        with pytest.raises(MissingExtraError, match=r"^The page needs the package 'jinja2', .*'gonio\[lab\]'$"):
+            source.to_html()
+    page._environment.cache_clear()
+
+
+def test_columns_have_names_of_their_own_and_those_that_are_kept_exist() -> None:
+    for columns, kept in ((COLUMNS, KEPT), (SIGNALS, ())):
+        names = [column.name for column in columns]
+        assert len(set(names)) == len(names)
+        assert set(kept) <= set(names)
+
+
+def test_a_frame_without_pandas_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(nn.Linear(3, 2), every=1)
+    tracker.step()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    said = r"^to_frame\(\) needs the package 'pandas', which is not installed\. Install it with: pip install pandas$"
+    for source in (measure(model()), difference(model(), model()), tracker):
+        with pytest.raises(MissingExtraError, match=said):
+            source.to_frame()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (0.0123, "0.012"),
+        (0.00123, "0.0012"),
+        (-0.0457, "−0.046"),
+        (0.314, "0.31"),
+        (1.0, "1.00"),
+        (31.27, "31.3"),
+        (9120.0, "9120"),
+        (2e-5, "2.0e−05"),
+        (3e7, "3.0e+07"),
+    ],
+)
+def test_figures_keep_two_digits_at_least(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_narrow_page_can_name_each_cell_of_a_finding() -> None:
+    """Where the head of the table has no room, the style sheet shows the cell's own title."""
+    read = Page(measure({"a.weight": torch.zeros(2, 2)}).to_html())
+    titles = [a["data-title"] for tag, a in read.tags if tag == "td" and "data-title" in a]
+    assert titles == ["Code", "Tensor", "Found", "By chance", "What to do"]
+
+
+ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", flags=re.M)
+
+TYPES = {
+    "text": lambda v: isinstance(v, str),
+    "integer": lambda v: type(v) is int,
+    "number": lambda v: type(v) in (int, float),
+    "object": lambda v: isinstance(v, dict),
+    "null": lambda v: v is None,
+    "list of text": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "list of integers": lambda v: isinstance(v, list) and all(type(x) is int for x in v),
+    "list of two integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int, int],
+    "list of 180 integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int] * 180,
+    "list of numbers": lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v),
+    "list of objects": lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
+}
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Heading → key → type."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    parts = re.split(r"^##+ (.+)$", page, flags=re.M)[1:]
+    return {title: dict(ROW.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def check(found: dict[str, Any], heading: str) -> None:
+    expected = documented()[heading]
+    assert list(found) == list(expected), heading
+    for key, value in found.items():
+        kinds = expected[key].strip().split(" or ")
+        assert any(TYPES[kind](value) for kind in kinds), f"{heading}: {key} is {expected[key]}, found {value!r}"
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    """A measurement in which every object of the schema has a member, and figures of every kind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), gonio.nn.SwitchableNorm2d(8), nn.Conv2d(8, 8, 3, groups=8)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)),
+    )
+    x = torch.randn(16, 3, 8, 8)
+    model(x)
+    with torch.no_grad():
+        model.register_buffer("spare", torch.full((2,), float("nan")))  # takes no part in the signal
+        model[9].weight[0] = 0
+        model[9].weight[1] = 0
+    found = measure(model, batch=x, also=("operator_norm",))
+    read: dict[str, Any] = json.loads(Suppression(ignore=("G102", "G405")).applied(found, model).to_json())
+    return read
+
+
+def test_measurements(everything: dict[str, Any]) -> None:
+    check(everything, "gonio.measurements/1")
+    assert everything["schema"] == "gonio.measurements/1"
+    for heading in ("tensors", "findings", "signals"):
+        assert everything[heading], heading
+        for row in everything[heading]:
+            check(row, heading)
+    check(everything["scale"], "scale")
+    check(everything["suppressed"], "suppressed")
+    for row in everything["suppressed"]["findings"]:
+        check(row, "findings")
+    (shares,) = everything["mixtures"].values()
+    assert list(shares) == ["mean", "var"]
+    assert all(sum(share.values()) == pytest.approx(1) for share in shares.values())
+    assert list(everything["versions"]) == ["gonio", "torch", "python"]
+
+
+def test_every_figure_occurs_in_the_example(everything: dict[str, Any]) -> None:
+    """Or else a wrong type in the table would not be seen."""
+    for heading in ("tensors", "signals"):
+        empty = {key for key in documented()[heading] if all(row[key] is None for row in everything[heading])}
+        assert not empty, heading
+
+
+def test_a_difference() -> None:
+    after = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    found = json.loads(difference(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), after).to_json())
+    check(found, "gonio.difference/1")
+    assert found["schema"] == "gonio.difference/1"
+    for row in found["tensors"]:
+        check(row, "tensors of a difference")
+
+
+def test_an_outline() -> None:
+    found = json.loads(json.dumps(outline(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).to_dict()))
+    check(found, "gonio.outline/1")
+    assert found["schema"] == "gonio.outline/1"
+    for row in found["tensors"]:
+        check(row, "tensors of an outline")
+
+
+def test_a_key_that_is_not_documented_is_found() -> None:
+    """Negative control."""
+    found = {**dict.fromkeys(documented()["findings"], ""), "more": 1}
+    with pytest.raises(AssertionError, match="findings"):
+        check(found, "findings")
+    with pytest.raises(AssertionError, match="code is text"):
+        check({**dict.fromkeys(documented()["findings"], ""), "code": 1}, "findings")

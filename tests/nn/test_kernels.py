@@ -1,0 +1,110 @@
+"""The second forms of operations, and the predicate that chooses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog import seeded
+from gonio import nn as gnn
+from gonio.nn import kernels
+from gonio.nn.kernels import LONG, Rows, has_rows
+from tolerances import close
+
+SHAPES = ((2, 3), (2, 3, 7), (4, 6, 5, 3), (1, 2, 2, 3, 4), (2, 2, 2 * LONG), (1, 2, 75, 75))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@dtypes
+@shapes
+def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    grad, x = 2 + seeded(*shape, dtype=dtype), seeded(*shape, seed=1, dtype=dtype) - 1
+    found = Rows.of(x).sums(grad, x)
+    flat = [t.double().reshape(*shape[:2], -1) for t in (grad, x)]
+    expected = torch.stack([flat[0].sum(2), (flat[0] * flat[1]).sum(2)])
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), expected, **close(dtype))
+
+
+@dtypes
+@shapes
+def test_scaling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, line = seeded(*shape, dtype=dtype), seeded(2, *shape[:2], seed=1, dtype=torch.float64)
+    shift, scale = (t.reshape(*shape[:2], *(1 for _ in shape[2:])) for t in line)
+    found = Rows.of(x).scale(x, line)
+    assert found.dtype is dtype
+    assert not found._is_view()
+    torch.testing.assert_close(found.double(), shift + scale * x.double(), **close(dtype))
+
+
+def transposed() -> Tensor:
+    return seeded(2, 4, 3).transpose(1, 2)
+
+
+@pytest.mark.parametrize("x", [transposed(), torch.zeros(0, 3, 2), torch.zeros(2, 3, 2, device="meta")], ids=str)
+def test_where_the_kernels_do_not_apply(x: Tensor) -> None:
+    assert has_rows(seeded(2, 3, 4))
+    assert not has_rows(seeded(2, 3, 4), x)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [((3, 3), (1, 1), (1, 1)), ((7, 2), (2, 1), (3, 0))])
+def test_the_sum_over_windows(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> None:
+    x = seeded(2, 3, 9, 8, dtype=torch.float64).requires_grad_()
+    ones = torch.ones(3, 1, *kernel, dtype=torch.float64)
+    expected = torch.convolution(x, ones, None, stride, padding, (1, 1), False, (0, 0), 3)
+    found = kernels.window_sum(x, kernel, stride, padding)
+    torch.testing.assert_close(found, expected, **close(torch.float64))
+    grad = seeded(*expected.shape, dtype=torch.float64)
+    by_x = [torch.autograd.grad(value, x, grad)[0] for value in (found, expected)]
+    torch.testing.assert_close(*by_x, **close(torch.float64))
+
+
+def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with a learned radius, where the slope is as large as the product."""
+    layer = gnn.DecoupledConv2d(4, 32, 3, magnitude=gnn.magnitude.Tanh(learn_radius=True))
+    x = seeded(2, 4, 9, 9).requires_grad_()
+
+    def large_tensors_kept() -> int:
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            kept[t.data_ptr()] = t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = layer(x)
+        return sum(size == output.numel() for size in kept.values())
+
+    assert large_tensors_kept() > 1, "a control: the plain form keeps the product too"
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    assert large_tensors_kept() <= 1
+
+
+def test_second_forms_are_for_eager_execution_alone() -> None:
+    """A compiler, an export, a transform, forward mode and fake tensors get the plain form."""
+    x, seen = torch.ones(2), []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.append(kernels.ordinary_eager(x))
+        return x * 1
+
+    noted(x)
+    torch.func.vmap(noted)(x)
+    torch.func.jvp(noted, (x,), (x,))
+    torch.func.grad(lambda x: noted(x).sum())(x)
+    with torch.autograd.forward_ad.dual_level():
+        noted(torch.autograd.forward_ad.make_dual(x, x))
+    with torch._subclasses.FakeTensorMode():
+        noted(torch.ones(2))
+    assert seen == [True, False, False, False, False, False]
+
+    def chosen(x: Tensor) -> Tensor:
+        return x * (2 if kernels.ordinary_eager(x) else 3)
+
+    torch._dynamo.reset()
+    assert torch.compile(chosen, backend="eager", fullgraph=True)(x).tolist() == [3, 3]
+    assert torch.jit.trace(chosen, x, check_trace=False)(x).tolist() == [3, 3]

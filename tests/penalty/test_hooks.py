@@ -1,0 +1,333 @@
+"""Hooks: what they count, what they refuse, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from catalog import seeded
+from gonio import Penalty
+from gonio import regularizers as R
+from gonio.errors import NoActivationError
+from gonio.penalty import hooks as hooks_module
+from tolerances import close
+
+SOM = R.SelfOrthogonality(1.0)
+
+
+class Network(nn.Module):
+    """Two layers; `how` says how the first one runs."""
+
+    def __init__(self, how: str = "plain", *, inplace: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.first, self.act, self.last = nn.Linear(6, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 4)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.act(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "plain":
+            return self.last(self.block(x))
+        return self.last(checkpoint(self.block, x, use_reentrant=self.how == "reentrant"))
+
+
+def batch(seed: int = 0) -> Tensor:
+    return seeded(32, 6, seed=seed)
+
+
+def step(model: nn.Module, penalty: Penalty, x: Tensor) -> Tensor:
+    model.zero_grad()
+    total = penalty_of(model, penalty, x)
+    (model_loss(model) + total).backward()
+    return total.detach()
+
+
+def model_loss(model: nn.Module) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters()) * 0.01  # type: ignore[return-value]
+
+
+def penalty_of(model: nn.Module, penalty: Penalty, x: Tensor) -> Tensor:
+    model(x)
+    return penalty()
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# --- what counts ----------------------------------------------------------------------------------
+
+
+def test_checkpointing_changes_no_bit_and_counts_once() -> None:
+    """F2: the recomputation in the backward fires the hook again."""
+    results = []
+    for how in ("plain", "non-reentrant"):
+        model = Network(how)
+        penalty = Penalty(model, [("first", SOM), ("last", SOM)])
+        for seed in range(3):
+            model.zero_grad()
+            out = model(batch(seed))
+            (out.square().mean() + penalty()).backward()
+            results.append([float(v) for v in penalty.values().values()])
+            assert penalty._terms[0]._hook._kept == []  # type: ignore[attr-defined]
+        results.append(grads(model))
+    for plain, recomputed in zip(results[:3], results[4:7], strict=True):
+        assert plain == recomputed
+    for a, b in zip(results[3], results[7], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = Network("reentrant")
+    penalty = Penalty(model, [("first", SOM)])
+    model(batch().requires_grad_())
+    with pytest.raises(NoActivationError, match="reads the outputs of first; it ran only without gradients"):
+        penalty()
+    model(batch().requires_grad_()).sum().backward()
+    with pytest.raises(NoActivationError, match=r"as under reentrant checkpointing. Use checkpoint\(…, use_reentrant="):
+        penalty()
+
+
+def test_evaluation_is_not_counted() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    x = batch()
+    model.eval()
+    model(batch(1))
+    model.train()
+    with torch.no_grad():
+        model(batch(2))
+    expected = SOM.value(model.first(x))
+    penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
+    model(x)
+    torch.testing.assert_close(penalty(), expected, **close(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "match"),
+    [
+        ("nothing", "it did not run since the last call, or was compiled before the penalty was built"),
+        ("eval", "it ran only in evaluation mode. Call penalty"),
+        ("no_grad", "it ran only without gradients. Call penalty"),
+        ("inference", "it ran only without gradients. Call penalty"),
+        ("removed", "this penalty was removed. Build a new one."),
+    ],
+)
+def test_nothing_seen_is_an_error(prepare: str, match: str) -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    if prepare == "eval":
+        model.eval()(batch())
+    if prepare in ("no_grad", "inference"):
+        with torch.no_grad() if prepare == "no_grad" else torch.inference_mode():
+            model(batch())
+    if prepare == "removed":
+        penalty.remove()
+        model(batch())
+    with pytest.raises(NoActivationError, match=match):
+        penalty()
+
+
+def test_the_same_outputs_do_not_count_for_two_steps() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    model(batch())
+    penalty()
+    with pytest.raises(NoActivationError, match="did not run since the last call"):
+        penalty()
+
+
+def test_a_layer_that_runs_several_times_contributes_the_mean() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    expected = torch.stack([SOM.value(model.first(batch(s))) for s in (1, 2)]).mean()
+    penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
+    model(batch(1)), model(batch(2))
+    total = penalty()
+    torch.testing.assert_close(total, expected, **close(torch.float32))
+    assert sum(penalty.values().values()) == pytest.approx(float(total.detach()), rel=1e-5)
+
+
+# --- in-place operations ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regularizer", [SOM, R.SelfOrthogonality.paper(1e-3)], ids=["centred", "less the bias"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_outputs_are_read_as_the_layer_put_them_out(inplace: bool, regularizer: R.SelfOrthogonality) -> None:
+    """F5: the activation may overwrite what the hook kept."""
+    model = Network(inplace=inplace)
+    penalty = Penalty(model, [("first", regularizer)])
+    reference = Network()
+    plain = Penalty(reference, [("first", regularizer)])
+    for seed in range(3):
+        model.zero_grad(), reference.zero_grad()
+        for m, p in ((model, penalty), (reference, plain)):
+            (m(batch(seed)).square().mean() + p()).backward()
+        for a, b in zip(grads(model), grads(reference), strict=True):
+            torch.testing.assert_close(a, b, **close(torch.float32))
+    assert penalty._terms[0]._hook._copies is inplace  # type: ignore[attr-defined]
+
+
+def test_outputs_overwritten_later_are_an_error_once() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    for _ in range(2):
+        step(model, penalty, batch())
+    model.act.inplace = True
+    model(batch())
+    with pytest.raises(NoActivationError, match="overwritten in place, which it was not in earlier steps"):
+        penalty()
+    model(batch())
+    assert penalty().isfinite()
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_after_the_penalty_was_built(inplace: bool) -> None:
+    eager, model = Network(), Network(inplace=inplace)
+    plain, penalty = (Penalty(m, [("first", SOM), (None, R.Orthogonality(0.1))]) for m in (eager, model))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        eager.zero_grad(), model.zero_grad()
+        (eager(batch(seed)).square().mean() + plain()).backward()
+        (compiled(batch(seed)).square().mean() + penalty()).backward()
+        assert penalty.values() == pytest.approx(plain.values(), rel=1e-4)
+        for a, b in zip(grads(model), grads(eager), strict=True):
+            torch.testing.assert_close(a, b, **close(torch.float32))
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_compiled_before_the_penalty_was_built_is_an_error() -> None:
+    """F1: a hook registered after the first compiled call never fires, silently."""
+    model = Network()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(batch())
+    penalty = Penalty(model, [("first", SOM)])
+    compiled(batch())
+    with pytest.raises(NoActivationError, match="compiled before the penalty was built"):
+        penalty()
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_second_compiled_model_of_the_same_class_is_read_or_refused() -> None:
+    """The code compiled for the first model may be reused without the second one's hook; never silently."""
+    first, second = Network(), Network()
+    torch.compile(first, backend="aot_eager")(batch())
+    penalty = Penalty(second, [("first", SOM)])
+    torch.compile(second, backend="aot_eager")(batch())
+    try:
+        found = penalty()
+    except NoActivationError:
+        return
+    torch.testing.assert_close(found, SOM.value(second.first(batch())), **close(torch.float32))
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_compiled_model_is_read_by_its_own_paths() -> None:
+    penalty = Penalty(torch.compile(Network(), backend="aot_eager"), [("first", SOM)])
+    assert [term.label for term in penalty._terms] == ["first.output/SelfOrthogonality"]
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+def test_no_hook_is_left() -> None:
+    model = Network()
+    with Penalty(model, [(None, SOM), (None, R.L2(1.0))]):
+        assert hooks(model) == 2
+    assert hooks(model) == 0
+    with pytest.raises(ZeroDivisionError, match="division"), Penalty(model, [(None, SOM)]):
+        raise ZeroDivisionError("division")
+    assert hooks(model) == 0
+
+
+def test_weights_can_still_be_penalised_after_removal() -> None:
+    model = Network()
+    penalty = Penalty(model, [(None, R.L2(1.0))])
+    penalty.remove()
+    assert penalty() > 0
+
+
+def test_activations_are_let_go() -> None:
+    """F3: after a step, nothing holds the outputs but the graph."""
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    held: list[weakref.ref[Tensor]] = []
+    model.first.register_forward_hook(lambda module, args, output: held.append(weakref.ref(output)))
+    for seed in range(3):
+        step(model, penalty, batch(seed))
+    gc.collect()
+    assert [ref() for ref in held] == [None, None, None]
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(x.untyped_storage().nbytes() for x in gc.get_objects() if issubclass(type(x), Tensor))
+
+
+def test_a_thousand_steps_keep_nothing() -> None:
+    """F3: neither outputs nor graphs nor what is kept for logging add up."""
+    model = Network()
+    penalty = Penalty(model, [("first", SOM), (None, R.SRIP(1.0)), (None, R.ScaleShift(1e-3))])
+    for seed in range(3):
+        step(model, penalty, batch(seed))
+    before = live_bytes()
+    for seed in range(1000):
+        step(model, penalty, batch(seed % 7))
+        penalty.values()
+    assert live_bytes() == before
+
+
+def test_forgetting_to_call_is_an_error_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks_module, "MOST_KEPT", 5)
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    for _ in range(5):
+        model(batch())
+    with pytest.raises(NoActivationError, match="it ran 5 times since penalty\\(\\) was last called"):
+        model(batch())
+    assert penalty().isfinite()
+
+
+def test_copies_and_pickles_of_the_model_hold_no_activation() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    model(batch())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        twin(batch())
+        (hook,) = twin.first._forward_hooks.values()
+        assert not hasattr(hook.__self__, "_kept")
+    assert penalty().isfinite()
+
+
+def test_averaged_models_do_not_collect() -> None:
+    model = Network()
+    penalty = Penalty(model, [("first", SOM)])
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.train()(batch())
+    model(batch())
+    assert len(penalty._terms[0]._hook._kept) == 1  # type: ignore[attr-defined]

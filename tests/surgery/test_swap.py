@@ -1,0 +1,293 @@
+"""`swap_`: what is replaced, what is refused, and layers that are read instead of called."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from catalog import seeded
+from foreign import timm
+from gonio import nn as gnn
+from gonio import parametrizations as P
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from laws.snapshot import Snapshot, assert_restored
+
+TOKENS = seeded(2, 5, 8)
+LINEAR = {"magnitude": gnn.magnitude.Sphere()}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+        nn.Linear(8, 2),
+    )
+
+
+def test_twice_is_refused():
+    model = network()
+    gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
+    with pytest.raises(AlreadyAppliedError, match=r"swap_: cannot change '0'; found a DecoupledConv2d there"):
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
+
+
+def test_a_layer_of_another_kind_is_refused():
+    with pytest.raises(NoMatchError, match=r"4 \(it is a Linear, not a Conv2d\).*can act on: 0\."):
+        gonio.swap_(network(), gnn.DecoupledConv2d.from_conv, where=nn.Linear)
+
+
+def test_the_model_itself_cannot_be_replaced():
+    message = r"swap_: cannot replace the model: `where` selects the model itself\. Wrap the model in nn\.Sequential"
+    with pytest.raises(NotApplicableError, match=message):
+        gonio.swap_(nn.Conv2d(1, 1, 1), gnn.DecoupledConv2d.from_conv)
+
+
+def test_a_factory_that_fails_late_leaves_the_first_layers():
+    model = network()
+    first = model[4]
+
+    def fails_on_the_second(linear: nn.Linear) -> nn.Module:
+        if linear.out_features == 2:
+            raise RuntimeError("second")
+        return nn.Identity()
+
+    with pytest.raises(RuntimeError, match="second"):
+        gonio.swap_(model, fails_on_the_second)
+    assert model[4] is first
+
+
+def test_the_mode_is_kept():
+    model = network().eval()
+    gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
+    assert not model[1].training
+
+
+def test_an_optimizer_of_another_model_is_refused_and_nothing_changes():
+    model = network()
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match="an optimizer that holds none of them"):
+        gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer)
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_hooks_that_stay_behind_are_said():
+    model = network()
+    model[0].register_forward_hook(lambda module, inputs, output: None)
+    assert "its forward hooks stayed" in str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
+
+
+def test_a_layer_class_is_no_converter():
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"found DecoupledConv2d, which is a layer class, not a converter\. Use DecoupledConv2d\.from_conv\.",
+    ):
+        gonio.swap_(network(), gnn.DecoupledConv2d)
+    with pytest.raises(InvalidArgumentError, match=r"found ReLU, .* Pass a function, e\.g\. lambda layer: ReLU\(…\)\."):
+        gonio.swap_(network(), nn.ReLU)
+
+
+@pytest.mark.parametrize("annotation", [nn.Linear, nn.Linear | None, nn.Module, Any, Callable[..., Any], object, None])
+def test_a_class_that_takes_a_layer_is_a_converter(annotation):
+    class Around(nn.Module):
+        def __init__(self, inner) -> None:
+            super().__init__()
+            self.inner = inner
+
+    if annotation is not None:
+        Around.__init__.__annotations__["inner"] = annotation
+    model = network()
+    gonio.swap_(model, Around, where=nn.Linear)
+    assert [path for path, m in model.named_modules() if isinstance(m, Around)] == ["4", "6"]
+
+
+def encoder(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=True).eval()
+
+
+def slow_and_fast(model: nn.Module, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output with the fast path forbidden, and as torch chooses."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            slow = model(TOKENS, **arguments)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        return slow, model(TOKENS, **arguments)
+
+
+def test_an_attention_output_projection_is_left_out() -> None:
+    model = encoder()
+    text = str(gonio.swap_(model, gnn.DecoupledLinear.from_linear, **LINEAR))
+    assert "layers.0.self_attn.out_proj stays: its parent reads its weight and does not call it" in text
+    assert isinstance(model.layers[0].linear1, gnn.DecoupledLinear)
+    with pytest.raises(NoMatchError, match=r"out_proj \(its parent reads its weight"):
+        gonio.swap_(encoder(), gnn.DecoupledLinear.from_linear, where="*.out_proj")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])}]
+)
+def test_the_fast_path_of_a_transformer_does_not_pass_by_what_was_put_in(arguments) -> None:
+    model = encoder()
+    before = Snapshot.of(model, TOKENS)
+    plain, _ = slow_and_fast(model, **arguments)
+    edited = gonio.swap_(model, gnn.DecoupledLinear.from_linear, where="*.linear1", **LINEAR)
+    slow, fast = slow_and_fast(model, **arguments)
+    assert (slow - plain).abs().max() > 1e-3
+    torch.testing.assert_close(fast, slow)
+    assert "the fast path of TransformerEncoderLayer is off" in str(edited)
+    edited.undo_()
+    assert_restored(before, Snapshot.of(model, TOKENS))
+
+
+def test_a_layer_that_a_plain_list_holds_too_is_said() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(1, 1, 1)
+            self.stages = [self.first]
+
+        def forward(self, x):
+            return self.stages[0](x)
+
+    model = Listed()
+    text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
+    assert "stages still holds the module that was first: no edit reaches it there" in text
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_that_the_factory_refuses_stays_or_is_an_error_where_it_was_asked_for() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), Doubled(1, 1, 1))
+    text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
+    assert "1 stays: from_conv was asked for 'Doubled'; this subclass of Conv2d computes something else" in text
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), Doubled(1, 1, 1))
+    with pytest.raises(NotApplicableError, match="this subclass of Conv2d computes something else") as caught:
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="type:Conv2d")
+    assert caught.value.__notes__ == ["at 1"]
+    assert type(model[0]) is nn.Conv2d
+    with pytest.raises(NotApplicableError, match="computes something else"):
+        gonio.swap_(nn.Sequential(Doubled(1, 1, 1)), gnn.DecoupledConv2d.from_conv)
+
+
+def test_a_parametrized_layer_is_not_replaced_without_its_parametrization() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1))
+    gonio.parametrize_(model, P.Sphere(), where="0")
+    with pytest.raises(NotApplicableError, match="its weight is computed by a parametrization"):
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="0")
+    torch.nn.utils.parametrizations.weight_norm(model[1])
+    with pytest.raises(NotApplicableError, match="its weight is computed by a parametrization"):
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="1")
+
+
+def test_a_layer_inside_one_that_is_dropped_is_an_error() -> None:
+    def plain(block: nn.Sequential) -> nn.Module:
+        return nn.Sequential(nn.ReLU())
+
+    def either(module: nn.Sequential | nn.Linear) -> nn.Module:
+        return plain(module) if isinstance(module, nn.Sequential) else nn.Linear(2, 2)
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    message = r"cannot replace layer '0\.0' \(Linear\): a selected layer around it was replaced by one that does not"
+    with pytest.raises(NotApplicableError, match=message):
+        gonio.swap_(model, either, where=r"re:0.*")
+    assert type(model[0][0]) is nn.Linear
+
+
+def test_a_factory_must_make_modules() -> None:
+    def nothing(linear: nn.Linear):
+        return None
+
+    with pytest.raises(InvalidArgumentError, match=r"makes modules \(.*nothing\); found a NoneType for '0'"):
+        gonio.swap_(nn.Sequential(nn.Linear(2, 2)), nothing)
+
+
+# --- norms of timm with their activation inside -------------------------------------------------------
+
+
+def norm_act(**options: Any) -> nn.Module:
+    timm()
+    from timm.layers import BatchNormAct2d
+
+    layer = BatchNormAct2d(4, eps=1e-3, **options)
+    layer.running_mean.copy_(seeded(4))
+    layer.running_var.copy_(seeded(4, seed=1).exp())
+    return layer
+
+
+def timm_network() -> nn.Sequential:
+    first, second = norm_act(act_layer=nn.SiLU), norm_act(apply_act=False)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), first, nn.Conv2d(4, 4, 1), second).eval()
+
+
+X = seeded(2, 3, 5, 5)
+
+
+def test_each_becomes_a_norm_and_its_activation_and_comes_back() -> None:
+    model = timm_network()
+    weight = model[1].weight
+    text = str(gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, where=nn.BatchNorm2d))
+    assert "1  BatchNormAct2d → SwitchableNorm2d + SiLU" in text
+    assert "3  BatchNormAct2d → SwitchableNorm2d\n" in text
+    assert model[1][0].weight is weight
+    assert model[1][0].eps == 1e-3
+
+
+def test_undo_is_exact() -> None:
+    model = timm_network()
+    before = Snapshot.of(model, X)
+    edited = gonio.swap_(model, gnn.to_group_norm, where=nn.BatchNorm2d, groups=2)
+    assert [type(part).__name__ for part in model[1]] == ["GroupNorm", "SiLU"]
+    model(X)
+    edited.undo_()
+    assert_restored(before, Snapshot.of(model, X))
+
+
+def test_a_mixture_of_batch_statistics_alone_is_the_same_function() -> None:
+    model = timm_network().double()
+    x = X.double()
+    expected = model(x).detach()
+    gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
+    with torch.no_grad():
+        for layer in (model[1][0], model[3]):
+            for logits in (layer.mean_logits, layer.var_logits):
+                logits.copy_(torch.tensor([-1000.0, -1000.0, 0.0]))
+    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_factory_of_ones_own_gets_the_layer_as_it_is() -> None:
+    taken = []
+
+    def keep(layer):
+        taken.append(layer)
+        return copy.deepcopy(layer)
+
+    model = timm_network()
+    gonio.swap_(model, keep, where="1")
+    assert type(taken[0]).__name__ == type(model[1]).__name__ == "BatchNormAct2d"
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_modes_and_gradients_stay(frozen: bool) -> None:
+    model = timm_network().requires_grad_(not frozen).train()
+    gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad is not frozen for parameter in model.parameters())

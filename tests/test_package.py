@@ -1,0 +1,67 @@
+"""`import gonio`: lazy names in a fresh interpreter, one list of them, and every exception exported."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import gonio
+from gonio import errors
+
+FRESH = """
+import sys, gonio
+assert "torch" not in sys.modules, "import gonio imports torch"
+assert dir(gonio) == sorted(gonio.__all__)
+print(getattr(gonio, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("name", ["errors", "seeding", "penalty", "escaping", "geometry", "GonioError", "__version__"])
+def test_a_name_is_loaded_on_first_use_in_a_fresh_interpreter(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FRESH, name], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_listed_name_exists_and_is_the_one_of_its_package() -> None:
+    assert len(set(gonio.__all__)) == len(gonio.__all__)
+    for package, names in gonio._EXPORTS.items():
+        assert inspect.ismodule(getattr(gonio, package))
+        for name in names:
+            assert getattr(gonio, name) is getattr(getattr(gonio, package), name)
+    with pytest.raises(AttributeError, match="module 'gonio' has no attribute 'measured'"):
+        gonio.measured  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(inspect.getsource(gonio))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(gonio.__all__) - {"__version__"}
+
+
+def test_exactly_the_exceptions_are_exported() -> None:
+    """Both directions: ConfigError was defined and not listed."""
+    defined = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert set(errors.__all__) == defined
+
+
+def test_messages_name_the_problem_what_was_found_and_what_to_do() -> None:
+    refused = errors.NotApplicableError("swap_", "0", "it is the model itself", "Replace it yourself.")
+    assert str(refused) == "swap_: cannot be applied to '0'; it is the model itself. Replace it yourself."
+    assert "cannot be applied to the model; " in str(errors.NotApplicableError("fold_", "", "why", "Do."))
+    nothing = errors.NoMatchError("swap_", "layr1", ["layer1", "layer2"])
+    assert str(nothing) == (
+        "swap_: where=layr1 matches no suitable module; it selects no module. "
+        "Suitable modules: layer1, layer2. Did you mean layer1, layer2?"
+    )
+    assert "it selects only fc. The model has no suitable" in str(errors.NoMatchError("L2", "fc", [], refused=["fc"]))
+    found = errors.ConfigError("gonio.toml", ["line 1: no such key", "line 2: not a number"])
+    assert str(found).splitlines()[1:3] == ["  line 1: no such key", "  line 2: not a number"]
+    again = pickle.loads(pickle.dumps(found))
+    assert (str(again), again.problems) == (str(found), found.problems)
