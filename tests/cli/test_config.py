@@ -93,7 +93,7 @@ def test_types_select_layers_of_a_model(folder: Path) -> None:
         ('per-layer-ignores = ["G101"]', ["per-layer-ignores must be a table of selectors"]),
         ('[per-layer-ignores]\nhead = "G101"', ['per-layer-ignores."head" must be a list of rule codes']),
         ('[per-layer-ignores]\n"" = ["G101"]', ["use ignore for the whole model"]),
-        ('[per-layer-ignores]\n"re:(" = ["G101"]', ["where was given a regular expression"]),
+        ('[per-layer-ignores]\n"re:(" = ["G101"]', ["where takes a regular expression"]),
         ("ignore = [", ["it is not valid TOML"]),
         ("ignore = 1\nignores = 2", ["no key 'ignores'", "ignore must be a list of rule codes"]),
     ],
@@ -102,7 +102,7 @@ def test_mistakes_are_said_all_at_once(folder: Path, content: str, messages: lis
     Path("gonio.toml").write_text(content)
     result = invoke("measure", "zero.pt")
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "gonio.toml' was to be read; it cannot be used" in result.stderr
+    assert "gonio.toml' is invalid" in result.stderr
     for message in messages:
         assert message in result.stderr
 
