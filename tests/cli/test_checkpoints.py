@@ -203,7 +203,7 @@ class Gadget:
         (
             ("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"),
             3,
-            "fold_: where=fc* matches no suitable module",
+            "where=fc* matches no suitable module",
         ),
         (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2,1"), 2, "positive sizes joined by x"),
         (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2x3x8x8"), 2, "must be an input that the model takes"),
