@@ -144,8 +144,8 @@ def test_a_plan_says_what_a_penalty_would_skip() -> None:
     plan = recipe(penalty=[{"where": None, "use": "ScaleShift", "strength": 1}]).plan(convnet())
     skipped = {step.path: step.skipped for step in plan.steps}
     assert skipped == {
-        "conv1": "its scale does not matter: norm1 normalises what it puts out",
-        "conv2": "its scale does not matter: norm2 normalises what it puts out",
+        "conv1": "its scale does not matter: norm1 normalises its output",
+        "conv2": "its scale does not matter: norm2 normalises its output",
         "fc1": "",
         "fc2": "",
     }
