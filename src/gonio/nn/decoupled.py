@@ -67,7 +67,7 @@ class Decoupled(RunningStatistics):
     def _operate(self, x: Tensor, patches: LinearMap) -> Tensor:
         """The layer's output without the bias, for a padded and batched input."""
         kind = x.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # not for meta tensors
             return self._decouple(x, patches)
         with torch.autocast(kind, enabled=False):  # norms are reduced in float32
             return self._decouple(x.to(torch.get_autocast_dtype(kind)), patches)

@@ -209,7 +209,8 @@ class ConvTransposeMap(ConvMap):
         """‖w‖² as each output sees it, with 1 in place of 0, and where that is; in the grouped layout."""
         squares = widen(self._by_group(weight))
         squares = (squares * squares).sum(1)
-        ones = squares.new_ones(1, self.groups, *x.shape[2:])
+        # torch refuses a map without positions, unless there are no samples either
+        ones = squares.new_ones(1 if x.shape[0] else 0, self.groups, *x.shape[2:])
         energy = self.group(self._multiply(ones, squares))
         zero = energy < least_norm(weight.dtype) ** 2
         return energy.masked_fill(zero, 1), zero
