@@ -200,7 +200,7 @@ def test_the_command_on_the_page_repeats_the_study(changes: dict[str, object], w
         (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
         (["missing.yaml"], 3, "missing.yaml: cannot be read: there is no such file"),
         (["switchable-norm", "--model", "tiny.py:linear"], 3, "rule 1 of swap"),
-        (["scale-shift", "--task", "tiny.py:no_task"], 3, "it raised ValueError: no data today"),
+        (["scale-shift", "--task", "tiny.py:no_task"], 3, "tiny.py:no_task raised ValueError: no data today"),
         (["scale-shift", "scale-shift"], 2, "scale-shift more than once"),
     ],
 )

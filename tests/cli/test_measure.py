@@ -192,7 +192,7 @@ def test_the_levels_are_those_of_the_findings() -> None:
         ("missing.safetensors", 3, "there is no such file"),
         ("gadget.pt", 3, "Code in a file is never run"),
         ("cut.safetensors", 3, "not an intact file"),
-        ("tiny.py:no_task", 3, "it raised ValueError: no data today"),
+        ("tiny.py:no_task", 3, "tiny.py:no_task raised ValueError: no data today (tiny.py, line "),
         ("tiny.py", 2, "no function after it"),
         (".", 3, "not an intact file"),
     ],

@@ -52,11 +52,11 @@ def test_a_model_of_the_users_own(folder: Path) -> None:
         ("unmatched.yaml", "digits-cnn", 3, "unmatched.yaml:3: rule 1 of penalty (head: Orthogonality(strength=1))"),
         ("tiny.py", "digits-cnn", 3, "tiny.py"),
         ("scale-shift", "tiny.py:no_such", 2, "no function in tiny.py named 'no_such'"),
-        ("scale-shift", "tiny.py:no_task", 3, "tiny.py:no_task'; it raised ValueError: no data today"),
+        ("scale-shift", "tiny.py:no_task", 3, "tiny.py:no_task raised ValueError: no data today"),
         ("scale-shift", "tiny.py:no_model", 2, "must build a model; found a int"),
         ("scale-shift", "missing.py:make", 2, "missing.py"),
-        ("scale-shift", "syntax.py:make", 3, "it raised SyntaxError"),
-        ("scale-shift", "exits.py:make", 3, "it raised SystemExit"),
+        ("scale-shift", "syntax.py:make", 3, "syntax.py:make raised SyntaxError"),
+        ("scale-shift", "exits.py:make", 3, "exits.py:make raised SystemExit"),
     ],
 )
 def test_bad_input_is_one_message_and_a_code(folder: Path, recipe: str, model: str, code: int, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from gonio import models
 from gonio.cli.output import print_err
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
@@ -29,11 +30,15 @@ _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
 _MOST_NUMBERS = 2**31  # in a batch; more is a typing error
 
 
+class UserCodeError(GonioError):
+    """The user's own code raised an exception."""
+
+
 def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
     """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed.
 
     Raises:
-        NotApplicableError: if the user's own code raises anything.
+        UserCodeError: if the user's own code raises anything.
     """
     with users_code(spec), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -45,7 +50,7 @@ def users_code(*specs: str | None) -> Iterator[None]:
     """Inside, an exception is refused input if one of the specs names the user's own code.
 
     Raises:
-        NotApplicableError: instead of the exception of that code.
+        UserCodeError: instead of the exception of that code.
     """
     named = [spec for spec in specs if spec is not None and is_user_code(spec)]
     try:
@@ -55,8 +60,10 @@ def users_code(*specs: str | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if not named:
             raise
-        why = f"it raised {type(error).__name__}: {error}"
-        raise NotApplicableError("your code", " and ".join(named), why, "Correct it.") from error
+        files = [Path(spec.rpartition(":")[0]).resolve() for spec in named]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+        raise UserCodeError(f"{' and '.join(named)} raised {type(error).__name__}: {error}{place}") from error
 
 
 def read_where(word: str | None) -> Selector:

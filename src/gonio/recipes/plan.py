@@ -16,7 +16,7 @@ from gonio.regularizers import OutputRegularizer
 from gonio.surgery import Selector, Site, as_selector, sites
 from gonio.surgery.graph import trace
 
-__all__ = ["Assignment", "Ends", "Plan", "Step", "assign", "plan"]
+__all__ = ["Assignment", "Plan", "Step", "assign", "plan"]
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,19 @@ class Paths(Selector):
         return self.origin
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Paths of the first and the last layer of a model with a weight matrix: `stem` and `classifier` in recipes.
+def _ends(model: nn.Module) -> tuple[dict[str | None, str], str]:
+    """Paths of the `stem` and the `classifier`, the first and the last layer with a weight matrix, and an assumption.
 
-    In the order of execution if `torch.fx` can trace the model, otherwise in the order of registration; `assumed`
-    then says why. Both are None if no module has a weight matrix.
+    In the order of execution if `torch.fx` can trace the model, otherwise in the order of registration; the
+    assumption then says why.
     """
-
-    stem: str | None = None
-    classifier: str | None = None
-    assumed: str = ""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Ends:
-        """Find them."""
-        paths = {id(site.module): site.path for site in sites(model)}
-        traced = trace(model)
-        order = [paths[id(module)] for _, module, _ in traced.calls() if _has_weight_matrix(module)]
-        if order:
-            return cls(order[0], order[-1])
-        order = [site.path for site in sites(model) if _has_weight_matrix(site.module)]
-        assumed = f"stem and classifier by order of registration: {traced.reason}" if traced.reason else ""
-        return cls(order[0], order[-1], assumed) if order else cls()
+    paths = {id(site.module): site.path for site in sites(model)}
+    traced = trace(model)
+    order = [paths[id(module)] for _, module, _ in traced.calls() if _has_weight_matrix(module)]
+    registered = [site.path for site in sites(model) if _has_weight_matrix(site.module)]
+    found = order or registered
+    reason = "" if order or not traced.reason else f"stem and classifier by order of registration: {traced.reason}"
+    return ({"stem": found[0], "classifier": found[-1]}, reason) if found else ({}, "")
 
 
 def _has_weight_matrix(module: nn.Module, tensor: str = "weight") -> bool:
@@ -172,7 +162,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
         UnmatchedRuleError: naming every rule that applies to no module, with its file and its line.
     """
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
-    ends = Ends.of(model) if uses_ends else Ends()  # finding them traces the model
+    ends, assumed = _ends(model) if uses_ends else ({}, "")  # finding them traces the model
     found: list[Assignment] = []
     unmatched: list[str] = []
     for verb, ordered in rules.items():
@@ -182,7 +172,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
             mine, why = _select(rule, acts_on, model, ends, taken)
             line = "" if rule.line is None else f":{rule.line}"
             place = f"{origin}{line}: rule {number} of {verb} ({_where_text(rule)}: {rule})"
-            note = ends.assumed if rule.where in ENDS else ""
+            note = assumed if rule.where in ENDS else ""
             assignment = Assignment(verb, number, rule, tuple(mine), place, note=note)
             if verb == "penalty" and mine and not rule.keeps:
                 assignment, why = _with_skipped(assignment, model)
@@ -225,13 +215,12 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
 _Acts = Callable[[nn.Module], bool]
 
 
-def _select(rule: Rule, acts_on: _Acts, model: nn.Module, ends: Ends, taken: dict[str, int]) -> tuple[list[Site], str]:
+def _select(
+    rule: Rule, acts_on: _Acts, model: nn.Module, ends: Mapping[str | None, str], taken: dict[str, int]
+) -> tuple[list[Site], str]:
     """The modules of a rule, or why there are none."""
-    if rule.where in ENDS:
-        path = ends.stem if rule.where == "stem" else ends.classifier
-        selector: Selector = Paths(frozenset(() if path is None else (path,)), str(rule.where))
-    else:
-        selector = as_selector(rule.where)
+    is_end = Paths(frozenset(path for end, path in ends.items() if end == rule.where), str(rule.where))
+    selector: Selector = is_end if rule.where in ENDS else as_selector(rule.where)
     everything = sites(model)
     selected = [site for site in everything if site.matches(selector)]
     possible = [site for site in selected if acts_on(site.module)]
