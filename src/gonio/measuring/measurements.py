@@ -78,6 +78,15 @@ class Measurements(Table[TensorMeasurement]):
         skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
         return f"{said} Skipped: {f'{len(skipped)} ({listing(skipped, limit=5)})' if skipped else 'none'}."
 
+    @property
+    def scope(self) -> str:
+        """The properties that the rules look for, and those that cannot be seen in a measurement."""
+        batch = "dead units on the batch" if self.signals else "outputs only with batch="
+        return (
+            "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
+            f"rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or had the right data."
+        )
+
     def __repr__(self) -> str:
         return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"
 
@@ -87,7 +96,7 @@ class Measurements(Table[TensorMeasurement]):
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        yield from terminal.findings(self.findings, self.suppressed)
+        yield from terminal.findings(self.findings, self.suppressed, self.scope)
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             yield terminal.tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
