@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import threshold
 
-from gonio.geometry.matrix_vector import matrix_vector
+from gonio.geometry.norms import matrix_vector
 from gonio.regularizers.sharding import is_sharded
 
 if TYPE_CHECKING:
