@@ -200,7 +200,7 @@ class Gadget:
         (("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"), 3, "Unexpected key"),
         (("apply", "norm.yaml", "plain.pt", *MODEL, "-o", "o.pt"), 3, "norm.yaml: cannot be read"),
         (("apply", "normed.yaml", "hostile.safetensors", *MODEL, "-o", "o.pt"), 3, "the recipe in hostile"),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"), 3, "fold_ was asked for"),
+        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"), 3, "fold_: cannot be applied to"),
         (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2,1"), 2, "positive sizes joined by x"),
         (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2x3x8x8"), 2, "must be an input that the model takes"),
     ],

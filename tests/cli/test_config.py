@@ -102,7 +102,7 @@ def test_mistakes_are_said_all_at_once(folder: Path, content: str, messages: lis
     Path("gonio.toml").write_text(content)
     result = invoke("measure", "zero.pt")
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "gonio.toml' was to be read; it cannot be used" in result.stderr
+    assert "gonio.toml' is invalid" in result.stderr
     for message in messages:
         assert message in result.stderr
 

@@ -57,7 +57,7 @@ def test_a_changed_plan_says_what_changed_and_what_to_do(changes: dict[str, obje
     plan = plan_of(seeds=3)
     with pytest.raises(PlanChangedError, match=message) as caught:
         extended(plan, replace(plan, **changes), path="s", finished=0)
-    assert "name a new folder to start another one. Only seeds and recipes can be added" in str(caught.value)
+    assert "or a new folder to start another study. Only seeds and recipes can be added" in str(caught.value)
     assert len(caught.value.changes) == 1
 
 

@@ -211,10 +211,10 @@ def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_
     second = start(folder, model="slow_model", seeds=20)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
-    assert f"process {process.pid} is running it. Wait until it ends" in errors
+    assert f"process {process.pid} is running it. Wait until that process ends" in errors
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    check_end(process, folder, code=75, says="was interrupted. Every finished run is kept")
+    check_end(process, folder, code=75, says="was interrupted. Finished runs are stored")
 
 
 def test_ctrl_c_stops_the_workers_and_keeps_what_is_finished(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def noise_plan() -> Plan:
     ("first", "raised", "message"),
     [
         (signal.SIGINT, KeyboardInterrupt, "^$"),
-        (signal.SIGTERM, Interrupted, "was interrupted. Every finished run is kept"),
+        (signal.SIGTERM, Interrupted, "was interrupted. Finished runs are stored"),
     ],
 )
 def test_every_worker_is_stopped_whatever_comes_after(

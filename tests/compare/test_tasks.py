@@ -243,7 +243,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "cat" / "3.png").write_bytes(b"no image")
-    with pytest.raises(UnreadableFileError, match=r"3.png' was to be read; UnidentifiedImageError"):
+    with pytest.raises(UnreadableFileError, match=r"3.png': cannot be read; UnidentifiedImageError"):
         resolve(f"imagefolder:{tmp_path}")
 
 

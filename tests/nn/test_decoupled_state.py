@@ -142,7 +142,7 @@ def test_layers_that_are_not_what_they_seem_are_refused() -> None:
     for layer, message in (
         (_Doubling(3, 4, 3), "this subclass of Conv2d computes something else"),
         (parametrized, "its weight is computed by a parametrization"),
-        (nn.Conv1d(3, 4, 3), "from_conv was asked for 'Conv1d'; it takes a Conv2d"),
+        (nn.Conv1d(3, 4, 3), "from_conv: cannot be applied to 'Conv1d'; it takes a Conv2d"),
         (gnn.DecoupledConv2d(3, 4, 3), "this subclass of Conv2d computes something else"),
     ):
         with pytest.raises(NotApplicableError, match=message):
