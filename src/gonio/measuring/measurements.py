@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from gonio.errors import listing
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
@@ -20,7 +19,7 @@ from gonio.measuring.findings.finding import Finding, Suppressed
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table
+from gonio.measuring.showing.table import Table, markdown_table, reasons
 
 SCHEMA = "gonio.measurements/1"
 
@@ -75,8 +74,8 @@ class Measurements(Table[TensorMeasurement]):
         if without:
             kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
             said += f" Checked only for NaN and infinity: {without.total()} ({kinds})."
-        skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
-        return f"{said} Skipped: {f'{len(skipped)} ({listing(skipped, limit=5)})' if skipped else 'none'}."
+        skipped = reasons([t for t in self.tensors if t.status == "skipped"])
+        return f"{said} Skipped: {skipped or 'none'}."
 
     @property
     def scope(self) -> str:
