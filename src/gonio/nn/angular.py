@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.nn import kernels
 from gonio.nn.plots import draw_angular
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def bounded_asin(cosine: Tensor) -> Tensor:
         True
     """
     floor = FLOOR[cosine.dtype]
+    if kernels.ordinary_eager(cosine):
+        return kernels.bounded_asin(cosine, floor)
     edge = math.sqrt(1 - floor)
     beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)
     # straight lines beyond the edge for the derivative, then the exact value
