@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.precision import widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Number, Tanh, scaled
@@ -96,7 +95,7 @@ class Decoupled(RunningStatistics):
             if kernels.scales_in_place(product) and not self._needs_product:
                 return kernels.scale_(product, norm, (c.alpha, c.beta, c.radius), slope, patches.group).to(x.dtype)
             ratio = slope(norm, c.alpha, c.beta, c.radius)
-            out = self.angular.combine(widen(patches.group(product)), norm, ratio)
+            out = self.angular.combine(patches.group(product), norm, ratio)
             if self.weighted == "linear" and not self._length_cancels:
                 out = out * patches.seen_norms(self.weight, x)
         if self.blend is not None:

@@ -239,7 +239,7 @@ class ConvTransposeMap(ConvMap):
 
     def to_unit(self, product: Tensor, filters: Tensor, x: Tensor) -> Tensor:
         energy, zero = self._seen_energy(filters, x)
-        return self.ungroup(self.group(product) * energy.rsqrt().masked_fill(zero, 0))
+        return self.ungroup(self.group(product) * energy.rsqrt().masked_fill(zero, 0)).to(product.dtype)
 
     def _seen_energy(self, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """‖w‖² as each output sees it, with 1 in place of 0, and where that is; in the grouped layout."""
