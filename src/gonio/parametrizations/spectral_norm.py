@@ -73,9 +73,6 @@ class SpectralNorm(Parametrization):
         ticks cost two products of the size of a convolution of an 8r × 8r map, and store one vector per
         frequency (144 · in numbers for 3×3).
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.Conv2d(3, 8, 3)
         >>> conv = gonio.parametrizations.SpectralNorm(view="conv")
