@@ -105,9 +105,7 @@ def test_twice_and_by_hand_are_refused(lightning: Any) -> None:
     add_penalty_(module, lambda: torch.zeros(()))
     with pytest.raises(AlreadyAppliedError, match="found a penalty there already"):
         add_penalty_(module, lambda: torch.zeros(()))
-    with pytest.raises(
-        NotApplicableError, match=r"it uses manual optimization.*Add penalty\(\) to the loss"
-    ):
+    with pytest.raises(NotApplicableError, match=r"it uses manual optimization.*Add penalty\(\) to the loss"):
         add_penalty_(module_of(lightning, manual=True), lambda: torch.zeros(()))
 
 

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from catalog import seeded
 from gonio import parametrizations as P
-from gonio.geometry.precision import whole
+from gonio.geometry.norms import whole
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 from tolerances import close
 

@@ -168,7 +168,9 @@ def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
 
 
 def test_a_rule_that_selects_nothing() -> None:
-    with pytest.raises(NoMatchError, match=r"Orthogonality: where=layer9 matches no suitable module; it selects no module"):
+    with pytest.raises(
+        NoMatchError, match=r"Orthogonality: where=layer9 matches no suitable module; it selects no module"
+    ):
         Penalty(network(), [("layer9", R.Orthogonality(1.0))])
 
 

@@ -69,7 +69,9 @@ def test_a_class_name_must_be_a_name():
 
 def test_nothing_of_that_name_says_what_there_is():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(NoMatchError, match=r"where=9 matches no suitable module; it selects no module\. Suitable modules: 0"):
+    with pytest.raises(
+        NoMatchError, match=r"where=9 matches no suitable module; it selects no module\. Suitable modules: 0"
+    ):
         select(model, "9", verb="demo_", can_act=_only_linear)
 
 

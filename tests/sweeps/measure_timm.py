@@ -87,7 +87,11 @@ def _check(measured: Measurements, model: nn.Module) -> None:
 
 
 def _size(measured: Measurements) -> dict[str, int]:
-    return {"tensors": len(measured), "layers": len(measured.layers), "entries": sum(t.entries for t in measured.values())}
+    return {
+        "tensors": len(measured),
+        "layers": len(measured.layers),
+        "entries": sum(t.entries for t in measured.values()),
+    }
 
 
 SWEEPS: dict[str, Callable[..., dict[str, Any]]] = {"meta": on_meta, "weights": with_weights}

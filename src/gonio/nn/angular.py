@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.precision import widen
+from gonio.geometry.norms import widen
 from gonio.nn import kernels
 from gonio.nn.plots import draw_angular
 
