@@ -86,7 +86,7 @@ def test_another_plan_is_refused_and_leaves_the_study_as_it_was(tmp_path: Path) 
 def test_a_second_process_is_refused_and_told_who_holds_the_study(tmp_path: Path) -> None:
     with (
         locked(tmp_path),
-        pytest.raises(StudyLockedError, match=r"process \d+ is running it. Wait until that process ends"),
+        pytest.raises(StudyLockedError, match=r"process \d+ is running it\. Wait until"),
     ):
         Study.create(tmp_path, plan_of())
     Study.create(tmp_path, plan_of())

@@ -178,9 +178,8 @@ def test_errors_and_summaries_stay_short(tmp_path: Path) -> None:
         lambda: measure(long)["y" * 10_000],
         lambda: measure(shard),
     ):
-        with pytest.raises(GonioError) as caught:
+        with pytest.raises(GonioError, match=r"(?s)\A.{1,4999}\Z"):
             act()
-        assert len(str(caught.value)) < 5000
     skipped = measure(dict.fromkeys(list(long)[:20], 1) | {"w": torch.ones(2)})
     assert len(skipped.coverage) < 5000
 
