@@ -31,7 +31,7 @@ from gonio.geometry import layout_of
 from gonio.measuring import Measurements, measure
 from gonio.measuring.findings.rules import WEIGHT_RULES
 
-RESULT = Path(__file__).resolve().parents[1] / "src" / "gonio" / "measuring" / "false_alarms.json"
+RESULT = Path(__file__).resolve().parents[1] / "src" / "gonio" / "measuring" / "findings" / "false_alarms.json"
 WEIGHTED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -60,6 +61,27 @@ def hangs(run: Run) -> float:
     run.apply_(net())
     if run.seed == 1:
         os.kill(os.getpid(), signal.SIGSTOP) if run.recipe == "baseline" else time.sleep(600)
+    return float(run.seed)
+
+
+def leaves_processes(run: Run) -> float:
+    """Starts a process in a session of its own, and one whose parent ends; says which."""
+    run.apply_(net())
+    first = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    words = ["sh", "-c", "setsid sleep 600 > /dev/null & echo $!"]
+    second = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, start_new_session=True).stdout
+    Path(os.environ["GONIO_TEST_JOURNAL"]).write_text(f"{first.pid} {second}")
+    if run.seed == 1:
+        time.sleep(600)
+    return 1.0
+
+
+def kills_its_server(run: Run) -> float:
+    run.apply_(net())
+    time.sleep(0.3 * run.seed)
+    if run.seed == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(0.5)
     return float(run.seed)
 
 

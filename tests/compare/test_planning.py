@@ -12,6 +12,7 @@ import torch
 from compare.plans import plan_of
 from gonio.compare import BUILT_IN_RECIPES, dry_run, make_plan
 from gonio.compare.planning.plan import Plan, RecipeEntry, Training, extended
+from gonio.compare.planning.planner import seeds_of
 from gonio.errors import InvalidArgumentError, PlanChangedError, UnknownNameError, UnmatchedRuleError
 from gonio.recipes import Recipe
 
@@ -57,7 +58,7 @@ def test_a_changed_plan_says_what_changed_and_what_to_do(changes: dict[str, obje
     plan = plan_of(seeds=3)
     with pytest.raises(PlanChangedError, match=message) as caught:
         extended(plan, replace(plan, **changes), path="s", finished=0)
-    assert "name a new folder to start another one. Only seeds and recipes can be added" in str(caught.value)
+    assert "or a new folder to start another study. Only seeds and recipes can be added" in str(caught.value)
     assert len(caught.value.changes) == 1
 
 
@@ -190,3 +191,21 @@ def test_the_plan_knows_what_a_constant_prediction_scores() -> None:
     plans = [make_plan([], task=task, seeds=1) for task in ("digits", "bytes", f"{TINY}:task")]
     assert [plan.chance for plan in plans] == [pytest.approx(10, abs=0.3), 8.0, 25.0]
     assert replace(plans[0], chance=None).hash == plans[0].hash
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        (99999999999999999999, "at most 100,000 seeds; found 99999999999999999999. Ten to twenty are usual"),
+        (range(10**30), "at most 100,000 seeds; found 1000"),
+        (
+            range(2**63 - 1, 2**63 + 1),
+            r"at most 4611686018427387904 \(2\^62\); found 9223372036854775807",
+        ),
+        ((0, -(2**70)), "Choose a smaller first seed"),
+    ],
+)
+def test_absurd_seeds_are_refused(seeds: int | range | tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        seeds_of(seeds)
+    assert seeds_of(range(2**62 - 1, 2**62 + 1)) == (2**62 - 1, 2**62)

@@ -20,10 +20,12 @@ import pytest
 from cli.shell import COMMAND, write_task
 from compare.own_training import noisy
 from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
-from gonio.compare import Lines, Plan, Run, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.compare import Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import Local
+from gonio.compare.engines.local import Worker, _alive
 from gonio.compare.running import scheduler
-from gonio.errors import GonioError, Interrupted, InvalidArgumentError
+from gonio.compare.running.jobs import execute_run
+from gonio.errors import GonioError, Interrupted, InvalidArgumentError, StudyError
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -139,6 +141,53 @@ def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, m
     assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_processes_in_sessions_of_their_own_end_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    journal = tmp_path / "journal"
+    plan = make_script_plan([], script=f"{OWN}:leaves_processes", seeds=(seed,))
+    journal.unlink(missing_ok=True)
+    worker = Worker(_with_journal, str(journal), plan, tmp_path / "run")
+    if seed == 0:  # it ends by itself
+        assert worker.result()["record"]["status"] == "finished"
+    else:
+        for _ in patience(100, pause=0.05):
+            if journal.exists() and journal.read_text().strip():
+                break
+        worker.stop()
+    pids = list(map(int, journal.read_text().split()))
+    assert len(pids) == 2
+    for _ in patience(20, pause=0.05):
+        if not [pid for pid in pids if _alive(pid)]:
+            break
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+def _with_journal(journal: str, plan: Plan, folder: Path) -> dict[str, Any]:
+    os.environ["GONIO_TEST_JOURNAL"] = journal  # the fork server has the variables of its first use
+    return execute_run(plan, plan.baseline, plan.seeds[0], folder)
+
+
+def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:
+    study = run(make_script_plan([], script=f"{OWN}:kills_its_server", seeds=3), tmp_path, jobs=3)
+    assert [(record.status, record.score) for record in study.runs()] == [("finished", float(s)) for s in range(3)]
+
+
+def test_a_folder_that_is_moved_meanwhile_is_not_made_again(tmp_path: Path) -> None:
+    class Mover(Quiet):
+        def run_ended(self, record: RunRecord) -> None:
+            if record.seed == 1:
+                (tmp_path / "study").rename(tmp_path / "moved")
+
+    plan = make_script_plan([], script=f"{OWN}:score_of_seed", seeds=6)
+    with pytest.raises(StudyError, match=r"the folder was moved or deleted. Move it back, and run the command"):
+        run(plan, tmp_path / "study", jobs=1, watcher=Mover())
+    assert not (tmp_path / "study").exists()
+    assert len(Study.open(tmp_path / "moved").runs()) == 2
+    assert len(run(plan, tmp_path / "moved", jobs=1).runs()) == 6
+
+
 def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
     folder = tmp_path / "study"
     process = start(folder)
@@ -162,10 +211,10 @@ def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_
     second = start(folder, model="slow_model", seeds=20)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
-    assert f"process {process.pid} is running it. Wait until it ends" in errors
+    assert f"process {process.pid} is running it. Wait until that process ends" in errors
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    check_end(process, folder, code=75, says="was interrupted. Every finished run is kept")
+    check_end(process, folder, code=75, says="was interrupted. Finished runs are stored")
 
 
 def test_ctrl_c_stops_the_workers_and_keeps_what_is_finished(tmp_path: Path) -> None:
@@ -308,7 +357,7 @@ def noise_plan() -> Plan:
     ("first", "raised", "message"),
     [
         (signal.SIGINT, KeyboardInterrupt, "^$"),
-        (signal.SIGTERM, Interrupted, "was interrupted. Every finished run is kept"),
+        (signal.SIGTERM, Interrupted, "was interrupted. Finished runs are stored"),
     ],
 )
 def test_every_worker_is_stopped_whatever_comes_after(

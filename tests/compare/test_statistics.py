@@ -98,7 +98,7 @@ def test_what_can_be_detected_at_all(pairs: int, comparisons: int, possible: boo
     assert (detectable(pairs, comparisons) is not None) == possible
 
 
-@pytest.mark.parametrize(("pairs", "comparisons"), [(8, 1), (8, 5), (16, 5)])
+@pytest.mark.parametrize(("pairs", "comparisons"), [(8, 1), (8, 5), (16, 5), (11, 20), (12, 50)])
 def test_detectable_effect_is_seen_four_times_in_five(pairs: int, comparisons: int) -> None:
     effect = detectable(pairs, comparisons)
     assert effect is not None

@@ -50,6 +50,12 @@ def test_verdicts(differences: list[float | str | None], verdict: str, reason: s
     assert re.search(reason, effect.reason), effect.reason
 
 
+def test_ties_are_neither_won_nor_lost() -> None:
+    effect = compare([0.0, 0.0, 0.0, 1.0, -1.0, 2.0, 0.0, 0.0]).effects[0]
+    assert (effect.wins, effect.ties, effect.improvement) == (2, 5, (2 + 2.5) / 8)
+    assert compare([-1.0, 0.0], direction="min").effects[0].wins == 1
+
+
 def test_a_loss_that_falls_helps() -> None:
     effect = compare([-0.5] * 4 + [-0.4] * 4, direction="min", worst=None, unit="").effects[0]
     assert (effect.verdict, effect.improvement) == ("helps", 1.0)

@@ -105,7 +105,7 @@ def test_twice_and_by_hand_are_refused(lightning: Any) -> None:
     add_penalty_(module, lambda: torch.zeros(()))
     with pytest.raises(AlreadyAppliedError, match="found a penalty there already"):
         add_penalty_(module, lambda: torch.zeros(()))
-    with pytest.raises(NotApplicableError, match=r"it optimizes by hand.*Add penalty\(\) to the loss in its training_"):
+    with pytest.raises(NotApplicableError, match=r"it uses manual optimization.*Add penalty\(\) to the loss"):
         add_penalty_(module_of(lightning, manual=True), lambda: torch.zeros(()))
 
 
@@ -179,6 +179,32 @@ def test_a_comparison_of_a_lightning_module(lightning: Any, tmp_path: Path) -> N
     assert set(records[1].geometry["layers"]) == {"net"}
 
 
+@pytest.mark.slow
+def test_a_resumed_training_continues_the_penalty(lightning: Any, tmp_path: Path) -> None:
+    """Half of a training, a checkpoint, and the other half in a new process equal the whole."""
+
+    def train(epochs: int, checkpoint: Path | None = None) -> tuple[gonio.Penalty, torch.Tensor]:
+        module = module_of(lightning)
+        penalty = gonio.Penalty(module.net, [(None, R.L2(STRENGTH, every=4))])
+        add_penalty_(module, penalty)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = lightning.Trainer(
+                max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            )  # fmt: skip
+            loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+            trainer.fit(module, loader, ckpt_path=checkpoint)
+            trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return penalty, module.net.weight.detach()
+
+    whole = train(3)
+    train(1)
+    resumed = train(3, tmp_path / "1.ckpt")
+    assert resumed[0].state_dict() == whole[0].state_dict()
+    torch.testing.assert_close(resumed[1], whole[1])
+
+
 # --- without the library ---------------------------------------------------------------------------
 
 
@@ -208,6 +234,37 @@ def test_what_a_step_may_return(output: Any, expected: Any) -> None:
     assert found == expected
 
 
+def test_checkpoints_hold_the_state_of_the_penalty() -> None:
+    """Beside what the module's own hooks save and load; `undo_` removes both."""
+
+    class Saving(Stepping):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["own"] = True
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.loaded = checkpoint["own"]
+
+    def made() -> tuple[Saving, gonio.Penalty]:
+        module = Saving(torch.zeros(()))
+        return module, gonio.Penalty(module, [(None, R.L2(STRENGTH))])
+
+    checkpoint: dict[str, Any] = {}
+    module, penalty = made()
+    added = add_penalty_(module, penalty)
+    for _ in range(3):
+        module.training_step(None, 0)
+    module.on_save_checkpoint(checkpoint)
+    other, resumed = made()
+    add_penalty_(other, resumed)
+    assert resumed.state_dict() != penalty.state_dict()
+    other.on_load_checkpoint(checkpoint)
+    assert other.loaded
+    assert resumed.state_dict() == penalty.state_dict()
+    added.undo_()
+    module.on_save_checkpoint(plain := {})
+    assert plain == {"own": True}
+
+
 def test_what_a_step_may_not_return() -> None:
     module = Stepping("loss")
     add_penalty_(module, lambda: torch.tensor(2.0))
@@ -216,5 +273,5 @@ def test_what_a_step_may_not_return() -> None:
 
 
 def test_a_module_without_steps_is_refused() -> None:
-    with pytest.raises(NotApplicableError, match=r"it has no training_step. Give a LightningModule"):
+    with pytest.raises(NotApplicableError, match=r"it has no training_step. Pass a LightningModule"):
         add_penalty_(nn.Linear(2, 2), lambda: torch.tensor(2.0))

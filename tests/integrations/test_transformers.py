@@ -227,5 +227,5 @@ def test_twice_is_refused_and_undo_takes_it_out() -> None:
 
 
 def test_what_has_no_loss_is_refused() -> None:
-    with pytest.raises(NotApplicableError, match=r"it has no compute_loss. Give a transformers.Trainer"):
+    with pytest.raises(NotApplicableError, match=r"it has no compute_loss. Pass a transformers.Trainer"):
         add_penalty_(object(), lambda: torch.tensor(8.0))

@@ -124,6 +124,25 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (batch_norms, {}),
             ],
         ),
+        "G407": (
+            [(chain(1), {}), (chain(3), {}), (zeroed(convolutions(nn.BatchNorm2d), 1), {})],
+            [
+                (chain(None), {}),
+                (nn.Sequential(nn.Linear(6, 6), Residual(zeroed(nn.Sequential(nn.Linear(6, 6)), 0))), {}),
+                (nn.ModuleList([chain(1)]), {}),  # cannot be traced
+            ],
+        ),
+        "G408": (
+            [(biased(-100.0), {"batch": seeded(64, 6)}), (biased(-100.0, units=8), {"batch": seeded(64, 6)})],
+            [
+                (biased(0.0), {"batch": seeded(64, 6)}),
+                (biased(-100.0), {}),
+                (biased(0.0), {"batch": seeded(1, 6)}),  # half of the units are 0 on a single sample
+                (biased(0.0), {"batch": seeded(1, 6).expand(64, 6)}),
+                (biased(-100.0, units=4), {"batch": seeded(64, 6)}),
+                (zeroed(nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Tanh()), 1), {"batch": seeded(64, 6)}),
+            ],
+        ),
         "G406": (
             [(checkpointed, {})],
             [
@@ -133,6 +152,33 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
             ],
         ),
     }
+
+
+def zeroed(model: nn.Sequential, layer: int | None) -> nn.Sequential:
+    if layer is not None:
+        for parameter in model[layer].parameters():
+            nn.init.zeros_(parameter)
+    return model
+
+
+def chain(zero: int | None) -> nn.Sequential:
+    return zeroed(nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), zero)
+
+
+def biased(bias: float, *, units: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, units), nn.ReLU(), nn.Dropout(0.5), nn.Linear(units, 3))
+    nn.init.constant_(model[0].bias, bias)
+    return model
+
+
+class Residual(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
 
 
 def norm_groups(channels: int) -> nn.Module:
@@ -165,6 +211,19 @@ def test_what_is_said() -> None:
     assert "warn  G401  the model: batch norms compute" in text
     page = measure(model, loader=loader_of(41, 4)).to_html()
     assert "the batch size is read from the loader." in page
+
+
+def test_the_output_of_what_is_called_constant_is_constant() -> None:
+    for model in (chain(1), chain(3)):
+        outputs = model(seeded(5, 6))
+        assert torch.equal(outputs, outputs[:1].expand_as(outputs))
+        assert found((model, {}))["G407"].startswith("the output is the same for every input: the weight of ")
+    assert not torch.equal(chain(None)(seeded(2, 6))[0], chain(None)(seeded(2, 6))[1])
+
+
+def test_dead_units_are_counted_once() -> None:
+    said = found((biased(-100.0), {"batch": seeded(64, 6)}))["G408"]
+    assert said == "units whose output is 0 on the whole batch: 1 (64 of 64)"
 
 
 # --- what the rules say is so ---------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gonio.errors import GonioError, UnreadableFileError
-from gonio.measuring import Measurements, measure
+from gonio.measuring import Measurements, difference, measure
 from gonio.measuring.reading.formats import load_torch, state_of_torch
 from measuring.mutants import main
 from measuring.zoo_files import FILES, STATES
@@ -165,6 +165,23 @@ def test_a_state_dict_to_be_loaded_has_text_as_keys_and_stores_its_entries(tmp_p
         archive.writestr("archive/data.pkl", b"\x00" * 5_000_000)
     with pytest.raises(UnreadableFileError, match="would unfold to 5000000 bytes"):
         load_torch(path)
+
+
+def test_errors_and_summaries_stay_short(tmp_path: Path) -> None:
+    """Whatever the names are: 300 of 10,000 characters."""
+    long = {f"{i:010}" * 1000: torch.ones(2) for i in range(300)}
+    shard = tmp_path / "m.safetensors.index.json"
+    shard.write_text(json.dumps({"weight_map": {"w": "../" * 10_000}}))
+    for act in (
+        lambda: measure(dict.fromkeys(long, 1)),
+        lambda: difference(long, {f"x{name}": value for name, value in long.items()}),
+        lambda: measure(long)["y" * 10_000],
+        lambda: measure(shard),
+    ):
+        with pytest.raises(GonioError, match=r"(?s)\A.{1,4999}\Z"):
+            act()
+    skipped = measure(dict.fromkeys(list(long)[:20], 1) | {"w": torch.ones(2)})
+    assert len(skipped.coverage) < 5000
 
 
 def test_missing_unknown_and_ambiguous_paths_are_named(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_findings_come_first_and_name_their_tensor() -> None:
     assert text.index("G001") < text.index("align")
 
 
+def test_without_findings_the_scope_of_the_rules_is_shown() -> None:
+    plain, fed = measure(model()[:2]), measure(model()[:2], batch=torch.randn(2, 3, 8, 8))
+    for found, said in ((plain, "outputs only with batch="), (fed, "dead units on the batch")):
+        for text in (" ".join(str(found).split()), Page(found.to_html()).text):
+            assert f"rank 1; {said}. Not visible here: whether the model is accurate" in text
+    assert "Not visible" not in str(measure({"w.weight": torch.zeros(2, 2)}))
+
+
 def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     found = measure({"[bold]x[/bold].weight": torch.eye(3), "\x1b[31mred.weight": torch.eye(3)})

@@ -7,7 +7,10 @@ from math import sqrt
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gonio
@@ -370,6 +373,22 @@ def test_groups_are_not_paired() -> None:
     blocks = [exact(layer.weight[:4].detach()), exact(layer.weight[4:].detach())]
     assert signal.angles_exact == pytest.approx((sum(b * b for b in blocks) / 2) ** 0.5, rel=1e-5)
     assert signal.angles_read < 45  # type: ignore[operator]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without its distributed package")
+def test_layers_sharded_one_by_one_show_the_same() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), seeded(64, 8)
+    expected = gonio.measure(copy.deepcopy(model), batch=x).signals
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh)
+        found = gonio.measure(model, batch=x).signals
+    finally:
+        dist.destroy_process_group()
+    assert [s.angles_exact for s in found] == pytest.approx([s.angles_exact for s in expected])
+    assert [s.gradient_rms for s in found] == pytest.approx([s.gradient_rms for s in expected])
 
 
 def test_where_there_is_nothing_to_read() -> None:

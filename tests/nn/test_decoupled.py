@@ -127,6 +127,24 @@ def test_the_output_size_of_a_transposed_convolution() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "size"),
+    [({"dilation": 2, "output_padding": 1}, 4), ({"stride": 2, "padding": 1, "dilation": 3, "output_padding": 2}, 3)],
+    ids=str,
+)
+def test_an_output_padding_of_a_stride_or_more(options: dict[str, int], size: int) -> None:
+    """Where stride <= output_padding < dilation, the last outputs lie beyond all windows of the input."""
+    layer = gnn.DecoupledConvTranspose2d(2, 3, 3, **options)
+    assert_is_defined(layer, (1, 2, size, size))
+
+
+def test_an_empty_output_of_a_transposed_convolution() -> None:
+    plain = nn.ConvTranspose1d(2, 2, 1, padding=1, output_padding=1, dilation=2)
+    layer, x = gnn.DecoupledConvTranspose1d.from_conv(plain), torch.ones(0, 2, 1, requires_grad=True)
+    assert layer(x).shape == plain(x).shape == (0, 2, 0)
+    assert all(bool(grad.isfinite().all()) for grad in gradients(layer(x), [x, *layer.parameters()]))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"magnitude": "Tanh"}, "invalid magnitude; found 'Tanh'. Pass an object of gonio.nn.magnitude"),

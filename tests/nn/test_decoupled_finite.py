@@ -180,3 +180,17 @@ def test_an_angle_between_equal_vectors_has_a_finite_gradient_in_bfloat16_autoca
     assert output.dtype is torch.bfloat16
     (grad,) = torch.autograd.grad(output.float().sum(), x)
     assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("g", [angular.Linear(), angular.Sigmoid()], ids=repr)
+def test_a_patch_of_one_input_has_almost_no_gradient(g: angular.Angular, dtype: torch.dtype) -> None:
+    """Its cosine is ±1 but for the rounding of half precision; with the bound of float32 it would be 1e4 or NaN."""
+    for layer in (
+        gnn.DecoupledConv2d(1, 64, 1, magnitude=magnitude.Sphere(), angular=g, dtype=dtype),
+        gnn.DecoupledConvTranspose2d(1, 64, 1, magnitude=magnitude.Sphere(), angular=g, dtype=dtype),
+    ):
+        x = seeded(8, 1, 8, 8, dtype=dtype).requires_grad_()
+        layer(x).sum().backward()
+        for grad in (x.grad, layer.weight.grad):
+            assert float(grad.abs().max()) < 50

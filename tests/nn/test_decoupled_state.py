@@ -35,6 +35,14 @@ def test_the_first_batch_replaces_the_initial_value() -> None:
     assert int(layer.num_batches_tracked) == 2
 
 
+def test_float64_statistics_move_in_float64() -> None:
+    """0.1 in float32 is off by 1.5e-9."""
+    layer = gnn.DecoupledLinear(4, 3, momentum=0.1).double()
+    first, second = seeded(6, 4, dtype=torch.float64), 30 * seeded(6, 4, seed=2, dtype=torch.float64)
+    layer(first), layer(second)
+    assert float(layer.mean_norm) == pytest.approx(0.9 * mean_norm(first) + 0.1 * mean_norm(second), rel=1e-14)
+
+
 def test_without_momentum_all_batches_count_alike() -> None:
     layer = gnn.DecoupledLinear(4, 3, momentum=None)
     batches = [seeded(6, 4, seed=s) * (s + 1) for s in range(4)]
@@ -82,6 +90,17 @@ def test_meta_to_empty_then_reset_gives_the_initial_state() -> None:
         assert torch.equal(getattr(layer, name), getattr(fresh, name)), name
 
 
+def test_meta_tensors_pass() -> None:
+    """A forward that computes shapes alone."""
+    x = torch.empty(2, 4, 6, 6, device="meta")
+    for layer, shape in (
+        (gnn.DecoupledConv2d(4, 3, 3, device="meta"), (2, 3, 4, 4)),
+        (gnn.DecoupledConvTranspose2d(4, 3, 3, device="meta"), (2, 3, 8, 8)),
+        (gnn.DecoupledLinear(6, 3, device="meta"), (2, 4, 6, 3)),
+    ):
+        assert layer(x).shape == shape
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
     layer = gnn.DecoupledConv2d(3, 4, 3)
@@ -123,7 +142,7 @@ def test_layers_that_are_not_what_they_seem_are_refused() -> None:
     for layer, message in (
         (_Doubling(3, 4, 3), "this subclass of Conv2d computes something else"),
         (parametrized, "its weight is computed by a parametrization"),
-        (nn.Conv1d(3, 4, 3), "from_conv was asked for 'Conv1d'; it takes a Conv2d"),
+        (nn.Conv1d(3, 4, 3), "from_conv: cannot be applied to 'Conv1d'; it takes a Conv2d"),
         (gnn.DecoupledConv2d(3, 4, 3), "this subclass of Conv2d computes something else"),
     ):
         with pytest.raises(NotApplicableError, match=message):

@@ -145,6 +145,7 @@ def test_a_gradual_conversion_goes_from_plain_to_decoupled(weighted: Any) -> Non
         optimizer.step()
         assert layer.blend is None
         torch.testing.assert_close(layer(x), target, **exact(torch.float64))
+        blending.undo_()  # a hook cannot remove itself during a step
         assert not optimizer._optimizer_step_post_hooks
 
 
@@ -171,3 +172,16 @@ def test_a_gradual_conversion_needs_its_arguments() -> None:
         InvalidArgumentError, match="convert_gradually_: the model has no decoupled layer; found Linear"
     ):
         gnn.convert_gradually_(nn.Linear(3, 2), optimizer, steps=3)
+
+
+def test_the_last_step_leaves_later_hooks_of_the_optimizer_alone():
+    """torch iterates over the hooks during a step, and raises if one removes itself before the last."""
+    layer = gnn.DecoupledLinear(3, 2)
+    optimizer, seen = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    blending = gnn.convert_gradually_(layer, optimizer, steps=2)
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        optimizer.step()
+    assert (len(seen), blending.share, layer.blend) == (3, 1.0, None)
+    blending.undo_()
+    assert len(optimizer._optimizer_step_post_hooks) == 1

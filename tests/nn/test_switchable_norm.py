@@ -266,6 +266,14 @@ def test_an_empty_batch_moves_nothing() -> None:
     assert torch.equal(gnn.SwitchableNorm2d(3).running_mean, torch.zeros(3))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_fake_tensors(training: bool) -> None:
+    """They have shapes alone, which the kernels of group and batch norm check in another way."""
+    with torch._subclasses.FakeTensorMode():
+        layer = gnn.SwitchableNorm2d(4).train(training)
+        assert layer(torch.empty(2, 4, 5, 5)).shape == (2, 4, 5, 5)
+
+
 def test_a_single_value_is_refused() -> None:
     layer = gnn.SwitchableNorm2d(1)
     message = r"SwitchableNorm2d: cannot normalise a single value; found shape \(1, 1, 1, 1\) in training. .*drop_last"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import spawn
@@ -19,7 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from catalog import seeded
 from gonio import parametrizations as P
-from parametrizations.layers import LAYERS, MEMBERS, make, sample
+from gonio.geometry.norms import whole
+from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 from tolerances import close
 
 
@@ -163,6 +165,21 @@ def train(model: nn.Module, source: nn.Module, rows: slice) -> list[Tensor]:
     return [model(seeded(8, 6, seed=9)).detach(), *(b.clone() for b in source.buffers())]
 
 
+def read_and_loaded(layer: nn.Module, *, sharded: bool) -> list[Tensor]:
+    """The effective weight of a layer and its gradient, before and after a checkpoint is saved and loaded."""
+    model, cotangent = nn.Sequential(layer), seeded(*layer.weight.shape, seed=7)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    options, found = StateDictOptions(full_state_dict=True), []
+    for _ in range(2):
+        model.zero_grad()
+        weight = whole(layer.weight)
+        (weight * cotangent).sum().backward()
+        found += [weight.detach().clone(), whole(layer._parameters["weight"].grad).clone()]
+        set_model_state_dict(model, get_model_state_dict(model, options=options), options=options)
+    return [*found, model(sample(layer)).detach()]
+
+
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -178,19 +195,25 @@ def run(rank: int, folder: str) -> None:
     for layer in (model[0], model[2], model[4], model):
         fully_shard(layer, mesh=mesh)
     found["fsdp"] = train(model, model, rows)
+    for member in MEMBERS:
+        found[member] = read_and_loaded(parametrized(member, "conv2d"), sharded=True)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_ticks_in_two_processes_equal_those_of_one(tmp_path: Path) -> None:
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Training with ticks under DDP and FSDP 2; reading, saving and loading a sharded layer."""
     model = network()
-    expected = train(model, model, slice(None))
-    assert not torch.equal(expected[1], copy.deepcopy(network())[0].weight_parametrization.u)
+    trained = train(model, model, slice(None))
+    assert not torch.equal(trained[1], network()[0].weight_parametrization.u)
+    expected = dict.fromkeys(("ddp", "compiled ddp", "fsdp"), trained)
+    expected |= {member: read_and_loaded(parametrized(member, "conv2d"), sharded=False) for member in MEMBERS}
     spawn(run, args=(str(tmp_path),), nprocs=WORLD)
     for rank in range(WORLD):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert found.keys() == expected.keys()
         for how, tensors in found.items():
-            for mine, one in zip(tensors, expected, strict=True):
+            for mine, one in zip(tensors, expected[how], strict=True):
                 torch.testing.assert_close(mine, one, msg=how, **close(torch.float32))

@@ -168,12 +168,14 @@ def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
 
 
 def test_a_rule_that_selects_nothing() -> None:
-    with pytest.raises(NoMatchError, match=r"Orthogonality was asked for where=layer9; it selects no module"):
+    with pytest.raises(
+        NoMatchError, match=r"Orthogonality: where=layer9 matches no suitable module; it selects no module"
+    ):
         Penalty(network(), [("layer9", R.Orthogonality(1.0))])
 
 
 def test_a_rule_that_selects_nothing_it_can_read() -> None:
-    with pytest.raises(NoMatchError, match=r"2 \(it has no weight with filters\), on which L2 cannot act"):
+    with pytest.raises(NoMatchError, match=r"it selects only 2 \(it has no weight with filters\)"):
         Penalty(network(), [(nn.ReLU, R.L2(1.0))])
     with pytest.raises(NoMatchError, match=r"it is no linear or convolution layer"):
         Penalty(nn.LSTM(3, 3), [(nn.LSTM, R.SelfOrthogonality(1.0))])

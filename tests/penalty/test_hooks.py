@@ -94,7 +94,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
     model = Network("reentrant")
     penalty = Penalty(model, [("first", SOM)])
     model(batch().requires_grad_())
-    with pytest.raises(NoActivationError, match="reads the outputs of first; it ran only without gradients"):
+    with pytest.raises(NoActivationError, match="cannot read the outputs of first; it ran only without gradients"):
         penalty()
     model(batch().requires_grad_()).sum().backward()
     with pytest.raises(NoActivationError, match=r"as under reentrant checkpointing. Use checkpoint\(…, use_reentrant="):

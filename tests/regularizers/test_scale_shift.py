@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
-from gonio.geometry import Layout
 from references import regularizers as reference
 from tolerances import close, exact
 
@@ -96,12 +95,6 @@ def test_the_direction_term_lies_between_its_extremes() -> None:
     floor = math.log(1e6)
     assert float(DIRECTION.value(one_hot)) - floor == pytest.approx(1, abs=1e-5)
     assert float(DIRECTION.value(flat)) - floor == pytest.approx(2, abs=1e-5)
-
-
-def test_stacked_blocks_have_norms_of_their_own() -> None:
-    w = seeded(6, 4, dtype=DOUBLE)
-    torch.testing.assert_close(SCALE.value(w, Layout(blocks=2)), SCALE.value(w[:3]) + SCALE.value(w[3:]))
-    torch.testing.assert_close(SCALE.value(w, Layout(groups=2)), SCALE.value(w))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3, 1.0], ids=str)

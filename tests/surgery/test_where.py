@@ -69,13 +69,15 @@ def test_a_class_name_must_be_a_name():
 
 def test_nothing_of_that_name_says_what_there_is():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(NoMatchError, match=r"where=9; it selects no module at all. demo_ can act on: 0"):
+    with pytest.raises(
+        NoMatchError, match=r"where=9 matches no suitable module; it selects no module\. Suitable modules: 0"
+    ):
         select(model, "9", verb="demo_", can_act=_only_linear)
 
 
 def test_what_matches_but_cannot_be_acted_on_is_named_with_the_reason():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(NoMatchError, match=r"it selects 1 \(no weight\), on which demo_ cannot act"):
+    with pytest.raises(NoMatchError, match=r"it selects only 1 \(no weight\)"):
         select(model, nn.ReLU, verb="demo_", can_act=_only_linear)
 
 

@@ -54,7 +54,7 @@ def on_meta(name: str, **_: int) -> dict[str, Any]:
         built = "on meta"
     measured = gonio.measure(model)
     _check(measured, model)
-    weights = [t for t in measured if len(t.shape) >= 2 and t.name.endswith("weight")]
+    weights = [t for t in measured.values() if len(t.shape) >= 2 and t.name.endswith("weight")]
     laid_out = [t for t in weights if t.filters is not None or "tied" in t.reason]
     return {"built": built, "weights": len(weights), "laid out": len(laid_out), **_size(measured)}
 
@@ -70,24 +70,28 @@ def with_weights(name: str, *, most: int = MOST_PARAMETERS) -> dict[str, Any]:
     measured = gonio.measure(model)
     seconds = round(time.perf_counter() - start, 2)
     _check(measured, model)
-    skipped = [t.path for t in measured if t.status == "skipped" and "tied" not in t.reason]
+    skipped = [t.path for t in measured.values() if t.status == "skipped" and "tied" not in t.reason]
     findings = dict(Counter(finding.code for finding in measured.findings))
     return {"seconds": seconds, "skipped": skipped, "findings": findings, **_size(measured)}
 
 
 def _check(measured: Measurements, model: nn.Module) -> None:
     """Every tensor has a row with figures or a reason, and the whole can be shown."""
-    named, state = {t.name for t in measured}, model.state_dict(keep_vars=True)
+    named, state = {t.name for t in measured.values()}, model.state_dict(keep_vars=True)
     seen = {id(tensor) for name, tensor in state.items() if name in named}  # a shared layer has several names
     missing = [name for name, tensor in state.items() if name not in named and id(tensor) not in seen]
     assert not missing, f"no row for {missing[:5]}"
-    assert all(t.status == "measured" or t.reason for t in measured), "a row without figures and reason"
+    assert all(t.status == "measured" or t.reason for t in measured.values()), "a row without figures and reason"
     assert str(measured)
     assert measured.coverage
 
 
 def _size(measured: Measurements) -> dict[str, int]:
-    return {"tensors": len(measured), "layers": len(measured.layers), "entries": sum(t.entries for t in measured)}
+    return {
+        "tensors": len(measured),
+        "layers": len(measured.layers),
+        "entries": sum(t.entries for t in measured.values()),
+    }
 
 
 SWEEPS: dict[str, Callable[..., dict[str, Any]]] = {"meta": on_meta, "weights": with_weights}

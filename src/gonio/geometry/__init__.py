@@ -1,5 +1,7 @@
 """Norms, angles and spectra of weights: tensors in, tensors out, no state."""
 
+from __future__ import annotations
+
 from gonio.geometry.angles import (
     alignment,
     alignment_zscore,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.conv_operator import Taps, frequencies, polyphase_grid, taps_of
+from gonio.geometry.conv_operator import Taps, frequencies, half_grid, polyphase_grid, radians, taps_of
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen, widest
 from gonio.geometry.spectra import singular_values
 from gonio.geometry.views import PLAIN, Layout
@@ -337,12 +337,12 @@ def conv_spectral_norm_estimate(
     with torch.no_grad(), full_precision(weight):
         taps = taps_of(widen(weight) / scale, layout).smaller_side()
         taps = Taps(taps.matrices.contiguous(), taps.positions)  # read twice per step
-        grid = torch.tensor(polyphase_grid(size, layout, weight, taps.reach))
-        if (int(grid.prod()) // 2 + 1) * taps.matrices.shape[0] * taps.matrices.shape[2] ** 3 <= SMALL:
+        grid = polyphase_grid(size, layout, weight, taps.reach)
+        if (prod(grid) // 2 + 1) * taps.matrices.shape[0] * taps.matrices.shape[2] ** 3 <= SMALL:
             return conv_spectral_norm(weight, size, layout=layout)
-        gaps = (grid // COARSE).clamp_min(1)
-        walk = _leaders(taps, _half_plane(grid, gaps), grid, seed)
-        if bool((gaps > 1).any()):
+        gaps = [max(1, n // COARSE) for n in grid]
+        walk = _leaders(taps, half_grid(grid, gaps), grid, seed)
+        if max(gaps) > 1:
             walk = _leaders(taps, _with_neighbours(walk.points, gaps, grid), grid, seed)
         walk = walk.forward(SECOND[0]).best(SECOND[1])
         while walk.steps < MOST and walk.residual() > RESIDUAL:
@@ -350,21 +350,13 @@ def conv_spectral_norm_estimate(
         return (walk.value() * scale).to(widen(weight).dtype)
 
 
-def _half_plane(grid: Tensor, gaps: Tensor) -> Tensor:
-    """Integer frequencies (count, dims) that determine the rest, every `gaps`-th per dimension."""
-    ends = grid.clone()
-    ends[-1] = ends[-1] // 2 + 1
-    axes = (torch.arange(0, int(end), int(gap)) for end, gap in zip(ends, gaps, strict=True))
-    return torch.cartesian_prod(*axes).reshape(-1, len(grid))
-
-
-def _with_neighbours(points: Tensor, gaps: Tensor, grid: Tensor) -> Tensor:
+def _with_neighbours(points: Tensor, gaps: Sequence[int], grid: Sequence[int]) -> Tensor:
     """The points and all points nearer to them than the next coarse point."""
-    offsets = torch.cartesian_prod(*(torch.arange(1 - int(g), int(g)) for g in gaps)).reshape(-1, len(gaps))
-    return torch.unique((points[:, None] + offsets).flatten(0, 1) % grid, dim=0)
+    offsets = torch.cartesian_prod(*(torch.arange(1 - gap, gap) for gap in gaps)).reshape(-1, len(gaps))
+    return torch.unique((points[:, None] + offsets).flatten(0, 1) % torch.tensor(grid), dim=0)
 
 
-def _leaders(taps: Taps, points: Tensor, grid: Tensor, seed: int) -> _Walk:
+def _leaders(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     """The frequencies with the largest values after the first round, in parts that fit into memory."""
     groups, count, out, _ = taps.matrices.shape
     parts = points.split(max(1, STEP_ENTRIES // (groups * count * out)))
@@ -458,12 +450,11 @@ class _Walk:
         return gram
 
 
-def _start(taps: Taps, points: Tensor, grid: Tensor, seed: int) -> _Walk:
+def _start(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
     start = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
     u = normalize(start.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
-    omega = points.double() * (2 * pi / grid.double())
-    return _Walk(taps, points, taps.phases(omega.to(taps.matrices)), u, (), (), ())
+    return _Walk(taps, points, taps.phases(radians(points, grid, taps.matrices)), u, (), (), ())
 
 
 def _joined(walks: Sequence[_Walk]) -> _Walk:

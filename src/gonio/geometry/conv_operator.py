@@ -24,9 +24,11 @@ from gonio.geometry.views import PLAIN, Layout
 __all__ = [
     "Taps",
     "frequencies",
+    "half_grid",
     "operator_matrix",
     "periodic_grid",
     "polyphase_grid",
+    "radians",
     "taps_of",
     "unview_operator",
 ]
@@ -118,15 +120,23 @@ def _polyphase(taps: Tensor, offsets: Tensor, stride: Sequence[int]) -> Taps:
 
 
 def frequencies(size: Sequence[int], like: Tensor) -> Tensor:
-    """The half of the frequency grid that determines a real operator: (count, dims), in radians.
+    """:func:`half_grid` in :func:`radians`."""
+    return radians(half_grid(size), size, like)
 
-    The other half is complex conjugate, with the same singular values.
+
+def half_grid(size: Sequence[int], gaps: Sequence[int] | None = None) -> Tensor:
+    """The half of the frequencies of a grid that determines a real operator: (count, dims), integers.
+
+    The other half is complex conjugate, with the same singular values. With `gaps` every so many per dimension.
     """
-    half = [*size[:-1], size[-1] // 2 + 1]
-    axes = [
-        torch.arange(h, device=like.device, dtype=torch.float64) * (2 * pi / n) for h, n in zip(half, size, strict=True)
-    ]
-    return torch.cartesian_prod(*axes).reshape(-1, len(size)).to(like.dtype)
+    ends = [*size[:-1], size[-1] // 2 + 1]
+    axes = (torch.arange(0, end, gap) for end, gap in zip(ends, gaps or [1] * len(size), strict=True))
+    return torch.cartesian_prod(*axes).reshape(-1, len(size))
+
+
+def radians(points: Tensor, size: Sequence[int], like: Tensor) -> Tensor:
+    """Integer frequencies of a grid in radians, in the dtype and on the device of `like`."""
+    return (points.double() * (2 * pi / torch.tensor(size, dtype=torch.float64))).to(like)
 
 
 def polyphase_grid(size: Sequence[int], layout: Layout, weight: Tensor, reach: Sequence[int]) -> tuple[int, ...]:

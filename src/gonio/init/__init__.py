@@ -1,5 +1,7 @@
 """Initialisation of weights: in-place functions `f_(weight, *, layout=…, generator=…)`."""
 
+from __future__ import annotations
+
 from gonio.init.gain import gain
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
 from gonio.init.variance import Fans, fans, he_, lecun_, variance_scaling_, xavier_

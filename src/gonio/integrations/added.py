@@ -1,4 +1,4 @@
-"""A method of one object that was replaced, and how to put it back."""
+"""Methods of one object that were replaced, and how to restore them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ _MARK = "_gonio_penalty"
 
 
 class AddedPenalty:
-    """A penalty in a trainer's loss; `undo_` takes it out."""
+    """A penalty in a trainer's loss; `undo_` removes it."""
 
-    def __init__(self, owner: Any, method: str) -> None:
-        self._owner, self._method = owner, method
+    def __init__(self, owner: Any, methods: tuple[str, ...]) -> None:
+        self._owner, self._methods = owner, methods
 
     def undo_(self) -> None:
-        """Give the object its own method back. A second call does nothing."""
-        vars(self._owner).pop(self._method, None)
+        """Give the object its own methods back. A second call does nothing."""
+        for method in self._methods:
+            vars(self._owner).pop(method, None)
 
 
-def replaced_(owner: Any, method: str, new: Callable[..., Any]) -> AddedPenalty:
-    """Let the object's own attribute stand before its class's method.
+def replaced_(owner: Any, **methods: Callable[..., Any]) -> AddedPenalty:
+    """Set methods on the object itself, where they take precedence over those of its class.
 
     Raises:
-        AlreadyAppliedError: a penalty was added to it before.
+        AlreadyAppliedError: if one of them was replaced by this function before.
     """
-    if hasattr(getattr(owner, method), _MARK):
+    if any(hasattr(getattr(owner, method, None), _MARK) for method in methods):
         raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
-    setattr(new, _MARK, True)
-    setattr(owner, method, new)
-    return AddedPenalty(owner, method)
+    for method, new in methods.items():
+        setattr(new, _MARK, True)
+        setattr(owner, method, new)
+    return AddedPenalty(owner, tuple(methods))

@@ -1,4 +1,4 @@
-"""A penalty in the loss of a LightningModule, and a tracker of its weights as a callback."""
+"""Lightning: a penalty in the loss of a LightningModule, and a tracker as a callback."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from gonio.measuring import Tracker
 
 __all__ = ["add_penalty_", "tracker_callback"]
 
+_STATE = "gonio_penalty"  # the key in a checkpoint
+
 
 def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenalty:
-    """Add `penalty()` to the loss that `training_step` returns, in place; `undo_()` of the result takes it out.
+    """Add `penalty()` to the loss that `training_step` returns, in place; `undo_()` of the result removes it.
 
-    Lightning then does with the sum what it does with the loss: precision, strategies, accumulation of gradients
-    (the whole loss is divided, so the penalty counts once per optimizer step). Validation is as it was. Logged
-    values are the module's own: what it logs inside `training_step` is without the penalty.
+    Lightning treats the sum as the loss: precision, strategies, accumulation of gradients (the whole loss is
+    divided, so the penalty counts once per optimizer step). Validation does not change. Values that the module
+    logs inside `training_step` are without the penalty. The state of a :class:`gonio.Penalty` (its step, on which
+    schedules and `every` depend) is saved in Lightning's checkpoints and restored when a training resumes.
 
     Args:
         module: a LightningModule with automatic optimization.
         penalty: a :class:`gonio.Penalty`, or `run.penalty` of a comparison.
 
     Raises:
-        NotApplicableError: there is no `training_step`, or the module optimizes by hand: then it adds
-            `penalty()` to its own loss.
-        AlreadyAppliedError: it has one already.
+        NotApplicableError: if the module has no `training_step`, or uses manual optimization: add
+            `penalty()` to its loss there.
+        AlreadyAppliedError: if the module has a penalty already.
 
     Example:
         >>> class Module(nn.Linear):  # a LightningModule has these two and more
@@ -48,9 +51,9 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenal
     """
     name = type(module).__name__
     if not hasattr(module, "training_step"):
-        raise NotApplicableError("add_penalty_", name, "it has no training_step", "Give a LightningModule.")
+        raise NotApplicableError("add_penalty_", name, "it has no training_step", "Pass a LightningModule.")
     if not getattr(module, "automatic_optimization", True):
-        why = "it optimizes by hand, and its training_step returns no loss to Lightning"
+        why = "it uses manual optimization, and its training_step returns no loss to Lightning"
         raise NotApplicableError("add_penalty_", name, why, "Add penalty() to the loss in its training_step.")
     original: Callable[..., Any] = module.training_step  # type: ignore[assignment]
 
@@ -58,11 +61,31 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenal
     def training_step(*batch: Any, **named: Any) -> Any:
         return _with(original(*batch, **named), penalty)
 
-    return replaced_(module, "training_step", training_step)
+    return replaced_(module, training_step=training_step, **_state_hooks(module, penalty))
+
+
+def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:
+    """Lightning's hooks for checkpoints, with the state of the penalty; none for a function without state."""
+    if not hasattr(penalty, "state_dict"):
+        return {}
+    save, load = (getattr(module, name, None) for name in ("on_save_checkpoint", "on_load_checkpoint"))
+
+    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+        checkpoint[_STATE] = penalty.state_dict()
+        if save is not None:
+            save(checkpoint)
+
+    def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+        if _STATE in checkpoint:  # older checkpoints, and those of a training without the penalty, have none
+            penalty.load_state_dict(checkpoint[_STATE])
+        if load is not None:
+            load(checkpoint)
+
+    return {"on_save_checkpoint": on_save_checkpoint, "on_load_checkpoint": on_load_checkpoint}
 
 
 def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
-    """The step's output with the penalty in its loss; a step that is skipped stays skipped."""
+    """The output of a step with the penalty in its loss; None, which skips the step, is returned unchanged."""
     if output is None:
         return None
     if isinstance(output, Tensor):
@@ -77,15 +100,15 @@ def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
 
 
 def tracker_callback(tracker: Tracker) -> Any:
-    """A `lightning.pytorch.Callback` that measures as the optimizer steps: `Trainer(callbacks=[…])`.
+    """A `lightning.pytorch.Callback` that measures after optimizer steps: `Trainer(callbacks=[…])`.
 
-    Steps are the trainer's `global_step`: with accumulated gradients one for several batches.
+    Steps are the trainer's `global_step`, which counts optimizer steps also if gradients are accumulated.
 
     Args:
         tracker: a :class:`gonio.Tracker` of the module or a part of it.
 
     Raises:
-        MissingExtraError: neither `lightning` nor `pytorch_lightning` is installed.
+        MissingExtraError: if neither `lightning` nor `pytorch_lightning` is installed.
     """
     base: Any = _library().Callback
 
@@ -98,7 +121,7 @@ def tracker_callback(tracker: Tracker) -> Any:
 
 
 def _library() -> Any:
-    """Lightning under the name by which it is in use: callbacks of one are no callbacks of the other."""
+    """The package of Lightning that is imported already, or else installed; their callbacks are not compatible."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:

@@ -1,4 +1,8 @@
-"""A penalty in the loss of a Hugging Face Trainer, and a tracker of its weights as a callback."""
+"""Hugging Face transformers: a penalty in the loss of a Trainer, and a tracker as a callback.
+
+Fold a parametrized model with :func:`gonio.fold_` before `save_pretrained`. `from_pretrained` builds a plain model:
+it loads the trained tensors, reports the keys of the parametrizations as unexpected, and computes another function.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,20 @@ __all__ = ["add_penalty_", "tracker_callback"]
 
 
 def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
-    """Add `penalty()` to the training loss of a `transformers.Trainer`; `undo_()` of the result takes it out.
+    """Add `penalty()` to the training loss of a `transformers.Trainer`; `undo_()` of the result removes it.
 
-    The penalty counts once per optimizer step, however many micro-batches a step has: where the Trainer does not
-    divide the loss of a micro-batch by their number (it then was normalised over the whole batch), the penalty is
-    divided here. The evaluation loss is as it was; the training loss that the Trainer logs is with the penalty.
+    The penalty counts once per optimizer step for any number of micro-batches: if the Trainer does not divide the
+    loss of a micro-batch by their number (because it is normalised over the whole batch), this function divides the
+    penalty. The evaluation loss does not change; the training loss that the Trainer logs includes the penalty. The
+    Trainer's checkpoints do not contain the state of the penalty; save `penalty.state_dict()` beside them.
 
     Args:
-        trainer: also of a subclass with its own `compute_loss`.
+        trainer: a Trainer, or a subclass with its own `compute_loss`.
         penalty: a :class:`gonio.Penalty`, or `run.penalty` of a comparison.
 
     Raises:
-        NotApplicableError: it has no `compute_loss`.
-        AlreadyAppliedError: it has one already.
+        NotApplicableError: if the trainer has no `compute_loss`.
+        AlreadyAppliedError: if the trainer has a penalty already.
 
     Example:
         >>> class Trainer:  # transformers.Trainer has these and more
@@ -44,7 +49,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
     """
     if not hasattr(trainer, "compute_loss"):
         name = type(trainer).__name__
-        raise NotApplicableError("add_penalty_", name, "it has no compute_loss", "Give a transformers.Trainer.")
+        raise NotApplicableError("add_penalty_", name, "it has no compute_loss", "Pass a transformers.Trainer.")
     original = trainer.compute_loss
 
     @functools.wraps(original)
@@ -57,11 +62,11 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
         extra = penalty() / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
-    return replaced_(trainer, "compute_loss", _with_penalty)
+    return replaced_(trainer, compute_loss=_with_penalty)
 
 
 def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
-    """What the penalty of one micro-batch is to be divided by, beyond what the Trainer itself divides."""
+    """The divisor of the penalty of one micro-batch, in addition to the Trainer's own division."""
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -73,15 +78,15 @@ def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
 
 
 def tracker_callback(tracker: Tracker) -> Any:
-    """A `transformers.TrainerCallback` that measures as the optimizer steps: `Trainer(callbacks=[…])`.
+    """A `transformers.TrainerCallback` that measures after optimizer steps: `Trainer(callbacks=[…])`.
 
-    Steps are the trainer's `global_step`: with accumulated gradients one for several batches.
+    Steps are the trainer's `global_step`, which counts optimizer steps also if gradients are accumulated.
 
     Args:
         tracker: a :class:`gonio.Tracker` of the model or a part of it.
 
     Raises:
-        MissingExtraError: `transformers` is not installed.
+        MissingExtraError: if `transformers` is not installed.
     """
     try:
         from transformers import TrainerCallback

@@ -11,16 +11,17 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from gonio.errors import GonioError, InvalidArgumentError, listing
+from gonio.errors import GonioError, InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.measuring.reading.entry import Entry, numbers_of
 from gonio.measuring.reading.source import Source, contents_of, name_of
+from gonio.measuring.reading.state_dict import some
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table
+from gonio.measuring.showing.table import Table, markdown_table, reasons
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -99,9 +100,9 @@ class Differences(Table[TensorDifference]):
     def coverage(self) -> str:
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
-        left = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "not compared"]
+        left = reasons([t for t in self.tensors if t.status == "not compared"])
         said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
-        return f"{said} Not compared: {f'{len(left)} ({listing(left, limit=5)})' if left else 'none'}."
+        return f"{said} Not compared: {left or 'none'}."
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
@@ -175,7 +176,7 @@ def difference(before: Source, after: Source, *, progress: Callable[[int, int], 
     if not left.keys() & right.keys():
         raise InvalidArgumentError(
             "difference() matches tensors by name",
-            f"no name in common: {listing(list(left), limit=3)} before, {listing(list(right), limit=3)} after",
+            f"no name in common: {some(left)} before, {some(right)} after",
             "Rename the keys of one of them.",
         )
     made, names = [], [*left, *(name for name in right if name not in left)]

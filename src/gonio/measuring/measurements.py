@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from gonio.errors import listing
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
@@ -20,7 +19,7 @@ from gonio.measuring.findings.finding import Finding, Suppressed
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table
+from gonio.measuring.showing.table import Table, markdown_table, reasons
 
 SCHEMA = "gonio.measurements/1"
 
@@ -75,8 +74,17 @@ class Measurements(Table[TensorMeasurement]):
         if without:
             kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
             said += f" Checked only for NaN and infinity: {without.total()} ({kinds})."
-        skipped = [f"{plain(t.path)}: {plain(t.reason)}" for t in self.tensors if t.status == "skipped"]
-        return f"{said} Skipped: {f'{len(skipped)} ({listing(skipped, limit=5)})' if skipped else 'none'}."
+        skipped = reasons([t for t in self.tensors if t.status == "skipped"])
+        return f"{said} Skipped: {skipped or 'none'}."
+
+    @property
+    def scope(self) -> str:
+        """The properties that the rules look for, and those that cannot be seen in a measurement."""
+        batch = "dead units on the batch" if self.signals else "outputs only with batch="
+        return (
+            "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
+            f"rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or had the right data."
+        )
 
     def __repr__(self) -> str:
         return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"
@@ -87,7 +95,7 @@ class Measurements(Table[TensorMeasurement]):
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        yield from terminal.findings(self.findings, self.suppressed)
+        yield from terminal.findings(self.findings, self.suppressed, self.scope)
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             yield terminal.tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)

@@ -76,7 +76,7 @@ class Tracker:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
         self._model, self._every, self._selector = model, every, as_selector(where)
         if not self._entries():
-            paths = [entry.path for entry in entries_of_model(model) if entry.layout is not None]
+            paths = [entry.path[:80] for entry in entries_of_model(model) if entry.layout is not None]
             raise NoMatchError("Tracker", str(self._selector), paths)
         loggers = to if isinstance(to, (list, tuple)) else [to]
         self._senders = [sender_of(logger) for logger in loggers] if _first() else []

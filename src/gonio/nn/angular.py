@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import widen
+from gonio.nn import kernels
 from gonio.nn.plots import draw_angular
 
 if TYPE_CHECKING:
@@ -30,10 +32,11 @@ __all__ = ["Angular", "Cosine", "Linear", "Sigmoid", "SquaredCosine"]
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def bounded_asin(cosine: Tensor) -> Tensor:
+def bounded_asin(cosine: Tensor, rounded_as: torch.dtype | None = None) -> Tensor:
     """The arcsine of a cosine, safe at and slightly beyond ±1; see Note [Bounded arcsine].
 
-    The value is that of the cosine clamped to ±1, exact.
+    The value is that of the cosine clamped to ±1, exact. `rounded_as` is the dtype whose rounding error the cosine
+    carries, where it is narrower than its own.
 
     Example:
         >>> from gonio.nn.angular import bounded_asin
@@ -42,7 +45,9 @@ def bounded_asin(cosine: Tensor) -> Tensor:
         >>> c.grad.isfinite().all().item()
         True
     """
-    floor = FLOOR[cosine.dtype]
+    floor = FLOOR[rounded_as or cosine.dtype]
+    if kernels.ordinary_eager(cosine):
+        return kernels.bounded_asin(cosine, floor)
     edge = math.sqrt(1 - floor)
     beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)
     # straight lines beyond the edge for the derivative, then the exact value
@@ -65,11 +70,11 @@ class Angular(ABC):
         r"""The operator :math:`h\,g` from the plain product.
 
         Args:
-            product: :math:`\lVert x \rVert \cos\theta`.
+            product: :math:`\lVert x \rVert \cos\theta`, in the dtype of the layer's input.
             norm: :math:`\lVert x \rVert`, positive.
             slope: :math:`h / \lVert x \rVert`.
         """
-        return slope * norm * self.of_cosine(product / norm)
+        return slope * norm * self.of_cosine(widen(product) / norm)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw :math:`g` over the angle; needs the extra `lab`."""
@@ -96,8 +101,22 @@ class Cosine(Angular):
         return product * slope  # no division by the norm, hence nothing undefined at a zero input
 
 
+class _OfArcsine(Angular):
+    """Abstract base of the activations that are functions of the arcsine of the cosine."""
+
+    @abstractmethod
+    def of_arcsine(self, arcsine: Tensor) -> Tensor:
+        """The value where the arcsine of the cosine is `arcsine`."""
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return self.of_arcsine(bounded_asin(cosine))
+
+    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
+        return slope * norm * self.of_arcsine(bounded_asin(widen(product) / norm, rounded_as=product.dtype))
+
+
 @dataclass(frozen=True)
-class Linear(Angular):
+class Linear(_OfArcsine):
     r"""The angle itself, :math:`g(\theta) = 1 - 2\theta/\pi`.
 
     It is also the expected product of the signs that two directions give a random projection.
@@ -113,12 +132,12 @@ class Linear(Angular):
         https://arxiv.org/abs/1804.08071
     """
 
-    def of_cosine(self, cosine: Tensor) -> Tensor:
-        return bounded_asin(cosine) * (2 / math.pi)
+    def of_arcsine(self, arcsine: Tensor) -> Tensor:
+        return arcsine * (2 / math.pi)
 
 
 @dataclass(frozen=True)
-class Sigmoid(Angular):
+class Sigmoid(_OfArcsine):
     r"""A sigmoid of the angle, steep about the right angle for small :math:`k`.
 
     .. math::
@@ -150,8 +169,8 @@ class Sigmoid(Angular):
         if not (math.isfinite(self.k) and self.k > 0):
             raise InvalidArgumentError("Sigmoid: invalid width k", repr(self.k), "Pass a positive number.")
 
-    def of_cosine(self, cosine: Tensor) -> Tensor:
-        return torch.tanh(bounded_asin(cosine) / (2 * self.k)) * (1 / math.tanh(math.pi / (4 * self.k)))
+    def of_arcsine(self, arcsine: Tensor) -> Tensor:
+        return torch.tanh(arcsine / (2 * self.k)) * (1 / math.tanh(math.pi / (4 * self.k)))
 
 
 @dataclass(frozen=True)
@@ -174,4 +193,5 @@ class SquaredCosine(Angular):
         return cosine * cosine.abs()
 
     def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
+        product = widen(product)
         return product * product.abs() * (slope / norm)  # the division stays on the small map

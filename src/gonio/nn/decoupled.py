@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.norms import widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Number, Tanh, scaled
@@ -67,7 +66,7 @@ class Decoupled(RunningStatistics):
     def _operate(self, x: Tensor, patches: LinearMap) -> Tensor:
         """The layer's output without the bias, for a padded and batched input."""
         kind = x.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # not for meta tensors
             return self._decouple(x, patches)
         with torch.autocast(kind, enabled=False):  # norms are reduced in float32
             return self._decouple(x.to(torch.get_autocast_dtype(kind)), patches)
@@ -75,12 +74,16 @@ class Decoupled(RunningStatistics):
     def _decouple(self, x: Tensor, patches: LinearMap) -> Tensor:
         r""":math:`h\,g(\theta)`, from the product :math:`\lVert x \rVert \cos\theta` and the patches' norms."""
         weight = self.weight if self.gradient == "exact" else _with_gradient_times_norm(self.weight, patches)
-        product = patches.product(x, weight) if self._length_cancels else patches.unit_product(x, weight)
+        filters = weight if self._length_cancels else patches.unit_filters(weight)
         if self._is_linear:
+            product = patches.product(x, filters)
+            product = product if self._length_cancels else patches.to_unit(product, filters, x)
             out = self._times_alpha(patches.group(product), patches)
         else:
             shortest = SHORTEST[x.dtype]
-            norm = patches.energy(x).clamp_min(shortest**2).sqrt()
+            product, energy = patches.product_and_energy(x, filters)
+            product = product if self._length_cancels else patches.to_unit(product, filters, x)
+            norm = energy.clamp_min(shortest**2).sqrt()
             c = self._coefficients(norm, x, patches)
 
             def slope(norm: Tensor, *numbers: Number) -> Tensor:
@@ -92,7 +95,7 @@ class Decoupled(RunningStatistics):
             if kernels.scales_in_place(product) and not self._needs_product:
                 return kernels.scale_(product, norm, (c.alpha, c.beta, c.radius), slope, patches.group).to(x.dtype)
             ratio = slope(norm, c.alpha, c.beta, c.radius)
-            out = self.angular.combine(widen(patches.group(product)), norm, ratio)
+            out = self.angular.combine(patches.group(product), norm, ratio)
             if self.weighted == "linear" and not self._length_cancels:
                 out = out * patches.seen_norms(self.weight, x)
         if self.blend is not None:
@@ -131,14 +134,14 @@ class Decoupled(RunningStatistics):
         learned_radius = None if self.log_radius is None else _radius_of(self.log_radius).to(norm.dtype)
         own = radius = given.radius if learned_radius is None else patches.per_filter(learned_radius)
         if self.mean_norm is not None:
-            radius = scaled(patches.per_group(self._unit(norm, self.mean_norm, patches)), own)
+            radius = scaled(patches.per_group(self._mean_norm(norm, self.mean_norm, patches)), own)
         if self.weighted == "tanh_product":
             radius = radius / patches.seen_norms(self.weight, x).clamp_min(SHORTEST[torch.float32])
         elif self.weighted == "tanh_each":
             alpha = scaled(torch.tanh(patches.seen_norms(self.weight, x) / own), alpha)
         return Coefficients(alpha, beta, radius)
 
-    def _unit(self, norm: Tensor, mean_norm: Tensor, patches: LinearMap) -> Tensor:
+    def _mean_norm(self, norm: Tensor, mean_norm: Tensor, patches: LinearMap) -> Tensor:
         """The mean norm of the patches, the unit of a radius: the batch's in training, otherwise the running one."""
         if not self.training:
             return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])

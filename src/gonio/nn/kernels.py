@@ -38,7 +38,17 @@ from gonio.nn.switchable_function import (
     value_at,
 )
 
-__all__ = ["inside_backward", "ordinary_eager", "scale_", "scales_in_place", "switchable_norm_by_rows", "window_sum"]
+__all__ = [
+    "bounded_asin",
+    "inside_backward",
+    "ordinary_eager",
+    "product_with_squares",
+    "scale_",
+    "scales_in_place",
+    "squares_beside_product",
+    "switchable_norm_by_rows",
+    "window_sum",
+]
 
 Number = float | Tensor
 LARGE = 2**16  # entries of an output
@@ -68,6 +78,44 @@ def window_sum(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padd
     Saves 12 % of a step of the digits network; the backward of the convolution is slow for maps of few channels.
     """
     return F.avg_pool2d(x, kernel, stride, padding, divisor_override=1)
+
+
+def squares_beside_product(x: Tensor) -> bool:
+    """Whether :func:`product_with_squares` pays: for large inputs in full precision."""
+    return ordinary_eager(x) and x.numel() >= LARGE and x.dtype in (torch.float32, torch.float64)
+
+
+def product_with_squares(x: Tensor, filters: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
+    """`conv.product(x, filters)` and `conv.squares(x)`, with one gradient of x.
+
+    Backward adds the share of the squares to that of the product in one pass over x instead of five: 6 % of the
+    time and 8 % of the peak memory of a ResNet-18's step, without which it would be slower than in version 0.1.
+    """
+    product, squares = _ProductWithSquares.apply(x, filters, conv)
+    return product, squares
+
+
+class _ProductWithSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, filters: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
+        ctx.conv = conv
+        ctx.save_for_backward(x, filters)
+        return conv.product(x, filters), conv.squares(x)
+
+    @staticmethod
+    def backward(ctx: Any, by_product: Tensor, by_squares: Tensor) -> tuple[Tensor | None, ...]:
+        x, filters = ctx.saved_tensors
+        conv, needed = ctx.conv, ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # for a caller that will differentiate the gradients
+            wanted = [t for t, need in zip((x, filters), needed, strict=True) if need]
+            outputs = ((conv.product(x, filters), by_product), (conv.squares(x), by_squares))
+            values, grads = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
+            found = iter(torch.autograd.grad(values, wanted, grads, create_graph=True))
+            return *(next(found) if need else None for need in needed), None
+        by_x, by_filters = conv.product_backward(by_product, x, filters, needed)
+        if by_x is not None:
+            conv.group(by_x).addcmul_(conv.group(x), by_squares.unsqueeze(2), value=2)
+        return by_x, by_filters, None
 
 
 def scales_in_place(product: Tensor) -> bool:
@@ -131,6 +179,31 @@ class _Scale(torch.autograd.Function):
             by_inputs = [next(found) if need else None for need in needed]
         by_product = (grouped * (slope if again else slope.detach())).to(out.dtype).reshape(out.shape)
         return by_product, by_inputs[0], None, None, *by_inputs[1:]
+
+
+# --- angles ---------------------------------------------------------------------------------------
+
+
+def bounded_asin(cosine: Tensor, floor: float) -> Tensor:
+    """As `gonio.nn.angular.bounded_asin`, with one evaluation of the arcsine instead of two.
+
+    Saves 12 % of a ResNet-18's step with the angular part Linear.
+    """
+    result: Tensor = _BoundedAsin.apply(cosine, floor)
+    return result
+
+
+class _BoundedAsin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cosine: Tensor, floor: float) -> Tensor:
+        ctx.floor = floor
+        ctx.save_for_backward(cosine)
+        return cosine.clamp(-1, 1).asin_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (cosine,) = ctx.saved_tensors
+        return grad * (1 - cosine * cosine).clamp_min(ctx.floor).rsqrt(), None
 
 
 # --- switchable normalisation ---------------------------------------------------------------------

@@ -168,16 +168,21 @@ class Blending:
 
     def undo_(self) -> None:
         """End the conversion: the layers compute the decoupled product alone, as before `convert_gradually_`."""
-        self.done = self.steps
         if self._handle is not None:
             self._handle.remove()
+        self._finish_()
+
+    def _finish_(self) -> None:
+        self.done = self.steps
         for layer in self._layers:
             layer.blend = None
 
     def _after_step(self, *_: Any) -> None:
+        if self.done >= self.steps:  # torch iterates over its hooks during a step: a hook cannot remove itself there
+            return
         self.done += 1
         if self.done >= self.steps:
-            self.undo_()
+            self._finish_()
         for layer in self._layers:
             if layer.blend is not None:
                 layer.blend.fill_(self.share)

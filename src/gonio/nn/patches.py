@@ -12,6 +12,7 @@ the filters that see the patch. For a linear layer both are (…, filters), and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,9 +44,13 @@ class LinearMap(ABC):
     def _multiply(self, x: Tensor, filters: Tensor) -> Tensor:
         """⟨w, x⟩ of every filter and patch, in torch's layout, for one dtype."""
 
-    def unit_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """‖x‖ cos θ: the product with filters scaled to norm 1 as each output sees them, in torch's layout."""
-        return self.product(x, self.unit_filters(weight))
+    def product_and_energy(self, x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        """The product, and ‖x‖² of every patch in the grouped layout, float32 at least."""
+        return self.product(x, filters), self.energy(x)
+
+    def to_unit(self, product: Tensor, filters: Tensor, x: Tensor) -> Tensor:
+        """The product with filters of norm 1 as each output sees them, from that with `unit_filters(weight)`."""
+        return product
 
     @abstractmethod
     def energy(self, x: Tensor) -> Tensor:
@@ -141,11 +146,42 @@ class ConvMap(LinearMap):
             self.groups,
         )
 
+    def product_backward(
+        self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of `product` for the input and the filters, where needed."""
+        by_x, by_filters, _ = torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            filters,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+            (needed[0], needed[1], False),
+        )
+        return by_x, by_filters
+
+    def product_and_energy(self, x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        if not kernels.squares_beside_product(x):
+            return super().product_and_energy(x, filters)
+        product, squares = kernels.product_with_squares(x, filters, self)
+        return product, self.over_patches(squares)
+
     def energy(self, x: Tensor) -> Tensor:
-        squares = widen(x)
-        squares = squares * squares
-        squares = squares.sum(1, keepdim=True) if self.groups == 1 else squares.unflatten(1, (self.groups, -1)).sum(2)
-        if self._pools and kernels.ordinary_eager(x):
+        return self.over_patches(self.squares(x))
+
+    def squares(self, x: Tensor) -> Tensor:
+        """Σ x² over the channels of each group."""
+        x = widen(x)
+        return (x * x).sum(1, keepdim=True) if self.groups == 1 else self.group(x * x).sum(2)
+
+    def over_patches(self, squares: Tensor) -> Tensor:
+        """Sums over the windows of the kernel, in the grouped layout."""
+        if self._pools and kernels.ordinary_eager(squares):
             return self.group(kernels.window_sum(squares, self.kernel, self.stride, self.padding))
         return self.group(self._multiply(squares, squares.new_ones(self.groups, 1, *self.kernel)))
 
@@ -200,16 +236,16 @@ class ConvTransposeMap(ConvMap):
         energy, zero = self._seen_energy(weight, x)
         return energy.sqrt().masked_fill(zero, 0)
 
-    def unit_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        filters = self.unit_filters(weight)
+    def to_unit(self, product: Tensor, filters: Tensor, x: Tensor) -> Tensor:
         energy, zero = self._seen_energy(filters, x)
-        return self.ungroup(self.group(self.product(x, filters)) * energy.rsqrt().masked_fill(zero, 0))
+        return self.ungroup(self.group(product) * energy.rsqrt().masked_fill(zero, 0)).to(product.dtype)
 
     def _seen_energy(self, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """‖w‖² as each output sees it, with 1 in place of 0, and where that is; in the grouped layout."""
         squares = widen(self._by_group(weight))
         squares = (squares * squares).sum(1)
-        ones = squares.new_ones(1, self.groups, *x.shape[2:])
+        # torch refuses a map without positions, unless there are no samples either
+        ones = squares.new_ones(1 if x.shape[0] else 0, self.groups, *x.shape[2:])
         energy = self.group(self._multiply(ones, squares))
         zero = energy < least_norm(weight.dtype) ** 2
         return energy.masked_fill(zero, 1), zero

@@ -66,7 +66,7 @@ class RunningStatistics(nn.Module):
         if self.momentum is None:
             return (1 / self.num_batches_tracked.clamp_min(1)).to(dtype)
         if self.first_batch_replaces:
-            return torch.where(self.num_batches_tracked <= 1, 1.0, self.momentum).to(dtype)
+            return (self.num_batches_tracked <= 1).to(dtype).clamp_min(self.momentum)
         return self.momentum
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

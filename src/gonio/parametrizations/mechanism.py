@@ -28,7 +28,7 @@ from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicabl
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.torch_internals import redirect_fsdp_
+from gonio.parametrizations.torch_internals import is_sharded, redirect_fsdp_
 
 __all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
 
@@ -107,7 +107,7 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
         why = "it is not a Parameter of that layer", "Name a tensor in layer.named_parameters()."
     elif isinstance(raw, nn.UninitializedParameter):
         why = "it has no shape yet", "Run one batch through the model first."
-    elif _is_sharded(raw):
+    elif is_sharded(raw):
         why = "it is sharded", "Parametrize before sharding."
     elif raw.numel() == 0:
         why = f"it has no entries (shape {tuple(raw.shape)})", "Exclude the layer."
@@ -392,7 +392,7 @@ def _effective_weight(name: str) -> property:
 def _assign_(layer: Parametrized, name: str, value: Tensor) -> None:
     """Set the effective weight to a tensor; a Parameter also becomes the trained object."""
     raw = layer._parameters[name]
-    if isinstance(value, nn.Parameter) and (raw is None or _is_sharded(raw) or _is_sharded(value)):
+    if isinstance(value, nn.Parameter) and (raw is None or is_sharded(raw) or is_sharded(value)):
         layer._parameters[name] = value  # FSDP exchanges the whole and the sharded form of the same numbers
         return
     if raw is None or value.shape != raw.shape:
@@ -421,7 +421,3 @@ def _set_weight_(parametrization: Parametrization, raw: nn.Parameter, weight: Te
     inverse = parametrization.right_inverse(weight)
     if inverse is not raw:
         raw.copy_(inverse)
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")

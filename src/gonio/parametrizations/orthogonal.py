@@ -44,9 +44,6 @@ class Orthogonal(Parametrization):
     Cost:
         per read, two products of the size of a Gram matrix and one eigendecomposition of the smaller side.
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.Conv2d(4, 6, 3, groups=2)
         >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Orthogonal())

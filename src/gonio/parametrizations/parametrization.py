@@ -31,7 +31,8 @@ class Parametrization(nn.Module, ABC):
     * :math:`f(f^{-1}(W)) = W` for each weight that :meth:`holds`, and the nearest or a rescaled member
       of the set for others;
     * the map is computed in float32 at least, outside autocast, and returned in the dtype of `V`;
-    * values and gradients are finite wherever `V` is, also for zero filters.
+    * values and gradients are finite wherever `V` is, also for zero filters;
+    * folding is exact: ``detach(layer, "weight", keep="weight")``.
 
     A subclass names the keywords of its constructor in :attr:`options` and defines :meth:`weight_of`,
     :meth:`holds` and, if it has state, :meth:`bind`.

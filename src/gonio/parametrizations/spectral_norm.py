@@ -19,6 +19,7 @@ from gonio.parametrizations import kernels
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
+from gonio.parametrizations.torch_internals import is_sharded, sharded_like
 
 __all__ = ["SpectralNorm", "tick_", "tick_on_step"]
 
@@ -71,9 +72,6 @@ class SpectralNorm(Parametrization):
         ticks cost two products of the size of a convolution of an 8r × 8r map, and store one vector per
         frequency (144 · in numbers for 3×3).
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.Conv2d(3, 8, 3)
         >>> conv = gonio.parametrizations.SpectralNorm(view="conv")
@@ -117,6 +115,8 @@ class SpectralNorm(Parametrization):
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:
+        if is_sharded(raw):  # every process stores the vectors of the whole weight
+            return sharded_like(raw, self.weight_of(whole(raw)))
         buffers = self._buffers  # the registry itself: `self.u` is a slow search
         u, v, how = buffers["u"], buffers["v"], self.how
         if how is None or u is None or v is None:  # a template stores no vectors
@@ -134,7 +134,7 @@ class SpectralNorm(Parametrization):
         """
         if self.how is None or self.u is None or self.v is None:
             raise InvalidArgumentError("sigma() reads bound vectors", "a template", "Attach it to a layer.")
-        return _sigma(self.how.matrices(widen(raw)), self.u, self.v, self.length)
+        return _sigma(self.how.matrices(widen(whole(raw))), self.u, self.v, self.length)
 
     def measured(self, weight: Tensor) -> float:
         """The largest gain of a weight, computed without the vectors; for ``view="conv"`` that of the operator.
@@ -149,7 +149,8 @@ class SpectralNorm(Parametrization):
             >>> sn.measured(layer.weight) > 1.05
             True
         """
-        return _view_of(self.view, self.bound_layout, weight).measured(weight.detach())
+        weight = whole(weight.detach())
+        return _view_of(self.view, self.bound_layout, weight).measured(weight)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the largest gain is `norm` within 1 %; with ``view="conv"``, at most 1 % above, and below by

@@ -38,9 +38,6 @@ class Sphere(Parametrization):
     Cost:
         two passes over the weight; no state.
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.Conv2d(4, 8, 3, groups=2)
         >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere(radius=2.0))

@@ -1,4 +1,4 @@
-"""The private interface of torch that this package uses, in one place."""
+"""The private interface of torch that this package uses, and what it knows of sharded tensors, in one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["is_plain_eager", "redirect_fsdp_", "weight_norm_kernel"]
+__all__ = ["is_plain_eager", "is_sharded", "redirect_fsdp_", "sharded_like", "weight_norm_kernel"]
 
 
 def is_plain_eager(*tensors: Tensor) -> bool:
@@ -34,6 +34,18 @@ def weight_norm_kernel(raw: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     """Filters on dim 0 scaled to `norms`, of shape (n, 1, …), and the norms they had; NaN for a zero filter."""
     weight, found = torch._weight_norm_interface(raw, norms, 0)
     return weight, found
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; without an import of `torch.distributed.tensor`, which takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+def sharded_like(raw: Any, weight: Tensor) -> Tensor:
+    """A weight that is the same in every process, distributed as the DTensor `raw` is; differentiable."""
+    everywhere: Any = raw.from_local(weight, raw.device_mesh, run_check=False)
+    distributed: Tensor = everywhere.redistribute(placements=raw.placements)
+    return distributed
 
 
 def redirect_fsdp_(hook: Callable[..., Any], layer: nn.Module, own_class: type[nn.Module]) -> None:

@@ -30,9 +30,6 @@ class WeightNorm(Parametrization):
     Cost:
         one pass over the weight forward and one backward; one Parameter per filter.
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
         >>> before = layer.weight.detach().clone()

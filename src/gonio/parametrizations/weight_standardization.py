@@ -46,9 +46,6 @@ class WeightStandardization(Parametrization):
     Cost:
         four passes over the weight; one Parameter per filter if gains are learned.
 
-    Folding:
-        exact: ``detach(layer, "weight", keep="weight")``.
-
     Example:
         >>> layer = nn.Conv2d(4, 8, 3)
         >>> ws = gonio.parametrizations.WeightStandardization()

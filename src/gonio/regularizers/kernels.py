@@ -235,11 +235,6 @@ class Pairs(NamedTuple):
     def processes(self) -> int:
         return 1 if self.process_group is None else self.process_group.size()
 
-    @property
-    def noise(self) -> float:
-        """Mean square of soft signs up to which a channel has no sign."""
-        return (self.gamma * self.least) ** 2
-
 
 def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The differentiable sum over the processes of a group."""
@@ -270,6 +265,11 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
         M = 2 d (A − diag(b)) d, b_j = Σ_i C_ij A_ij: a k × k matrix, formed in the forward. Autograd would multiply
         twice, and would keep t, its normalised copy and the outputs. The signs are an output of this function, so that
         the second derivative is that of the plain form by t.
+
+    Note [Wide layers]
+        With fewer samples than filters and unit rows t̂: Σ_ij C_ij = |Σ_i t̂_i|² and Σ_ij C_ij² = |K|², K = t̂ᵀ t̂ of
+        size samples × samples, so nothing of size k × k is made. A step of an MLP of width 2048 with batch 64 takes
+        1.4 times the plain step instead of 3.1 times.
     """
 
     @staticmethod
@@ -277,15 +277,16 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.pairs, ctx.plain, ctx.shape = pairs, plain, y.shape
         t, ctx.samples = _soft_signs(y.flatten(2), pairs)
-        value, mean, spread, matrix = _closed_form(t, pairs)
+        few = t.shape[-1] < t.shape[-2] and pairs.process_group is None
+        mean, spread, *saved = _wide(t, pairs) if few else _tall(t, pairs)
         ctx.mark_non_differentiable(mean, spread)
-        ctx.save_for_backward(t, matrix)
-        return value, mean, spread, t
+        ctx.save_for_backward(t, *saved)
+        return mean + spread, mean, spread, t
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         on_value, _, _, on_signs = grads
-        t, matrix = ctx.saved_tensors
+        t, *saved = ctx.saved_tensors
         pairs: Pairs = ctx.pairs
         if torch.is_grad_enabled() and on_value is not None:
             (back,) = torch.autograd.grad(ctx.plain(t, pairs)[0], t, on_value, create_graph=True)
@@ -293,8 +294,13 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
         elif on_value is not None:
             # data-parallel training averages gradients over processes, but this value needs their sum
             number = 4 * pairs.gamma * pairs.processes / (pairs.groups if pairs.reduction == "mean" else 1)
-            matrix = matrix * (on_value * number)
-            back = matrix @ t if t.stride(-1) == 1 else (t.mT @ matrix).mT  # laid out as t; M is symmetric
+            factor = on_value * number
+            if len(saved) > 1:
+                back = _wide_gradient(t, *saved) * factor
+            elif t.stride(-1) == 1:
+                back = (saved[0] * factor) @ t
+            else:  # laid out as t; M is symmetric
+                back = (t.mT @ (saved[0] * factor)).mT
         else:
             back = torch.zeros_like(t)
         if on_signs is not None:
@@ -307,7 +313,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
 
 
 def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
-    """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of all processes if several."""
+    """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of several processes."""
     images, channels, positions = x.shape
     if x.stride(1) == 1:  # channels last: kept so, because transposing takes longer than the tanh
         t = x.new_empty(images, positions, channels).permute(2, 0, 1)
@@ -334,24 +340,58 @@ def _mean(x: Tensor, samples: Tensor | None, group: ProcessGroup | None) -> Tens
     return total(x.sum(-1, keepdim=True), group) / samples
 
 
-def _closed_form(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The value, its terms, and the matrix M of Note [One product in the backward], up to its number as a factor."""
+def _tall(t: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
+    """The terms, and the matrix M of Note [One product in the backward], up to its number as a factor."""
     cosines = total(t @ t.mT, pairs.process_group)
     diagonal = cosines.diagonal(dim1=-2, dim2=-1)
-    noise = pairs.noise * t.shape[-1] * pairs.processes
-    scale = threshold(diagonal, max(noise, torch.finfo(t.dtype).tiny), inf).rsqrt_()  # 0 where there is no sign
+    scale = _scale(diagonal, t.shape[-1], pairs)
     scales = scale.unsqueeze(-1) * scale.unsqueeze(-2)
     cosines.mul_(scales)
     diagonal.zero_()
     once, twice = cosines.sum(-1), (cosines * cosines).sum(-1)
-    first, second = once.sum(-1, keepdim=True), twice.sum(-1, keepdim=True)
-    if pairs.reduction == "mean":
-        alive = scale.sign().sum(-1, keepdim=True)
-        share = (alive * alive - alive).clamp_min_(1).reciprocal_()
-        first, second = first * share, second * share
-        scales.mul_(share.unsqueeze(-1))
-    on_mean = first * pairs.mean_ratio
-    mean, spread = (x.mean() if pairs.reduction == "mean" else x.sum() for x in (on_mean * first, second))
+    mean, spread, on_mean, share = _reduced(once.sum(-1, keepdim=True), twice.sum(-1, keepdim=True), scale, pairs)
     cosines.add_(on_mean.unsqueeze(-1))
     diagonal.copy_(torch.addcmul(twice, on_mean, once).neg_())
-    return mean + spread, mean, spread, cosines.mul_(scales)
+    return mean, spread, cosines.mul_(scales if share is None else scales.mul_(share.unsqueeze(-1)))
+
+
+def _wide(t: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
+    """The terms, K and a vector s of Note [Wide layers] with their weights in the gradient, and the scale of signs."""
+    scale = _scale((t * t).sum(-1), t.shape[-1], pairs)
+    unit = t * scale.unsqueeze(-1)
+    across, along = unit.mT @ unit, unit.sum(-2, keepdim=True)
+    alive = scale.sign().sum(-1, keepdim=True)
+    first, second = along.square().sum(-1) - alive, across.square().sum((-2, -1)).unsqueeze(-1) - alive
+    mean, spread, on_mean, share = _reduced(first, second.clamp_min(0), scale, pairs)
+    along = along * on_mean.unsqueeze(-1)
+    if share is not None:
+        across, along = across * share.unsqueeze(-1), along * share.unsqueeze(-1)
+    return mean, spread, across, along, scale
+
+
+def _wide_gradient(t: Tensor, across: Tensor, along: Tensor, scale: Tensor) -> Tensor:
+    """The derivative by t, up to the same number as M t in the tall form."""
+    scale = scale.unsqueeze(-1)
+    unit = t * scale
+    back = unit @ across + along
+    return (back - (unit * back).sum(-1, keepdim=True) * unit) * scale
+
+
+def _scale(square: Tensor, samples: int, pairs: Pairs) -> Tensor:
+    """1/|t| for each channel, and 0 where all its signs are 0 within rounding."""
+    noise = (pairs.gamma * pairs.least) ** 2 * samples * pairs.processes
+    return threshold(square, max(noise, torch.finfo(square.dtype).tiny), inf).rsqrt_()
+
+
+def _reduced(
+    first: Tensor, second: Tensor, scale: Tensor, pairs: Pairs
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Both terms, the derivative of the mean term by ΣC, and the weight of a pair (None for 1), from ΣC and ΣC²."""
+    if pairs.reduction == "sum":
+        on_mean = first * pairs.mean_ratio
+        return (on_mean * first).sum(), second.sum(), on_mean, None
+    alive = scale.sign().sum(-1, keepdim=True)
+    share = (alive * alive - alive).clamp_min_(1).reciprocal_()
+    first = first * share
+    on_mean = first * pairs.mean_ratio
+    return (on_mean * first).mean(), (second * share).mean(), on_mean, share

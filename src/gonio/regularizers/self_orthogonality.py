@@ -197,7 +197,7 @@ def _terms_of_signs(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     """The value, its mean term and its spread term, from soft signs (groups, k/groups, samples)."""
     samples = total(t.new_tensor(float(t.shape[-1])), pairs.process_group)
     square = total((t * t).sum(-1, keepdim=True), pairs.process_group)
-    dead = square <= (pairs.noise * samples).clamp_min(torch.finfo(t.dtype).tiny)
+    dead = square <= ((pairs.gamma * pairs.least) ** 2 * samples).clamp_min(torch.finfo(t.dtype).tiny)
     unit = t * square.masked_fill(dead, 1).rsqrt().masked_fill(dead, 0)
     cosines = total(unit @ unit.mT, pairs.process_group)
     cosines = cosines * (1 - identity_like(cosines))

@@ -1,5 +1,7 @@
 """Change a model by rules: choose modules with `where`, edit them, undo the edit exactly."""
 
+from __future__ import annotations
+
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.edit import Change, Edit, Edited, UndoError

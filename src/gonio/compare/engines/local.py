@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any, cast
 
 from gonio.compare.engines.engine import Future
@@ -21,6 +24,8 @@ from gonio.errors import InvalidArgumentError
 # torch.optim imports torch._dynamo when the first optimizer is made.
 _PRELOAD = ["torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.compare"]
 _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
+_POLL = 1.0  # seconds between two looks at a worker whose fork server is dead
+_PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 10.0  # seconds that a process has to end after its result has arrived
 
 
@@ -54,8 +59,12 @@ class Local:
     def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
         """Those that have ended: at least one, or none after `timeout` seconds."""
         workers = [cast(Worker, future) for future in futures]  # `start` makes nothing else
-        ready = connection.wait([handle for worker in workers for handle in worker.handles], timeout)
-        return [worker for worker in workers if any(handle in ready for handle in worker.handles)]
+        began = time.monotonic()
+        while timeout is None or time.monotonic() - began < timeout:
+            connection.wait([handle for worker in workers for handle in worker.handles], timeout or _POLL)
+            if ended := [worker for worker in workers if worker.ended]:
+                return [*ended]
+        return []
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -82,6 +91,7 @@ class Worker:
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         for attempt in range(_ATTEMPTS):
+            self._orphaned = False  # the server that has forked it is dead
             self.receiver, sender = context.Pipe(duplex=False)
             self._process: ForkServerProcess = context.Process(
                 target=_call, args=(sender, os.getcwd(), function, arguments)
@@ -107,8 +117,8 @@ class Worker:
         Raises:
             ChildProcessError: the process died without one; gives the cause.
         """
-        # Both: a process that the function started may keep the pipe open after the worker's death.
-        connection.wait([self.receiver, self._process.sentinel])
+        while not self.ended:
+            connection.wait(self.handles, _POLL)
         try:
             text = self.receiver.recv_bytes() if self.receiver.poll() else None
         except (EOFError, OSError):
@@ -118,19 +128,37 @@ class Worker:
         if text is None:
             code = self._process.exitcode
             cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            cause = "after the server that had forked it was killed" if self._orphaned else cause
             raise ChildProcessError(f"the process of this run died ({cause})")
         return json.loads(text)
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """Objects for :func:`multiprocessing.connection.wait`; when one of them is ready, `result` returns."""
-        return (self.receiver, self._process.sentinel)
+        """Objects for :func:`multiprocessing.connection.wait`; `ended` may change when one of them is ready.
+
+        Both: a process that the function started may keep the pipe open after the worker's death.
+        """
+        return (self.receiver,) if self._orphaned else (self.receiver, self._process.sentinel)
+
+    @property
+    def ended(self) -> bool:
+        """Whether `result` returns at once."""
+        if self.receiver.poll():
+            return True
+        if not self._orphaned and not connection.wait([self._process.sentinel], 0):
+            return False
+        # The sentinel is ready also if the fork server was killed; the worker then goes on without it.
+        self._orphaned = _alive(self._process.pid or 0)
+        return not self._orphaned
 
     def stop(self) -> None:
-        """Kill the worker and every process of its group now."""
+        """Kill the worker, every process of its group and every process that they started now."""
+        pid = self._process.pid or 0
+        started = _descendants(pid)
         self._process.kill()
         with suppress(ProcessLookupError, PermissionError):  # no group yet, or nothing is left of it
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
+        _kill(started)
         self._process.join()
         self.receiver.close()
 
@@ -142,7 +170,9 @@ def _call(sender: Connection, folder: str, function: Callable[..., Any], argumen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, for a server that somebody else started
     os.chdir(folder)  # so that relative names of user files mean the same as in the parent
     os.dup2(2, 1)  # output of user code goes to stderr; stdout is for results
+    _adopt_orphans()
     result = json.dumps(function(*arguments), allow_nan=False).encode()
+    _kill(_descendants(os.getpid()))
     with suppress(BrokenPipeError):  # the parent is gone, and this process ends with it
         sender.send_bytes(result)
 
@@ -156,9 +186,46 @@ def die_with_parent() -> None:
 
 def _wait_for_end(sentinel: int) -> None:
     connection.wait([sentinel])
+    _kill(_descendants(os.getpid()))
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that :func:`_descendants` finds them (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process started, directly or not, also in sessions of their own; empty without /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc
+        return True
 
 
 @contextmanager

@@ -186,6 +186,16 @@ class Effect:
     reach: Reach | None = None
 
     @property
+    def ties(self) -> int:
+        """Pairs with equal scores."""
+        return self.differences.count(0.0)
+
+    @property
+    def wins(self) -> int:
+        """Pairs in which the recipe is better; ties do not count."""
+        return round((self.improvement or 0.0) * self.n - self.ties / 2)
+
+    @property
     def confounded(self) -> bool:
         """Whether the recipe differs from the baseline in more than one thing."""
         return len(self.changes) > 1

@@ -37,6 +37,7 @@ BUILT_IN_RECIPES = (
     "self-orthogonality",
     "scale-shift",
 )
+_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
 
@@ -257,9 +258,20 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     """The seeds from their number (0, 1, …) or from a sequence.
 
     Raises:
-        InvalidArgumentError: none, one twice, or one that tuning or attacks use.
+        InvalidArgumentError: none, too many, one twice, one that is too large, or one that tuning or attacks use.
     """
-    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    wanted = range(seeds) if isinstance(seeds, int) else seeds
+    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
+    if count > _MOST_SEEDS:
+        raise InvalidArgumentError(
+            f"a comparison has at most {_MOST_SEEDS:,} seeds", str(count), "Ten to twenty are usual."
+        )
+    found = tuple(wanted)
+    beyond = [seed for seed in found if abs(seed) > _LARGEST_SEED]
+    if beyond:
+        raise InvalidArgumentError(
+            f"a seed must be at most {_LARGEST_SEED} (2^62)", str(beyond[0]), "Choose a smaller first seed."
+        )
     if not found or len(set(found)) < len(found):
         raise InvalidArgumentError(
             "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."

@@ -72,6 +72,8 @@ class RunJob:
 
     def call(self, study: Study, *, shares_files: bool) -> Call:
         folder = study.scratch(self.entry, self.seed).absolute() if shares_files else None
+        if folder is not None and study.path.is_dir():  # else it was moved, which the next commit says
+            folder.parent.mkdir(exist_ok=True)
         settings = study.trials.chosen(self.entry)
         return execute_run, (study.plan, self.entry, self.seed, folder, settings, study.transferred())
 

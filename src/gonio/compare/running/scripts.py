@@ -219,7 +219,7 @@ def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
             return run_script(plan, entry, seed, Path(temporary))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # without parents: a study that was moved is not made again
     left = Outcome(folder)
     left.forget()
     own_seed = plan.seed_of(entry, seed)

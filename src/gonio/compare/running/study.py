@@ -32,18 +32,18 @@ _TABLES = ("runs", "costs", "trials", "choices", "artifacts")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
-    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, seed)
+    seconds REAL, versions TEXT NOT NULL, checksum TEXT, PRIMARY KEY (hash, seed)
 );
 CREATE TABLE IF NOT EXISTS costs (
-    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL,
+    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL, checksum TEXT,
     PRIMARY KEY (hash, kind, block)
 );
 CREATE TABLE IF NOT EXISTS trials (
     hash TEXT NOT NULL, number INTEGER NOT NULL, vals TEXT NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
-    seconds REAL, versions TEXT NOT NULL, PRIMARY KEY (hash, number)
+    seconds REAL, versions TEXT NOT NULL, checksum TEXT, PRIMARY KEY (hash, number)
 );
-CREATE TABLE IF NOT EXISTS choices (hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS artifacts (name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS choices (hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL, checksum TEXT);
+CREATE TABLE IF NOT EXISTS artifacts (name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT);
 """
 _LOOKS = "CREATE TABLE IF NOT EXISTS looks (runs INTEGER PRIMARY KEY)"
 
@@ -290,17 +290,22 @@ def _record(text: str, seconds: float | None) -> RunRecord:
 
 
 @contextmanager
-def transaction(folder: Path) -> Iterator[sqlite3.Connection]:
+def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
     """A connection for one transaction: committed at the end of the block, rolled back by an exception.
 
+    Args:
+        create: make the database if there is none.
+
     Raises:
-        StudyError: the database cannot be used, or is of a newer gonio.
+        StudyError: the database cannot be used, is of a newer gonio, or its folder is gone.
     """
     path = folder / DATABASE
     # an archived study may lie where nothing can be written, not even SQLite's own files
     fixed = path.exists() and not os.access(folder, os.W_OK)
+    if not folder.is_dir():
+        raise StudyError(str(folder), "the folder was moved or deleted", "Move it back, and run the command again.")
     try:
-        where = f"{path.absolute().as_uri()}?immutable=1" if fixed else path.absolute().as_uri()
+        where = f"{path.absolute().as_uri()}?{'immutable=1' if fixed else 'mode=rwc' if create else 'mode=rw'}"
         with closing(sqlite3.connect(where, uri=True)) as database, database:
             database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
             if not fixed:
@@ -317,10 +322,12 @@ def transaction(folder: Path) -> Iterator[sqlite3.Connection]:
 
 def prepare(folder: Path) -> None:
     """Create the tables and columns that are missing, in a new study or one of an older gonio."""
-    with transaction(folder) as database:
+    with transaction(folder, create=True) as database:
         if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
             return
-        database.executescript(_SCHEMA)
+        database.execute("BEGIN")
+        for statement in _SCHEMA.split(";"):
+            database.execute(statement)
         for table in _TABLES:
             if not _has_checksums(database, table):
                 database.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT")

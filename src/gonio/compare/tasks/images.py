@@ -28,7 +28,8 @@ _SIZE = 64  # pixels, if the images differ in size
 _SPLITS = ("train", "val", "test")
 
 _NOTES = (
-    "Nothing was tuned: learning rate and epochs are guesses for images in general. Tune them with --tune.",
+    "The default learning rate and number of epochs are guesses for images in general. They run unless the study "
+    "tunes the learning rate (--tune) or names others.",
     "Images are scaled to [0, 1] and standardised by the mean and standard deviation of the training images, "
     "channel by channel, in front of the model. There is no augmentation.",
 )

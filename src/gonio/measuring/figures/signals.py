@@ -277,7 +277,8 @@ def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, fl
     if not (isinstance(module, _KINDS) and isinstance(weight, Tensor) and weight.is_floating_point()):
         return None, None
     layout = layout_of(module)
-    filters = matrix_view(weight, layout)
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # a shard has some filters only
+    filters = matrix_view(full, layout)
     count = filters.shape[1]
     if isinstance(module, nn.Linear):
         x = output.reshape(-1, output.shape[-1])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.surgery import sites
 from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
-from gonio.surgery.graph import ScaleVariable, trace
-from gonio.surgery.kinds import SWITCHABLE_NORMS
+from gonio.surgery.graph import Graph, ScaleVariable, trace
+from gonio.surgery.kinds import SWITCHABLE_NORMS, WEIGHTED, is_norm
 from gonio.surgery.wrapping import unwrapped
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
@@ -58,6 +59,7 @@ class Structure:
         scale: None where the model cannot be traced or no scale is free to move.
         followed: layers whose output is used only by a normalisation, and which; their norm is free.
         invariant: layers whose weight can be multiplied by a positive number without changing the function in training.
+        constant: layers and norms whose weight is 0 and through which every path to the output leads.
         calls: how often each layer runs in one forward, by its first path.
         mixtures: shares of the statistics in each switchable norm, for the mean and for the variance.
         notes: why there is no graph.
@@ -66,6 +68,7 @@ class Structure:
     scale: MovableScale | None = None
     followed: dict[str, str] = field(default_factory=dict)
     invariant: frozenset[str] = frozenset()
+    constant: tuple[str, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -96,7 +99,28 @@ def _traced(model: nn.Module, mixtures: dict[str, dict[str, dict[str, float]]]) 
         if graph.reason:
             return _without_graph(f"the model cannot be traced ({graph.reason})", mixtures)
         free = [variable for variable in graph.scale_variables() if variable.free()]
-        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, graph.call_counts, mixtures)
+        constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
+        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts, mixtures)
+
+
+def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
+    """The calls of layers and norms whose weight is 0, so that their output is the same for every input."""
+    for path, module, node in graph.calls():
+        weight = module._parameters.get("weight")
+        if weight is not None and (isinstance(module, WEIGHTED) or is_norm(module)) and not bool(weight.any()):
+            yield path, node
+
+
+def _on_every_path(node: fx.Node) -> bool:
+    """Whether the model's output depends on this node and on parameters only."""
+    after, pending = {node}, [node]
+    while pending:
+        new = [user for user in pending.pop().users if user not in after]
+        after.update(new)
+        pending += new
+    sources = {source for reached in after - {node} for source in reached.all_input_nodes}
+    ends = any(reached.op == "output" for reached in after)
+    return ends and all(source in after or source.op == "get_attr" for source in sources)
 
 
 def _refusal(model: nn.Module) -> str:

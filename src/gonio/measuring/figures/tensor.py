@@ -21,6 +21,7 @@ from gonio.measuring.reading.entry import PART, Entry, numbers_of
 
 Also = Collection[Literal["operator_norm"]]
 ALSO = ("operator_norm",)  # figures measured on request
+NEGATIVE = "running variances are negative"  # the note on such a tensor, with their number
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
 
@@ -142,6 +143,8 @@ def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
         if tensor is None:
             return _row(entry, **known)
         known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
+        negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
+        notes = (*notes, f"{negative} {NEGATIVE}") if negative else notes
         if entry.layout is None or tensor.ndim < 2:
             reason = entry.reason or f"{tensor.ndim}-d: no filters"
             return _row(entry, **known, status="no filters", reason=reason, notes=notes)

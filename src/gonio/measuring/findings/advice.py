@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -130,11 +130,14 @@ class Setting:
     Attributes:
         norms: every normalisation layer.
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
+        constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
     """
 
     norms: tuple[NormUse, ...]
     training: Training
     decayed: tuple[str, ...]
+    constant: tuple[str, ...]
+    signals: tuple[Signal, ...]
 
     @classmethod
     def of(cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: Training) -> Setting:
@@ -155,7 +158,7 @@ class Setting:
             for name, parameter in site.module._parameters.items()
             if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
-        return cls(tuple(norms), training, tuple(free))
+        return cls(tuple(norms), training, tuple(free), structure.constant, tuple(signals))
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:
@@ -288,6 +291,46 @@ def _decayed(setting: Setting) -> str | None:
     return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
 
 
-ADVICE: Mapping[str, Rule[Setting]] = {
-    found.code: found for found in (_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed)
-}
+@rule(
+    "G407",
+    "warn",
+    "an output that does not depend on the input",
+    means="Every path from the input to the output leads through a layer whose weight is 0. This is normal only at "
+    "the start of training, for a last layer that is initialised to 0.",
+    exact="the weight is 0, and the graph of the model has no path around the layer.",
+    do="If the model is trained, restore an earlier checkpoint; otherwise initialise the layer (gonio.init_).",
+    source="H. Zhang, Y. Dauphin, T. Ma, 'Fixup initialization', 2019, arXiv 1901.09321, for last layers initialised "
+    "to 0 on purpose.",
+)
+def _constant(setting: Setting) -> str | None:
+    paths = [path or "the model" for path in setting.constant]
+    return f"the output is the same for every input: the weight of {listing(paths, limit=3)} is 0" if paths else None
+
+
+@rule(
+    "G408",
+    "warn",
+    "a layer most of whose units are dead",
+    means="The output of these units is 0 on the whole batch, and no gradient passes through them. After a ReLU, "
+    "inputs that are all alike leave about half of the units dead; the rule needs five standard deviations more.",
+    exact="the units are counted on the given batch; with other inputs some may be active.",
+    do="Check the biases and the learning rate before this layer; use a smaller learning rate, an activation with a "
+    "gradient below 0 (LeakyReLU, GELU), or a normalisation.",
+    source="L. Lu et al., 'Dying ReLU and initialization: theory and numerical examples', 2019, arXiv 1903.06733.",
+)
+def _dead_units(setting: Setting) -> str | None:
+    found, before = [], 0.0
+    for signal in setting.signals:
+        share = signal.dead_units / max(1, signal.units)
+        many = signal.dead_units >= signal.units / 2 + 2.5 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
+        if many and share != before and signal.branch == "":  # an equal share is that of the layer before
+            found.append(f"{signal.path or 'the model'} ({signal.dead_units} of {signal.units})")
+        before = share
+    return f"units whose output is 0 on the whole batch: {listing(found, limit=3)}" if found else None
+
+
+_RULES = (
+    *(_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed),
+    *(_constant, _dead_units),
+)
+ADVICE: Mapping[str, Rule[Setting]] = {found.code: found for found in _RULES}

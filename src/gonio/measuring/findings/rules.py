@@ -17,7 +17,7 @@ from typing import Any
 from gonio.errors import UnknownNameError
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
-from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.advice import ADVICE, Setting
 from gonio.measuring.findings.finding import LEVELS, Finding, Rule, rule
 from gonio.measuring.reading.entry import PADDING
@@ -156,6 +156,20 @@ def _dominant(t: TensorMeasurement) -> str | None:
 
 
 @rule(
+    "G105",
+    "error",
+    "a running variance that is negative",
+    means="In evaluation a normalisation divides by the square root of the running variance plus ε: its output is NaN.",
+    exact="a variance is a mean of squares, and never negative.",
+    do="Recalibrate the statistics (gonio.calibrate_), and find what changed them: averaging checkpoints, a negative "
+    "momentum, or arithmetic on a state dict.",
+    source="S. Ioffe, C. Szegedy, 'Batch normalization', 2015, arXiv 1502.03167, algorithm 2.",
+)
+def _negative_variance(t: TensorMeasurement) -> str | None:
+    return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
+
+
+@rule(
     "G201",
     "warn",
     "filters that share one direction",
@@ -210,8 +224,10 @@ def _one_direction(t: TensorMeasurement) -> str | None:
     return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
 
 
-WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {
-    found.code: found for found in (_nonfinite, _zero, _dead, _weak, _dominant, _shared, _alike, _one_direction)
-}
+_RULES = (
+    *(_nonfinite, _zero, _dead, _weak, _dominant, _negative_variance),
+    *(_shared, _alike, _one_direction),
+)
+WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {found.code: found for found in _RULES}
 
 RULES: Mapping[str, Rule[Any]] = MappingProxyType({**WEIGHT_RULES, **ADVICE})

@@ -35,7 +35,7 @@ class Suppression:
         >>> model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
         >>> for layer in model:
         ...     _ = nn.init.zeros_(layer.weight)
-        >>> m = gonio.measure(model)
+        >>> m = gonio.measure(model.state_dict())
         >>> [(f.code, f.path) for f in m.findings]
         [('G101', '0'), ('G101', '1')]
         >>> quiet = gonio.measuring.Suppression(per_layer=[("1", ["G101"])]).applied(m)

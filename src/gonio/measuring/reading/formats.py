@@ -80,7 +80,7 @@ def _read(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...])
 
 def _damaged(path: Path, error: BaseException) -> UnreadableFileError:
     return UnreadableFileError(
-        str(path), f"it is not an intact file of its kind ({error})", "Copy or download it again."
+        str(path), f"it is not an intact file of its kind ({str(error)[:300]})", "Copy or download it again."
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gonio.errors import GonioError, UnreadableFileError, listing
-from gonio.escaping import plain
+from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import Stored
 from gonio.measuring.reading.formats import stored_in_safetensors, stored_in_torch
 
@@ -75,12 +75,14 @@ def _weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
         pairs = {str(name): str(shard) for name, shard in content["weight_map"].items()}
     except Exception as error:
         raise UnreadableFileError(
-            str(index), f"it is not an index with a weight_map ({error})", "Name the shards one by one."
+            str(index), f"it is not an index with a weight_map ({str(error)[:300]})", "Name the shards one by one."
         ) from error
     outside = [s for s in set(pairs.values()) if PurePosixPath(s).name != s or "\\" in s or s in ("", ".", "..")]
     if outside:
         raise UnreadableFileError(
-            str(index), f"it names a file outside its folder: {outside[0]!r}", "Shards lie beside their index."
+            str(index),
+            f"it names a file outside its folder: {shorten(repr(outside[0]))}",
+            "Shards lie beside their index.",
         )
     return pairs, [name for name in doubled if name in pairs]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
-from gonio.escaping import plain
+from gonio.escaping import plain, shorten
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import Adapter, adapters_in
 from gonio.measuring.reading.entry import PART, Entry, Stored, in_memory
@@ -59,12 +60,20 @@ def state_in(content: Any, *, what: str) -> Found:
         if places:
             key, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
             return Found(state, key, tuple(other for other, _ in places if other != key))
-    held = f"a mapping with the keys {list(content)[:8]}" if isinstance(content, Mapping) else type(content).__name__
+    held = type(content).__name__
+    if isinstance(content, Mapping):
+        held = f"a mapping with the keys [{some(content, repr)}]"
     raise InvalidArgumentError(
         f"measure() looks for named tensors in {what}",
         held,
         f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}.",
     )
+
+
+def some(names: Collection[Any], form: Callable[[Any], str] = str) -> str:
+    """The first names, shortened, and how many more there are; for errors, which stay short whatever the names are."""
+    shown = ", ".join(shorten(form(name)[:200]) for name in islice(names, 8))
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 def _holds_tensors(content: Mapping[Any, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from gonio.errors import MissingExtraError, UnknownNameError
-from gonio.escaping import csv_cell, markdown_cell
+from gonio.escaping import csv_cell, markdown_cell, plain
 from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.terminal import as_text
 
@@ -45,7 +45,7 @@ class Table(Mapping[str, Row], ABC):
         for tensor in self.tensors:
             if path in (tensor.path, tensor.name):
                 return tensor
-        raise UnknownNameError("tensor", path, [tensor.path for tensor in self.tensors])
+        raise UnknownNameError("tensor", str(path)[:80], [tensor.path[:80] for tensor in self.tensors])
 
     def __iter__(self) -> Iterator[str]:
         return (tensor.path for tensor in self.tensors)
@@ -93,6 +93,13 @@ class Table(Mapping[str, Row], ABC):
         kind: Any = type(self)
         names = [field.name for field in fields(kind.ROW) if not field.name.endswith("_histogram")]
         return names, [[getattr(tensor, name) for name in names] for tensor in self.tensors]
+
+
+def reasons(tensors: Sequence[Any]) -> str:
+    """The number of these tensors, and the reasons of the first five; empty if there is none."""
+    said = [f"{plain(t.path, longest=200)}: {plain(t.reason, longest=300)}" for t in tensors[:5]]
+    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+    return f"{len(tensors)} ({', '.join(said)}{more})" if tensors else ""
 
 
 def _flat(value: Any) -> Any:

@@ -72,10 +72,11 @@ def signal_table(signals: Sequence[Signal], width: int) -> Table:
     return table
 
 
-def findings(found: Sequence[Finding], suppressed: Suppressed | None) -> Iterator[RenderableType]:
-    """One line per finding, and the number of suppressed ones."""
+def findings(found: Sequence[Finding], suppressed: Suppressed | None, scope: str) -> Iterator[RenderableType]:
+    """One line per finding, or the scope of the rules; and the number of suppressed findings."""
     if not found:
         yield Text("No findings.")
+        yield Text(scope, style="dim")
     for finding in found:
         head = (f"{finding.level:5} {finding.code}", TONES.get(finding.level, "bold"))
         yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")

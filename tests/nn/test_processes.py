@@ -1,16 +1,16 @@
-"""Statistics over two processes equal those of one process on all samples."""
+"""Statistics and trainings over two data-parallel processes equal those of one process on all samples."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from catalog import seeded
-from nn.ranks import CASES, LOCAL, joined, run_rank, step, trained_together
+from nn.processes import CASES, TRAININGS, alone, run_rank, single
 from tolerances import close
 
 CLOSE = close(torch.float64)
@@ -18,20 +18,12 @@ pytestmark = pytest.mark.slow  # two processes that import torch: 10 to 16 s
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=2)
-    found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+    found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert not any(isinstance(f, str) for f in found), found
     return found
-
-
-def single(name: str) -> dict[str, Tensor]:
-    make, shape, _ = CASES.get(name, LOCAL)
-    torch.manual_seed(0)
-    weights = seeded(*make()(joined(shape).float()).shape, seed=9, dtype=torch.float64)
-    torch.manual_seed(0)
-    return step(make().double(), joined(shape), weights)
 
 
 def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
@@ -44,19 +36,20 @@ def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_equal_one(ranks: list[dict[str, dict[str, Tensor]]], name: str) -> None:
+def test_two_processes_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
     assert_same([rank[name] for rank in ranks], single(name))
 
 
-def test_local_statistics_differ(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_local_statistics_differ(ranks: list[dict[str, Any]]) -> None:
     """Negative control: without synchronisation each process sees its own samples."""
     with pytest.raises(AssertionError, match="not close"):
         assert_same([rank["local"] for rank in ranks], single("local"))
 
 
-def test_data_parallel_training(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
-    model = trained_together()
-    weights = seeded(4, 4, 4, 4, seed=9, dtype=torch.float64)
-    (model(joined((4, 3, 6, 6))) * weights).sum().div(4).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
-    assert_same([rank["data parallel"] for rank in ranks], expected)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training(ranks: list[dict[str, Any]], name: str) -> None:
+    """Two forwards before a backward, checkpointing and compilation included."""
+    expected = alone(name)
+    for rank in ranks:
+        for mine, one in zip(rank[name], expected, strict=True):
+            torch.testing.assert_close(mine, one, **(CLOSE if one.dtype is torch.float64 else close(torch.float32)))
