@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from gonio.errors import SecondDerivativeError
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.kernels import multiplied, results_of, stretch_and_gradient
+from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
 from gonio.regularizers.sharding import is_sharded, replicated, replicated_like
 
@@ -69,13 +68,9 @@ class SRIP(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
         vector = self._iterated(a.detach(), state)
-
-        def plain(a: Tensor) -> tuple[Tensor, Tensor]:
-            image = _image(_held(a), vector)
-            return safe_norm(image, -1).sum(), _following(image.detach(), vector)
-
-        value, following = results_of(a, partial(stretch_and_gradient, vector=vector), plain)
-        return Evaluation(value, {}, _local(following.unsqueeze(-1)))
+        image = _image(_held(a), vector)
+        following = _following(image.detach(), vector).unsqueeze(-1)
+        return Evaluation(safe_norm(image, -1).sum(), {}, _local(following))
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
