@@ -108,6 +108,14 @@ def test_coherence_moves_the_worst_pair_alone() -> None:
     assert set(moved.nonzero().flatten().tolist()) == {int(worst) // 5, int(worst) % 5}
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)], ids=str)
+@pytest.mark.parametrize("filters", ["raw", "unit"])
+def test_coherence_of_nothing_is_zero(filters: str, shape: tuple[int, int]) -> None:
+    regularizer, weight = R.MutualCoherence(1.0, filters=filters), torch.empty(shape)  # type: ignore[arg-type]
+    assert float(regularizer.value(weight)) == 0
+    assert gradient(regularizer, weight).shape == shape
+
+
 # --- SRIP -----------------------------------------------------------------------------------------
 
 

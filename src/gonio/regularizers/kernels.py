@@ -118,6 +118,8 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
 
 def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal; the gradient is that of one worst entry."""
+    if not a.numel():  # no filters, or filters without entries
+        return a.new_zeros(()), torch.zeros_like(a)
     deviation, which = gram(a), torch.arange(len(a), device=a.device)
     entries = deviation.diagonal(dim1=-2, dim2=-1)
     entries.sub_(1) if diagonal else entries.zero_()

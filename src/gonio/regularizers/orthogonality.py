@@ -186,6 +186,8 @@ class MutualCoherence(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
+        if not matrix.numel():
+            return Evaluation(matrix.sum())
         a = normalize(matrix) if self.filters == "unit" else small_side(matrix)
         return Evaluation(_defect(a, diagonal=self.filters == "raw").abs().amax((-2, -1)).sum())
 
