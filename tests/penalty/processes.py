@@ -42,12 +42,7 @@ def network() -> nn.Sequential:
     """The filters of the last layer are not divisible by the number of processes."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3),
-        nn.ReLU(),
-        nn.Conv2d(6, 4, 3, groups=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 7),  # not divisible by the number of processes
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7)
     ).double()
 
 
