@@ -27,6 +27,7 @@ RULES: dict[str, R.Regularizer] = {
     "DoubleOrthogonality": R.DoubleOrthogonality(1.0),
     "MutualCoherence": R.MutualCoherence(1.0),
     "SRIP": R.SRIP(1.0, iterations=2),
+    "SRIP of many iterations": R.SRIP(1.0, iterations=40),
     "ConvOrthogonality": R.ConvOrthogonality(1.0),
     "energy": R.HypersphericalEnergy(1.0),
     "energy of angles": R.HypersphericalEnergy(1.0, distance="angle", half_space=True),
@@ -38,9 +39,10 @@ RULES: dict[str, R.Regularizer] = {
 
 
 def network() -> nn.Sequential:
+    """The filters of the last layer are not divisible by the number of processes."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6)
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 7)
     ).double()
 
 

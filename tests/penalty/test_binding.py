@@ -219,6 +219,11 @@ def test_rules_are_pairs(rules: list[object]) -> None:
         Penalty(network(), rules)  # type: ignore[arg-type]
 
 
+def test_a_bare_regularizer_is_no_list_of_rules() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"found a Orthogonality. .* write Penalty\(model, \[\(None, Orthog"):
+        Penalty(network(), R.Orthogonality(1e-4))  # type: ignore[arg-type]
+
+
 def test_no_hook_is_left_by_a_rule_that_fails() -> None:
     model = network()
     with pytest.raises(NoMatchError, match="layer9"):
@@ -253,6 +258,13 @@ def test_table() -> None:
         "  0.weight  ScaleShift(0.001)                               "
         "skipped: its scale does not matter: 1 normalises its output",
     ]
+
+
+def test_short_form() -> None:
+    penalty = Penalty(network(), [(None, R.L2(1.0))])
+    penalty()
+    assert repr(penalty) == "<Penalty: 2 terms, 1 skipped, step 1>"
+    assert len(penalty) == 2
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -170,6 +170,22 @@ def test_a_weight_that_diverged_shows(regularizer: R.WeightRegularizer) -> None:
     assert grad.isnan().any()
 
 
+@OVER_WEIGHTS
+def test_torch_func_sees_the_plain_form(regularizer: R.WeightRegularizer) -> None:
+    """vmap, forward mode and Jacobians, which an autograd function with a closed form refuses."""
+    weights, tangent = seeded(3, 4, 5, dtype=torch.float64), seeded(4, 5, seed=7, dtype=torch.float64)
+    expected = torch.stack([regularizer.value(w) for w in weights])
+    torch.testing.assert_close(torch.func.vmap(regularizer.value)(weights), expected)
+    gradient = torch.func.grad(regularizer.value)(weights[0])
+    torch.testing.assert_close(torch.func.jacrev(regularizer.value)(weights[0]), gradient)
+    value, along = torch.func.jvp(regularizer.value, (weights[0],), (tangent,))
+    torch.testing.assert_close(value, expected[0])
+    torch.testing.assert_close(along, (gradient * tangent).sum())
+    with torch.autograd.forward_ad.dual_level():
+        dual = regularizer.value(torch.autograd.forward_ad.make_dual(weights[0], tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, along)
+
+
 # --- strength, every, schedules -------------------------------------------------------------------
 
 

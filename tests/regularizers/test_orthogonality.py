@@ -108,6 +108,14 @@ def test_coherence_moves_the_worst_pair_alone() -> None:
     assert set(moved.nonzero().flatten().tolist()) == {int(worst) // 5, int(worst) % 5}
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)], ids=str)
+@pytest.mark.parametrize("filters", ["raw", "unit"])
+def test_coherence_of_nothing_is_zero(filters: str, shape: tuple[int, int]) -> None:
+    regularizer, weight = R.MutualCoherence(1.0, filters=filters), torch.empty(shape)  # type: ignore[arg-type]
+    assert float(regularizer.value(weight)) == 0
+    assert gradient(regularizer, weight).shape == shape
+
+
 # --- SRIP -----------------------------------------------------------------------------------------
 
 
@@ -124,6 +132,18 @@ def test_srip_rises_to_the_spectral_norm(shape: tuple[int, int]) -> None:
     assert values[0] < 0.98 * true, "one iteration from a fixed vector is biased low"
     assert values[-1] == pytest.approx(true, rel=1e-6)
     assert values[-1] <= true * (1 + 1e-12)
+
+
+def test_srip_without_a_state_takes_two_products() -> None:
+    weight = 0.3 * seeded(8, 12, dtype=DOUBLE)
+    defect = weight @ weight.T - torch.eye(8, dtype=DOUBLE)
+    state = R.SRIP(1.0).evaluate(weight).state
+    start = torch.linalg.solve(defect @ defect, state[0])  # two products back, up to length
+    first = defect @ start
+    torch.testing.assert_close(R.SRIP(1.0).value(weight), (defect @ first).norm() / first.norm())
+    again = R.SRIP(1.0).evaluate(weight, state=state).value
+    torch.testing.assert_close(again, (defect @ state[0]).norm())
+    assert float(R.SRIP(1.0).value(weight)) > 0.8 * spectral_defect(weight)
 
 
 def test_srip_with_opposite_extremes() -> None:
@@ -162,6 +182,8 @@ def test_srip_refuses_a_second_derivative() -> None:
     (first,) = torch.autograd.grad(R.SRIP(1.0).value(weight), weight, create_graph=True)
     with pytest.raises(RuntimeError, match=r"second derivative of this penalty .* power iteration is held fixed"):
         first.sum().backward()
+    with pytest.raises(RuntimeError, match=r"second derivative of this penalty"):
+        torch.func.hessian(R.SRIP(1.0).value)(weight.detach())
 
 
 # --- energy ---------------------------------------------------------------------------------------

@@ -254,6 +254,13 @@ class Penalty:
             if term.label in state["terms"]:
                 term.load(state["terms"][term.label])
 
+    def __len__(self) -> int:
+        """The number of terms."""
+        return len(self._terms)
+
+    def __repr__(self) -> str:
+        return f"<Penalty: {len(self)} terms, {len(self._skipped)} skipped, step {self.step}>"
+
     def __str__(self) -> str:
         rows = [(term.label.split("/")[0], describe(term.regularizer), _status(term)) for term in self._terms]
         rows += [(b.weight.label, describe(b.regularizer), f"skipped: {b.skipped}") for b in self._skipped]

@@ -121,6 +121,12 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
         NoMatchError: if a rule reads nothing.
         InvalidArgumentError: if a rule is not a pair of a `where` and a regularizer.
     """
+    if isinstance(rules, Regularizer):
+        raise InvalidArgumentError(
+            "Penalty(model, rules) takes a list of pairs (where, regularizer)",
+            f"a {type(rules).__name__}",
+            f"For all layers write Penalty(model, [(None, {type(rules).__name__}(…))]).",
+        )
     context = GraphContext(unwrapped(model))
     bindings = []
     for where, regularizer in map(_checked, rules):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout, unview
-from gonio.regularizers.kernels import use_plain
+from gonio.regularizers.kernels import WithGradient, use_plain
 from gonio.regularizers.schedules import Schedule
 from gonio.regularizers.sharding import with_placed_gradient
 
@@ -120,7 +121,16 @@ class WeightRegularizer(Regularizer):
                 in the backward. `Penalty` keeps one per layer.
         """
         with full_precision(weight):
-            return self._evaluate(_widened(weight), layout, state)
+            weight = _widened(weight)
+            if not (torch.is_grad_enabled() and weight.requires_grad) or use_plain(weight):
+                return self._evaluate(weight, layout, state)
+            with torch.no_grad():
+                found = self._with_gradient(weight.detach(), layout, state)
+            if found is None:
+                return self._evaluate(weight, layout, state)
+            evaluation, gradient = found
+            plain = partial(self._evaluate, layout=layout, state=state)
+            return replace(evaluation, value=WithGradient.apply(weight, evaluation.value, gradient, plain))
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """A lower bound of the value over all weights of this shape (and, where they matter, these filter norms).
@@ -147,24 +157,27 @@ class WeightRegularizer(Regularizer):
             factor: the coefficient.
             state: see :meth:`evaluate`.
         """
+        weight, found = weight.detach(), None
+        if weight.dtype in (torch.float32, torch.float64) and not use_plain(weight):
+            with torch.no_grad(), full_precision(weight):
+                found = self._with_gradient(weight, layout, state)
+        if found is None:
+            with torch.enable_grad():
+                evaluation = self.evaluate(weight.requires_grad_(), layout, state=state)
+                (gradient,) = torch.autograd.grad(evaluation.value, weight)
+        else:
+            evaluation, gradient = found
         with torch.no_grad():
-            evaluation, gradient = self._with_gradient(weight.detach(), layout, state)
             grad.add_(gradient, alpha=factor)
         return evaluation
 
-    def _with_gradient(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
-        if weight.dtype in (torch.float32, torch.float64) and not use_plain(weight):
-            with full_precision(weight):
-                found = self._closed_form(weight, layout, state)
-            if found is not None:
-                evaluation, gradient = found
-                if gradient.shape == weight.shape:
-                    return found
-                matched = unview(gradient, weight.shape, layout) if layout.transposed else gradient.view(weight.shape)
-                return evaluation, matched
-        with torch.enable_grad():
-            evaluation = self.evaluate(weight.requires_grad_(), layout, state=state)
-            return evaluation, torch.autograd.grad(evaluation.value, weight)[0]
+    def _with_gradient(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
+        """The closed form, with a gradient of the weight's shape."""
+        found = self._closed_form(weight, layout, state)
+        if found is None or found[1].shape == weight.shape:
+            return found
+        evaluation, gradient = found
+        return evaluation, unview(gradient, weight.shape, layout) if layout.transposed else gradient.view(weight.shape)
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 

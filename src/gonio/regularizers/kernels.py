@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Pairs",
     "SelfOrthogonalityTerms",
+    "WithGradient",
     "compiled_log_norm",
     "defect_and_gradient",
     "first_sample",
     "gram",
     "log_norm_and_gradient",
     "multiplied",
-    "results_of",
     "stretch_and_gradient",
     "total",
     "use_plain",
     "worst_entry_and_gradient",
 ]
 
-Results = Callable[[Tensor], tuple[Tensor, ...]]
 
 HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than the copy of the rest costs
 
@@ -56,32 +55,21 @@ def use_plain(x: Tensor) -> bool:
     )
 
 
-class ClosedForm(torch.autograd.Function):
-    """A function whose closed form returns its value, further results, and the gradient of the value."""
+class WithGradient(torch.autograd.Function):
+    """A value at `x` with its gradient there; `plain` evaluates it in operations that can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, closed: Results, plain: Results) -> tuple[Tensor, ...]:
-        *results, gradient = closed(x)
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor, plain: Callable[[Tensor], Any]) -> Tensor:
         ctx.plain = plain
-        ctx.mark_non_differentiable(*results[1:])
         ctx.save_for_backward(x, gradient)
-        return tuple(results)
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, gradient = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return torch.autograd.grad(ctx.plain(x)[0], x, grads[0], create_graph=True)[0], None, None
-        return gradient * grads[0], None, None
-
-
-def results_of(x: Tensor, closed: Results, plain: Results) -> tuple[Tensor, ...]:
-    """The value and further results of a function; only the value is differentiable."""
-    if use_plain(x) or not (torch.is_grad_enabled() and x.requires_grad):
-        value, *rest = plain(x)
-        return value, *(result.detach() for result in rest)
-    results: tuple[Tensor, ...] = ClosedForm.apply(x, closed, plain)
-    return results
+            return torch.autograd.grad(ctx.plain(x).value, x, grads[0], create_graph=True)[0], None, None, None
+        return gradient * grads[0], None, None, None
 
 
 # --- orthogonality ------------------------------------------------------------------------------------
@@ -130,6 +118,8 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
 
 def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal; the gradient is that of one worst entry."""
+    if not a.numel():  # no filters, or filters without entries
+        return a.new_zeros(()), torch.zeros_like(a)
     deviation, which = gram(a), torch.arange(len(a), device=a.device)
     entries = deviation.diagonal(dim1=-2, dim2=-1)
     entries.sub_(1) if diagonal else entries.zero_()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from math import inf
 from typing import Literal
 
 from torch import Tensor
 
 from gonio.geometry.chance import welch_bound
-from gonio.geometry.norms import normalize
+from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.kernels import defect_and_gradient, results_of, worst_entry_and_gradient
+from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
 from gonio.regularizers.sharding import identity_like
 
 __all__ = ["DoubleOrthogonality", "Filters", "MutualCoherence", "Orthogonality", "small_side"]
@@ -84,13 +84,18 @@ class Orthogonality(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return Evaluation(_squared_defect(normalize(matrix), diagonal=False))
-        return Evaluation(_squared_defect(matrix, diagonal=self.diagonal))
+            return Evaluation(_defect(normalize(matrix), diagonal=False).square().sum())
+        return Evaluation(
+            _defect(small_side(matrix) if self.diagonal else matrix, diagonal=self.diagonal).square().sum()
+        )
 
-    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
+        matrix = matrix_view(weight, layout)
         if self.filters == "unit":
-            return None
-        value, gradient = defect_and_gradient(matrix_view(weight, layout), diagonal=self.diagonal)
+            unit = normalize(matrix)
+            value, gradient = defect_and_gradient(unit, diagonal=False)
+            return Evaluation(value), _by_raw(gradient, unit, matrix)
+        value, gradient = defect_and_gradient(matrix, diagonal=self.diagonal)
         return Evaluation(value), gradient
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
@@ -124,7 +129,7 @@ class DoubleOrthogonality(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
-        return Evaluation(2 * _squared_defect(matrix, diagonal=True) + _surplus(matrix))
+        return Evaluation(2 * _defect(small_side(matrix), diagonal=True).square().sum() + _surplus(matrix))
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
@@ -181,14 +186,17 @@ class MutualCoherence(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
-        if self.filters == "unit":
-            return Evaluation(_worst_entry(normalize(matrix), diagonal=False))
-        return Evaluation(_worst_entry(small_side(matrix), diagonal=True))
+        if not matrix.numel():
+            return Evaluation(matrix.sum())
+        a = normalize(matrix) if self.filters == "unit" else small_side(matrix)
+        return Evaluation(_defect(a, diagonal=self.filters == "raw").abs().amax((-2, -1)).sum())
 
-    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
-        if self.filters == "unit":
-            return None
+    def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
+        if self.filters == "unit":
+            unit = normalize(matrix)
+            value, gradient = worst_entry_and_gradient(unit, diagonal=False)
+            return Evaluation(value), _by_raw(gradient, unit, matrix)
         a = small_side(matrix)
         value, gradient = worst_entry_and_gradient(a, diagonal=True)
         return Evaluation(value), gradient if a is matrix else gradient.mT
@@ -209,27 +217,18 @@ def _check_filters(filters: str, name: str) -> None:
     )
 
 
-def _squared_defect(matrix: Tensor, *, diagonal: bool) -> Tensor:
-    """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows; without the diagonal Σ_{i≠j} ⟨w_i, w_j⟩²."""
-
-    def plain(matrix: Tensor) -> tuple[Tensor]:
-        a = small_side(matrix) if diagonal else matrix
-        product = a @ a.mT
-        eye = identity_like(product)
-        return ((product - eye if diagonal else product * (1 - eye)).square().sum(),)
-
-    return results_of(matrix, partial(defect_and_gradient, diagonal=diagonal), plain)[0]
+def _defect(a: Tensor, *, diagonal: bool) -> Tensor:
+    """A Aᵀ − I, or A Aᵀ without its diagonal."""
+    product = a @ a.mT
+    eye = identity_like(product)
+    return product - eye if diagonal else product * (1 - eye)
 
 
-def _worst_entry(a: Tensor, *, diagonal: bool) -> Tensor:
-    """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal."""
-
-    def plain(a: Tensor) -> tuple[Tensor]:
-        product = a @ a.mT
-        eye = identity_like(product)
-        return ((product - eye if diagonal else product * (1 - eye)).abs().amax((-2, -1)).sum(),)
-
-    return results_of(a, partial(worst_entry_and_gradient, diagonal=diagonal), plain)[0]
+def _by_raw(gradient: Tensor, unit: Tensor, matrix: Tensor) -> Tensor:
+    """The gradient by raw filters, given that by unit filters: the part orthogonal to each filter, over its norm."""
+    across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
+    norm = safe_norm(matrix, -1, keepdim=True)
+    return across / norm.masked_fill(norm == 0, inf)
 
 
 def _surplus(matrix: Tensor) -> float:

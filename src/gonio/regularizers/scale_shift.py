@@ -15,13 +15,12 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import AddGradient, Evaluation, WeightRegularizer, require
-from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient, results_of
+from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
 from gonio.regularizers.l2 import check_before_norm
 from gonio.regularizers.sharding import is_sharded
 
 __all__ = ["ScaleShift"]
 
-NAMES = ("scale", "direction")
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 LEAST_FLOOR = 1e-3
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
@@ -151,24 +150,12 @@ class ScaleShift(WeightRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         floor, share = self.effective_floor, self._share(weight, layout)
-
-        def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
-            scale = 0.5 * square.clamp_min(max(floor**2, tiny)).log()
-            zero = square < tiny
-            direction = share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
-            return scale + direction, scale, direction
-
-        def closed(x: Tensor) -> tuple[Tensor, ...]:
-            scale, direction, gradient = log_norm_and_gradient(x, floor, share)
-            return scale + direction, scale, direction, gradient
-
-        return _summed([results_of(block, closed, plain) for block in _blocks(weight, layout)], named=share > 0)
+        return _summed([_terms(block, floor, share) for block in _blocks(weight, layout)], named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         floor, share = self.effective_floor, self._share(weight, layout)
         found = [log_norm_and_gradient(block, floor, share) for block in _blocks(weight, layout)]
-        evaluation = _summed([(scale + direction, scale, direction) for scale, direction, _ in found], named=share > 0)
+        evaluation = _summed([(scale, direction) for scale, direction, _ in found], named=share > 0)
         return evaluation, found[0][2] if len(found) == 1 else torch.cat([gradient for *_, gradient in found])
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
@@ -196,7 +183,7 @@ class ScaleShift(WeightRegularizer):
             numbers = [torch.tensor(number, dtype=weight.dtype) for number in (factor, self.effective_floor, share)]
             blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
             results = [add_(target, x, *numbers) for target, x in blocks]
-            return _summed([(scale + direction, scale, direction) for scale, direction in results], named=share > 0)
+            return _summed(results, named=share > 0)
 
         return add_gradient_
 
@@ -242,9 +229,17 @@ def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
 
 
-def _summed(results: Sequence[tuple[Tensor, ...]], *, named: bool) -> Evaluation:
-    """The sum over blocks of the value and, if named, of its two terms."""
-    value, *terms = (
-        results[0] if len(results) == 1 else [torch.stack(parts).sum() for parts in zip(*results, strict=True)]
-    )
-    return Evaluation(value, dict(zip(NAMES, terms, strict=True)) if named else {})
+def _terms(x: Tensor, floor: float, share: float) -> tuple[Tensor, Tensor]:
+    """log max(‖W‖, floor) and share · ‖W‖₁/‖W‖."""
+    square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
+    scale = 0.5 * square.clamp_min(max(floor**2, tiny)).log()
+    zero = square < tiny
+    return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+
+
+def _summed(terms: Sequence[tuple[Tensor, Tensor]], *, named: bool) -> Evaluation:
+    """The evaluation from the two terms of each block."""
+    scale, direction = terms[0] if len(terms) == 1 else (torch.stack(t).sum() for t in zip(*terms, strict=True))
+    if not named:
+        return Evaluation(scale)
+    return Evaluation(scale + direction, {"scale": scale.detach(), "direction": direction.detach()})

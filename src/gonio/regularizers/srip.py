@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from gonio.errors import SecondDerivativeError
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.kernels import multiplied, results_of, stretch_and_gradient
+from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
 from gonio.regularizers.sharding import is_sharded, replicated, replicated_like
 
@@ -33,7 +32,8 @@ class SRIP(WeightRegularizer):
     there is no second derivative. The estimate never exceeds the true value and rises to it with every iteration.
 
     `Penalty` keeps :math:`v` from step to step, so that one iteration per step follows a slowly changing weight.
-    :meth:`value` by itself starts from a fixed vector.
+    :meth:`value` by itself starts from a fixed vector, with one iteration more: with 1 iteration it takes two products
+    with the Gram matrix, as the public code does.
 
     Args:
         strength: the paper's code starts from 1e-2 and decays it, see :meth:`Milestones.srip`.
@@ -69,13 +69,9 @@ class SRIP(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
         vector = self._iterated(a.detach(), state)
-
-        def plain(a: Tensor) -> tuple[Tensor, Tensor]:
-            image = _image(_held(a), vector)
-            return safe_norm(image, -1).sum(), _following(image.detach(), vector)
-
-        value, following = results_of(a, partial(stretch_and_gradient, vector=vector), plain)
-        return Evaluation(value, {}, _local(following.unsqueeze(-1)))
+        image = _image(_held(a), vector)
+        following = _following(image.detach(), vector).unsqueeze(-1)
+        return Evaluation(safe_norm(image, -1).sum(), {}, _local(following))
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
@@ -86,7 +82,7 @@ class SRIP(WeightRegularizer):
     def _iterated(self, a: Tensor, state: Tensor | None) -> Tensor:
         """The vectors of the last iteration, one for each matrix, given detached matrices."""
         vector = replicated_like(_start(a) if state is None else state.to(a).squeeze(-1), a)
-        for _ in range(self.iterations - 1):
+        for _ in range(self.iterations - (state is not None)):
             vector = _following(_image(a, vector), vector)
         return vector
 
@@ -126,6 +122,8 @@ def _held(a: Tensor) -> Tensor:
 
 
 class _Held(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -141,6 +139,10 @@ class _Held(torch.autograd.Function):
         refusing: Tensor = _Refusing.apply(grads[0], *ctx.saved_tensors)
         return refusing
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].view_as(tangents[0])
+
 
 class _Refusing(torch.autograd.Function):
     """A gradient that refuses to be differentiated.
@@ -148,6 +150,8 @@ class _Refusing(torch.autograd.Function):
     torch's own ``once_differentiable`` refuses only where the incoming gradient requires grad, and is silently wrong
     elsewhere.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(gradient: Tensor, x: Tensor) -> Tensor:
@@ -160,3 +164,5 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise SecondDerivativeError("this penalty", "the vector of the power iteration is held fixed in the first")
+
+    jvp = backward
