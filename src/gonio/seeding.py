@@ -28,7 +28,9 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A new `torch.Generator` seeded by :func:`derive_seed`.
+    """A new `torch.Generator` on `device`, seeded by :func:`derive_seed`.
+
+    Generators of different devices give different numbers for the same seed.
 
     Example:
         >>> a = torch.rand(2, generator=generator(0, "data"))

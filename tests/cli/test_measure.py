@@ -22,7 +22,7 @@ from torch import nn
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
 from gonio.cli import output
-from gonio.cli.measure import Level
+from gonio.cli.options import Level
 from gonio.measuring.findings.finding import LEVELS
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -16,95 +15,29 @@ from gonio.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from gonio.measuring import Differences, Measurements, Outline
 
-__all__ = ["Level", "measure"]
+__all__ = ["measure"]
 
 _SHOWN = 10  # findings on stderr
 
 
-class Engine(StrEnum):
-    """Where tensors are measured."""
-
-    local = "local"
-    ray = "ray"
-
-
-class Also(StrEnum):
-    """Figures that are measured on request only."""
-
-    operator_norm = "operator_norm"
-
-
-class Level(StrEnum):
-    """Severity of a finding, lowest first."""
-
-    info = "info"
-    warn = "warn"
-    error = "error"
-
-
-_Source = Annotated[
-    str,
-    typer.Argument(
-        help=f"{options.MODEL_HELP}; or a checkpoint (.safetensors, .pt, …) or a folder with one.",
-        metavar="MODEL|FILE",
-    ),
-]
-_After = Annotated[
-    str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
-]
-_Model = Annotated[
-    str | None,
-    typer.Option("--model", help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL"),
-]
-_Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        help="The base model of low-rank adapters: measure the adapted weights too.",
-        metavar="MODEL|FILE",
-    ),
-]
-_Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
-_Engine = Annotated[Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a running cluster.")]
-_Also = Annotated[
-    list[Also] | None, typer.Option("--also", help="Measure this too, which takes longer than all the rest.")
-]
-_FailOn = Annotated[
-    Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
-]
-_Ignore = Annotated[
-    list[str] | None,
-    typer.Option("--ignore", help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE"),
-]
-_Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        help="Configuration file; default: the nearest gonio.toml, or pyproject.toml with [tool.gonio], in the "
-        "working directory or above.",
-        metavar="FILE",
-    ),
-]
-
-
 def measure(
-    source: _Source,
-    after: _After = None,
+    source: options.Source,
+    after: options.After = None,
     *,
-    model: _Model = None,
+    model: options.OfCheckpoint = None,
     seed: options.Seed = 0,
     batch: options.Batch = None,
     html: options.Html = None,
     json: options.Json = None,
     csv: options.Csv = None,
     md: options.Md = None,
-    base: _Base = None,
-    headers: _Headers = False,
-    engine: _Engine = Engine.local,
-    also: _Also = None,
-    fail_on: _FailOn = None,
-    ignore: _Ignore = None,
-    config: _Config = None,
+    base: options.Base = None,
+    headers: options.Headers = False,
+    engine: options.Where = options.Engine.local,
+    also: options.Also = None,
+    fail_on: options.FailOn = None,
+    ignore: options.Ignore = None,
+    config: options.Config = None,
 ) -> None:
     """Measure norms, angles and spectra of the weights, compared with random weights.
 
@@ -119,7 +52,7 @@ def measure(
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
-    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not Engine.local}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not options.Engine.local}
     if after is not None:
         _refuse("two sources", {**whole, "--headers": headers})
         first, second = (read_source(word, seed=seed) for word in (source, after))
@@ -128,7 +61,7 @@ def measure(
         _write(difference, targets)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
-    _refuse("--model", {"--base": base, "--engine": engine is not Engine.local} if model else {})
+    _refuse("--model", {"--base": base, "--engine": engine is not options.Engine.local} if model else {})
     first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
     if headers:
         _write_outline(measuring.outline(first), json)
@@ -174,7 +107,7 @@ def _write_outline(outline: Outline, json: str | None) -> None:
 
 def _summarise(found: Measurements) -> None:
     """The findings in short, to stderr."""
-    counts = ", ".join(f"{n} {level}" for level in reversed(Level) if (n := _count(found, [level])))
+    counts = ", ".join(f"{n} {level}" for level in reversed(options.Level) if (n := _count(found, [level])))
     print_err(f"findings: {counts or 'none'}")
     for finding in found.findings[:_SHOWN]:
         print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
@@ -182,13 +115,13 @@ def _summarise(found: Measurements) -> None:
         print_err(f"… and {len(found.findings) - _SHOWN} more")
 
 
-def _count(found: Measurements, levels: list[Level]) -> int:
+def _count(found: Measurements, levels: list[options.Level]) -> int:
     return sum(finding.level in levels for finding in found.findings)
 
 
-def _fail(found: Measurements, fail_on: Level | None) -> None:
+def _fail(found: Measurements, fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
-    levels = list(Level)
+    levels = list(options.Level)
     failing = [] if fail_on is None else levels[levels.index(fail_on) :]
     counted = _count(found, failing)
     if counted:

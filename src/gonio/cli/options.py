@@ -1,12 +1,11 @@
-"""The arguments and options that several commands share, each declared once."""
+"""Arguments and options of `gonio measure`, and those that several commands share, each declared once."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
-
-__all__ = ["Batch", "Checkpoint", "Csv", "Html", "Json", "Md", "Model", "Output", "Recipe", "Seed", "Tex"]
 
 MODEL_HELP = "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory"
 
@@ -30,3 +29,72 @@ Json = Annotated[str | None, typer.Option("--json", help="Write everything as JS
 Csv = Annotated[str | None, typer.Option("--csv", help="Write one line per row as CSV.", metavar="FILE")]
 Md = Annotated[str | None, typer.Option("--md", help="Write the tables as markdown.", metavar="FILE")]
 Tex = Annotated[str | None, typer.Option("--tex", help="Write the tables as LaTeX.", metavar="FILE")]
+
+
+# --- gonio measure ---------------------------------------------------------------------------------
+
+
+class Engine(StrEnum):
+    """Where tensors are measured."""
+
+    local = "local"
+    ray = "ray"
+
+
+class Figure(StrEnum):
+    """Figures that are measured on request only."""
+
+    operator_norm = "operator_norm"
+
+
+class Level(StrEnum):
+    """Severity of a finding, lowest first."""
+
+    info = "info"
+    warn = "warn"
+    error = "error"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help=f"{MODEL_HELP}; or a checkpoint (.safetensors, .pt, …) or a folder with one.",
+        metavar="MODEL|FILE",
+    ),
+]
+After = Annotated[
+    str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
+]
+OfCheckpoint = Annotated[
+    str | None,
+    typer.Option("--model", help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL"),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        help="The base model of low-rank adapters: measure the adapted weights too.",
+        metavar="MODEL|FILE",
+    ),
+]
+Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
+Where = Annotated[Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a running cluster.")]
+Also = Annotated[
+    list[Figure] | None, typer.Option("--also", help="Measure this too, which takes longer than all the rest.")
+]
+FailOn = Annotated[
+    Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE"),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="Configuration file; default: the nearest gonio.toml, or pyproject.toml with [tool.gonio], in the "
+        "working directory or above.",
+        metavar="FILE",
+    ),
+]
