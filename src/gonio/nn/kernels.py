@@ -1,8 +1,8 @@
 """Second forms of operations of this package, for ordinary eager execution, and the predicate that chooses them.
 
 Each computes the same as a plain form elsewhere, which compilers, exports, function transforms and forward-mode
-differentiation get. A form is here because it saves at least 10 % of the time, or 20 % of the peak memory, of a
-training step of a ResNet-18 or of the digits network. Private functions of torch are used in this file alone.
+differentiation get. Each says what it saves of a whole training step of a ResNet-18 or of the digits network, on one
+processor core. Private functions of torch are used in this file alone.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def product_with_squares(x: Tensor, filters: Tensor, conv: Any) -> tuple[Tensor,
     """`conv.product(x, filters)` and `conv.squares(x)`, with one gradient of x.
 
     Backward adds the share of the squares to that of the product in one pass over x instead of five: 6 % of the
-    time and 8 % of the peak memory of a ResNet-18's step, without which it would be slower than in version 0.1.
+    time and 8 % of the peak memory of a ResNet-18's step.
     """
     product, squares = _ProductWithSquares.apply(x, filters, conv)
     return product, squares

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -134,35 +134,19 @@ class ConvMap(LinearMap):
     transposed: ClassVar[bool] = False
 
     def _multiply(self, x: Tensor, filters: Tensor) -> Tensor:
-        return torch.convolution(
-            x,
-            filters,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
+        return torch.convolution(x, filters, None, *self._options)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        """The arguments of torch.convolution after the bias."""
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     def product_backward(
         self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of `product` for the input and the filters, where needed."""
-        by_x, by_filters, _ = torch.ops.aten.convolution_backward(
-            grad,
-            x,
-            filters,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-            (needed[0], needed[1], False),
-        )
+        wanted = (needed[0], needed[1], False)
+        by_x, by_filters, _ = torch.ops.aten.convolution_backward(grad, x, filters, None, *self._options, wanted)
         return by_x, by_filters
 
     def product_and_energy(self, x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
