@@ -41,9 +41,6 @@ class Parametrization(nn.Module, ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Keywords of the constructor; each is also an attribute with a value that JSON can represent."""
 
-    bound_to: weakref.ref[nn.Parameter] | None = None
-    """The Parameter to which `attach` bound this object; not in copies and pickles."""
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _KINDS[cls.__name__] = cls
@@ -51,6 +48,7 @@ class Parametrization(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.layout: Layout | None = None
+        self.bound_to: weakref.ref[nn.Parameter] | None = None  # the Parameter; set by the layer after each copy
         self._unset = False  # whether the state was allocated by to_empty() and not initialised since
 
     @abstractmethod
@@ -125,7 +123,10 @@ class Parametrization(nn.Module, ABC):
         return self.layout or Layout()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "bound_to"}
+        return {**self.__dict__, "bound_to": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"bound_to": None, **state})  # pickles of version 0.1 do not have it
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
