@@ -10,13 +10,15 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
-from gonio.errors import NoActivationError
+from gonio.errors import InvalidArgumentError, NoActivationError
 from gonio.penalty import hooks as hooks_module
 from tolerances import close
 
@@ -140,6 +142,27 @@ def test_nothing_seen_is_an_error(prepare: str, match: str) -> None:
         model(batch())
     with pytest.raises(NoActivationError, match=match):
         penalty()
+
+
+def test_a_layer_whose_weight_is_used_without_calling_it_is_said() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    penalty = Penalty(model, [("out_proj", SOM)])
+    model(*[seeded(2, 3, 8)] * 3)
+    with pytest.raises(NoActivationError, match=r"out_proj.* without calling it .* exclude in `where` layers"):
+        penalty()
+
+
+def test_outputs_on_a_mesh_of_several_dimensions_need_a_process_group() -> None:
+    """Hybrid sharding: which processes share a batch cannot be known, and the local batch would be silently wrong."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        with pytest.raises(InvalidArgumentError, match=r"process_group=…\) is needed .* a mesh of shape \(2, 2\)"):
+            Penalty(layer, [(None, SOM)])
+        Penalty(layer, [(None, SOM)], process_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_same_outputs_do_not_count_for_two_steps() -> None:

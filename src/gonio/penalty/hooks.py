@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import NoActivationError
+from gonio.errors import InvalidArgumentError, NoActivationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -139,19 +139,31 @@ def _explanation(live: bool, ignored: set[str]) -> tuple[str, str]:
         return f"it ran only {' and '.join(sorted(ignored))}", "Call penalty() in training steps only."
     return (
         "it did not run since the last call, or was compiled before the penalty was built (hooks that are "
-        "registered later are never called)",
-        "Build the Penalty before torch.compile, and call it once after each forward.",
+        "registered later are never called), or the model uses its weight without calling it (as "
+        "nn.MultiheadAttention uses out_proj)",
+        "Build the Penalty before torch.compile, call it once after each forward, and exclude in `where` layers that "
+        "are never called.",
     )
 
 
 def data_parallel_group(model: nn.Module) -> ProcessGroup | None:
-    """The process group of DistributedDataParallel, or of a one-dimensional FSDP2 mesh; else None."""
+    """The process group of DistributedDataParallel, or of a one-dimensional FSDP2 mesh; else None.
+
+    Raises:
+        InvalidArgumentError: for a mesh of several dimensions: over which the batch is spread is not known.
+    """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         group: ProcessGroup = model.process_group
         return group
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.ndim == 1:
+        if mesh is not None and mesh.ndim > 1:
+            raise InvalidArgumentError(
+                "Penalty(process_group=…) is needed for a regularizer of outputs on a mesh of several dimensions",
+                f"a mesh of shape {tuple(mesh.shape)}",
+                "Pass the group of the processes that share a batch, such as torch.distributed.group.WORLD.",
+            )
+        if mesh is not None:
             sharded: ProcessGroup = mesh.get_group()
             return sharded
     return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
-from gonio.regularizers import Evaluation, Regularizer, WeightRegularizer
+from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Penalty:
 
     Raises:
         NoMatchError: if a rule reads no tensor, with the reasons.
-        InvalidArgumentError: if a rule is not such a pair, or ``accumulate`` is below 1.
+        InvalidArgumentError: if a rule is not such a pair, ``accumulate`` is below 1, or a rule reads outputs of a
+            model on a mesh of several dimensions and ``process_group`` is not given.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
@@ -88,9 +89,10 @@ class Penalty:
                 "Penalty(accumulate=…) needs at least 1 call per step", f"{accumulate}", "Leave it out for 1."
             )
         bindings, self._remarks = bind(model, rules)
-        group = data_parallel_group(model) if process_group is None else process_group
+        if process_group is None and any(isinstance(b.regularizer, OutputRegularizer) for b in bindings):
+            process_group = data_parallel_group(model)
         self._skipped = [b for b in bindings if b.skipped]
-        self._terms = terms_of(bindings, seed, group)
+        self._terms = terms_of(bindings, seed, process_group)
         self._accumulate = accumulate
         self._calls = 0
         self._last: list[tuple[str, float, Evaluation]] = []
