@@ -38,7 +38,7 @@ def compare(differences: list[float | str | None], **options: object) -> Results
         ([0.0] * 8, "no useful effect", r"95 % interval \+0.00 to \+0.00 lies within"),
         ([1.5, 0.3, 1.2, -0.2, 1.3, 0.2, 0.6, -0.1], "no evidence", "of 1 point would probably have been seen"),
         ([5.0, -4.0, 3.0, -2.0, 4.0, -5.0, 1.0, 2.0], "underpowered", "Only effects from 4.* points on would"),
-        ([9.0, 9.5, 8.0, 8.5, 9.0], "underpowered", "With 5 pairs and 1 recipe, the least possible p .* 0.062"),
+        ([9.0, 9.5, 8.0, 8.5, 9.0], "underpowered", "With 5 pairs and 1 recipe, the smallest possible p .* 0.062"),
         ([2.0], "underpowered", "There is one pair of runs"),
         ([None, None], "underpowered", "There is no pair of runs"),
         ([0.25, 0.25], "underpowered", "There are two pairs of runs"),
@@ -68,7 +68,7 @@ def test_more_recipes_make_every_one_of_them_harder() -> None:
     results = summarise(plan, runs, [], [])
     assert {effect.verdict for effect in results.effects} == {"underpowered"}
     assert "With 8 pairs and 8 recipes" in results.effects[0].reason
-    assert results.effects[0].reason.endswith("9 seeds can.")
+    assert results.effects[0].reason.endswith("too few seeds to detect any effect. Use 9 or more.")
 
 
 def test_diverged_counts_as_worst_and_is_stated() -> None:

@@ -9,11 +9,11 @@ from gonio.compare.judging.statistics import ALPHA, least_p
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known about one recipe against the baseline.
+    """The statistics of one recipe against the baseline.
 
     Attributes:
         differences: recipe − baseline, one per pair. mean, low, high: their mean and its interval.
-        p_holm: sign-flip p after Holm. mde: least detectable effect.
+        p_holm: sign-flip p after Holm. mde: minimum detectable effect.
         comparisons: recipes in the study. sesoi: smallest effect of interest. sign: 1 if larger is
             better, −1 otherwise. unit: of differences.
     """
@@ -36,17 +36,17 @@ class Evidence:
 
 
 def judge(seen: Evidence) -> tuple[str, str]:
-    """The verdict and why, in the order in which the questions are asked.
+    """The verdict and its reason. The first rule that applies decides:
 
-    1. *helps* or *hurts*: the Holm-adjusted sign-flip p is below 0.05 and the interval excludes 0.
+    1. *helps* or *hurts*: the Holm-adjusted sign-flip p is below 0.05 and the interval does not contain 0.
     2. *no useful effect*: the whole interval lies within ± the smallest effect of interest.
     3. *no evidence*: neither, but an effect of that size would probably have been seen.
-    4. *underpowered*: such an effect could well have been missed, or these seeds cannot show any.
+    4. *underpowered*: such an effect could well have been missed, or there are too few seeds to detect any effect.
     """
     # Scores are counts: two differences can be equal by chance, and their interval then has no width.
     if seen.n < 3 or seen.mean is None or seen.low is None or seen.high is None or seen.p_holm is None:
         pairs = ("is no pair", "is one pair", "are two pairs")[min(seen.n, 2)]
-        return "underpowered", f"There {pairs} of runs, and a difference cannot be told from the noise of seeds."
+        return "underpowered", f"There {pairs} of runs, too few to tell a difference from the noise of seeds."
     interval = f"95 % interval {seen.low:+.2f} to {seen.high:+.2f}"
     if seen.p_holm < ALPHA and not seen.low <= 0 <= seen.high:
         return _clear(seen, seen.mean, interval)
@@ -73,8 +73,8 @@ def _unclear(seen: Evidence, p_holm: float, interval: str) -> tuple[str, str]:
     if seen.mde is None:
         least = min(1.0, least_p(seen.n) * seen.comparisons)
         recipes = counted(seen.comparisons, "recipe")
-        reason = f"With {seen.n} pairs and {recipes}, the least possible p after Holm is {least:.2g}"
-        return "underpowered", f"{reason}: nothing can be shown; {enough(seen.comparisons)} seeds can."
+        reason = f"With {seen.n} pairs and {recipes}, the smallest possible p after Holm is {least:.2g}"
+        return "underpowered", f"{reason}: too few seeds to detect any effect. Use {enough(seen.comparisons)} or more."
     found = f"p = {p_holm:.2f} after Holm, {interval}"
     mde = points(seen.mde, seen.unit)
     if not seen.sesoi:
@@ -110,7 +110,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def enough(comparisons: int) -> int:
-    """The fewest seeds with which so many recipes can show anything at all.
+    """The fewest seeds that can detect an effect among so many recipes.
 
     Example:
         >>> from gonio.compare.judging.verdict import enough
