@@ -105,11 +105,7 @@ def _scale(weight: Tensor, layout: Layout, larger: int, preserve: str | None) ->
 
 
 def delta_orthogonal_(
-    weight: Tensor,
-    *,
-    gain: Gain = 1.0,
-    layout: Layout = PLAIN,
-    generator: torch.Generator | None = None,
+    weight: Tensor, *, gain: Gain = 1.0, layout: Layout = PLAIN, generator: torch.Generator | None = None
 ) -> Tensor:
     r"""Make the convolution as a map on feature maps an isometry times `gain`.
 
@@ -151,9 +147,7 @@ def delta_orthogonal_(
 def _check_isometry(weight: Tensor, rows: int, cols: int) -> None:
     if weight.ndim < 3:
         raise InvalidArgumentError(
-            "delta_orthogonal_() needs a convolution's weight",
-            f"shape {tuple(weight.shape)}",
-            "Use orthogonal_().",
+            "delta_orthogonal_() needs a convolution's weight", f"shape {tuple(weight.shape)}", "Use orthogonal_()."
         )
     if rows < cols:
         raise InvalidArgumentError(

@@ -28,11 +28,7 @@ _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2
 
 
 def calibrate_(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    where: Where = None,
-    variance: Literal["total", "mean"] = "total",
+    model: nn.Module, batches: Iterable[Any], *, where: Where = None, variance: Literal["total", "mean"] = "total"
 ) -> Edited:
     r"""Replace running statistics by averages over batches, with all parameters frozen.
 

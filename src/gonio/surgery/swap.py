@@ -129,10 +129,7 @@ def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 def _found(
-    model: nn.Module,
-    factory: Callable[..., nn.Module],
-    accepted: tuple[type[nn.Module], ...],
-    where: Where,
+    model: nn.Module, factory: Callable[..., nn.Module], accepted: tuple[type[nn.Module], ...], where: Where
 ) -> tuple[list[Site], list[Site]]:
     """The sites to replace, and those that are left out because their parents do not call them."""
 
@@ -167,10 +164,7 @@ def _check_replaceable(site: Site) -> None:
 
 
 def _made(
-    factory: Callable[..., Any],
-    accepted: tuple[type[nn.Module], ...],
-    site: Site,
-    options: dict[str, Any],
+    factory: Callable[..., Any], accepted: tuple[type[nn.Module], ...], site: Site, options: dict[str, Any]
 ) -> list[nn.Module]:
     """The factory's layer for a site; for a norm with its activation inside, followed by that activation."""
     old, plain = site.module, without_tail(site.module)
