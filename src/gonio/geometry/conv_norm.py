@@ -70,20 +70,17 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
             number per kernel dimension, divisible by the stride.
         layout: how the weight is stored and applied; see :func:`layout_of`.
 
-    Returns:
-        A scalar in float32 at least, with the gradient of the top singular value at the top frequency.
+    Returns: A scalar in float32 at least, with the gradient of the top singular value at the top frequency.
 
-    Raises:
-        InvalidArgumentError: if `size` does not fit kernel and stride, for reflected or replicated padding,
-            and if the weight is not that of a convolution or not finite.
+    Raises: InvalidArgumentError if `size` does not fit kernel and stride, for reflected or replicated padding, and if
+        the weight is not that of a convolution or not finite.
 
     Example:
         >>> ones = torch.ones(1, 1, 3, 3)  # a box filter: 9 at frequency 0, not the 3 of its flattened norm
         >>> gonio.geometry.conv_spectral_norm(ones, (8, 8))
         tensor(9.)
 
-    References:
-        [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
+    References: [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
         https://arxiv.org/abs/1805.10408
     """
     taps, scale = _double_taps(weight, layout)
@@ -187,11 +184,10 @@ def conv_spectral_norm_bound(
 
     .. math:: s_{\max}(F) \le \lVert G_i \rVert_F^{\,2^{-(i+1)}},
 
-    which decreases to the norm and exceeds it by at most a factor of
-    :math:`\operatorname{rank}^{2^{-(i+2)}}`. With `size` it bounds the circular operator on that grid. Without,
-    it bounds the supremum over all frequencies, hence zero and circular padding on *every* grid: the symbol is
-    sampled on a grid of :math:`N` points per dimension and the bound multiplied by
-    :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree :math:`r_j` [2].
+    which decreases to the norm and exceeds it by at most a factor of :math:`\operatorname{rank}^{2^{-(i+2)}}`. With
+    `size` it bounds the circular operator on that grid. Without, it bounds the supremum over all frequencies, hence
+    zero and circular padding on *every* grid: the symbol is sampled on a grid of :math:`N` points per dimension and the
+    bound multiplied by :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree :math:`r_j` [2].
 
     Args:
         weight: of a convolution or transposed convolution.
@@ -199,11 +195,9 @@ def conv_spectral_norm_bound(
         iterations: squarings; with 6 the bound is at most 3 % too large for 64 channels.
         layout: how the weight is stored and applied.
 
-    Returns:
-        A scalar in float32 at least, rounded up; differentiable, without eigenvectors.
+    Returns: A scalar in float32 at least, rounded up; differentiable, without eigenvectors.
 
-    Raises:
-        InvalidArgumentError: as :func:`conv_spectral_norm`, and for `iterations` below 0.
+    Raises: InvalidArgumentError as :func:`conv_spectral_norm`, and for `iterations` below 0.
 
     Example:
         >>> ones = torch.ones(1, 1, 3, 3)
@@ -216,8 +210,7 @@ def conv_spectral_norm_bound(
         [2] H. Ehlich, K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964:
         a trigonometric polynomial of degree r is at most 1/cos(πr/N) times its maximum on N points.
 
-    Differs:
-        The factor for frequencies between grid points is that of [2], which is smaller than that of [1].
+    Differs: The factor for frequencies between grid points is that of [2], which is smaller than that of [1].
     """
     if iterations < 0:
         raise InvalidArgumentError("conv_spectral_norm_bound() needs iterations >= 0", f"{iterations}", "Use about 6.")
@@ -262,24 +255,21 @@ def _rounded_up(value: Tensor, dtype: torch.dtype) -> Tensor:
 def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) -> Tensor:
     r"""Cheapest upper bound for every grid: :math:`\sqrt{k_h k_w}` times the norm of a flattened kernel.
 
-    :math:`F(\omega) = M (I \otimes e(\omega))` with :math:`M` the out × (in · taps) matrix and
-    :math:`\lVert e(\omega) \rVert^2` the number of taps. Each kernel dimension may be flattened to the side
-    of the rows or of the columns, and the smallest of these bounds is returned. Constant kernels attain it.
-    No grid and no Fourier transform are needed.
+    :math:`F(\omega) = M (I \otimes e(\omega))` with :math:`M` the out × (in · taps) matrix and :math:`\lVert e(\omega)
+    \rVert^2` the number of taps. Each kernel dimension may be flattened to the side of the rows or of the columns, and
+    the smallest of these bounds is returned. Constant kernels attain it. No grid and no Fourier transform are needed.
 
     Holds for zero and circular padding, any dilation, groups (maximum) and strides (then only
     :math:`\lceil k/s \rceil` taps per dimension count). Arguments as for :func:`conv_spectral_norm`.
 
-    Returns:
-        A scalar in float32 at least, rounded up; differentiable almost everywhere.
+    Returns: A scalar in float32 at least, rounded up; differentiable almost everywhere.
 
     Example:
         >>> bound = gonio.geometry.conv_spectral_norm_certificate(torch.ones(1, 1, 3, 3))
         >>> round(bound.item(), 4)
         9.0
 
-    References:
-        [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
+    References: [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
         layers", 2019, Theorem 2. https://arxiv.org/abs/1911.10258
     """
     taps, scale = _double_taps(weight, layout)
@@ -325,8 +315,7 @@ def conv_spectral_norm_estimate(
 
     Arguments and errors are those of :func:`conv_spectral_norm`; `seed` is that of the start vectors.
 
-    Returns:
-        A scalar in float32 at least, without gradient.
+    Returns: A scalar in float32 at least, without gradient.
 
     Example:
         >>> round(gonio.geometry.conv_spectral_norm_estimate(torch.ones(1, 1, 3, 3), (8, 8)).item(), 4)

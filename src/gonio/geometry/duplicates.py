@@ -110,11 +110,9 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
         recall: least expected share of the pairs at the threshold that hashing finds, in (0, 1).
         seed: of the hyperplanes.
 
-    Returns:
-        A :class:`NearDuplicates` with the pairs, their cosines, and the method and recall of the search.
+    Returns: A :class:`NearDuplicates` with the pairs, their cosines, and the method and recall of the search.
 
-    Raises:
-        InvalidArgumentError: for another rank, non-finite entries, or arguments out of range.
+    Raises: InvalidArgumentError for another rank, non-finite entries, or arguments out of range.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [2.0, 0.02, 0.0]])

@@ -44,23 +44,18 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
         steps: number of products; more steps tighten the bound.
         seed: of the start vector.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,), in float32 at least.
+    Shape: (n, d) or (groups, n, d) → () or (groups,), in float32 at least.
 
-    Raises:
-        InvalidArgumentError: if `steps` is below 1, for non-finite entries, or for another rank.
+    Raises: InvalidArgumentError if `steps` is below 1, for non-finite entries, or for another rank.
 
     Example:
         >>> round(gonio.geometry.spectral_norm(torch.diag(torch.tensor([1.0, 5.0, 2.0]))).item(), 4)
         5.0
 
-    See also:
-        :func:`singular_values`, exact and slower.
+    See also: :func:`singular_values`, exact and slower.
 
-    References:
-        [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J.
-        Numer. Anal. 2(2), 1965, §2.
+    References: [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer.
+        Anal. 2(2), 1965, §2.
     """
     check_matrix(matrix, "spectral_norm")
     if steps < 1:
@@ -134,8 +129,7 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> flo
         name: seeds the start vector.
         steps: products with the matrix and its transpose.
 
-    References:
-        [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
+    References: [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
     """
     scale, basis, diagonal, off_diagonal = safe_scale(matrix), [], [], []
     start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
@@ -179,8 +173,7 @@ def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> f
         >>> round(lanczos_error(32, 4096), 4), round(lanczos_error(64, 4096), 4)
         (0.011, 0.0027)
 
-    References:
-        [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
+    References: [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
         algorithms with a random start", SIAM J. Matrix Anal. Appl. 13(4), 1992, Theorem 4.2.
     """
     missed = (max(0.0, log(1.648 * sqrt(length) / (1 - certainty))) / (2 * steps - 1)) ** 2

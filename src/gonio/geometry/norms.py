@@ -54,8 +54,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
         dim: the dimension(s) summed over.
         keepdim: keep them with size 1.
 
-    Returns:
-        The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
+    Returns: The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
 
     Example:
         >>> x = torch.zeros(3, requires_grad=True)
@@ -84,11 +83,9 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
         x: any floating-point tensor.
         dim: the dimension(s) that form one vector.
 
-    Returns:
-        A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
+    Returns: A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
 
-    Invariances:
-        Rescaling by a positive factor.
+    Invariances: Rescaling by a positive factor.
 
     Example:
         >>> gonio.geometry.normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -113,12 +110,9 @@ def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dty
 def filter_norms(matrix: Tensor) -> Tensor:
     """Euclidean norm of each filter (row).
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: (n,) or (groups, n), in float32 at least.
+    Shape: (n, d) or (groups, n, d) → (n,) or (groups, n), in float32 at least.
 
-    Raises:
-        InvalidArgumentError: for a tensor of another rank.
+    Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:
         >>> gonio.geometry.filter_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -139,8 +133,7 @@ def widen(x: Tensor) -> Tensor:
     Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3, so no
     sum of squares is taken in half precision.
 
-    Raises:
-        InvalidArgumentError: if `x` is not a real floating-point tensor.
+    Raises: InvalidArgumentError if `x` is not a real floating-point tensor.
     """
     if not x.is_floating_point():
         raise InvalidArgumentError(

@@ -81,8 +81,7 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
         module: the layer, or one of a subclass.
         name: attribute of the weight.
 
-    Raises:
-        NotApplicableError: if the tensor is not a weight with filters of one of these layers.
+    Raises: NotApplicableError if the tensor is not a weight with filters of one of these layers.
 
     Example:
         >>> gonio.geometry.layout_of(nn.LSTM(3, 5), "weight_ih_l0").blocks
@@ -159,20 +158,16 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
         layout: how it is stored; see :func:`layout_of`.
         view: which matrices.
 
-    Shape:
-        - ``weight``: (out, in/groups, *kernel), or (in, out/groups, *kernel) if transposed.
-        - output: (matrices, rows, columns).
+    Shape: (out, in/groups, *kernel), or (in, out/groups, *kernel) if transposed → (matrices, rows, columns).
 
-    Raises:
-        InvalidArgumentError: if the shape does not fit the layout, or the view is unknown.
+    Raises: InvalidArgumentError if the shape does not fit the layout, or the view is unknown.
 
     Example:
         >>> conv = nn.ConvTranspose2d(4, 6, 3, groups=2)
         >>> gonio.geometry.matrix_view(conv.weight, gonio.geometry.layout_of(conv)).shape
         torch.Size([2, 3, 18])
 
-    See also:
-        :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
+    See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
     check_shape(weight.shape, layout)
     _check_view(view)
@@ -188,8 +183,7 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
 def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
     """The weight of `shape` whose :func:`matrix_view` is `matrix`; exact, no arithmetic.
 
-    Raises:
-        InvalidArgumentError: if `matrix` is not of the form that the view of such a weight has.
+    Raises: InvalidArgumentError if `matrix` is not of the form that the view of such a weight has.
 
     Example:
         >>> weight = torch.randn(4, 6, 3, 3)

@@ -119,9 +119,8 @@ def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> f
         [2] A. Brock et al., "Characterizing signal propagation to close the performance gap in
         unnormalized ResNets", 2021, §3 (std gains, estimated by sampling). https://arxiv.org/abs/2101.08692
 
-    Differs:
-        ``torch.nn.init.calculate_gain`` returns 5/3 for tanh (1.5925 here), 0.75 for selu (1.0) and 1 for
-        sigmoid (1.8462), and has no gelu or silu.
+    Differs: ``torch.nn.init.calculate_gain`` returns 5/3 for tanh (1.5925 here), 0.75 for selu (1.0) and 1 for sigmoid
+        (1.8462), and has no gelu or silu.
     """
     if kind not in ("rms", "std"):
         raise InvalidArgumentError("gain() takes kind 'rms' or 'std'", f"{kind!r}", "Choose one of them.")

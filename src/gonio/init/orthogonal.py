@@ -56,8 +56,7 @@ def orthogonal_(
         layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
         generator: determines the numbers; by default a new one, seeded by the operating system.
 
-    Returns:
-        `weight`.
+    Returns: `weight`.
 
     Raises:
         InvalidArgumentError: for meta, empty or non-floating tensors, or fewer than 2 dimensions.
@@ -74,10 +73,9 @@ def orthogonal_(
         [2] G. W. Stewart, "The efficient generation of random orthogonal matrices with an application to
         condition estimators", SIAM J. Numer. Anal. 17(3), 1980, §3.
 
-    Differs:
-        ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get
-        a norm far below 1; takes the input channels of transposed convolutions for filters; raises for half
-        precision on CPU; and does nothing on the meta device.
+    Differs: ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get a
+        norm far below 1; takes the input channels of transposed convolutions for filters; raises for half precision on
+        CPU; and does nothing on the meta device.
     """
     check_fillable(weight, "orthogonal_")
     matrices, rows, cols = _view_shape(weight, layout, view)
@@ -119,9 +117,8 @@ def delta_orthogonal_(
         layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
         generator: determines the numbers; by default a new one, seeded by the operating system.
 
-    Raises:
-        InvalidArgumentError: for fewer output than input channels per group (no isometry exists), for a
-            weight without kernel dimensions, and for meta, empty or non-floating tensors.
+    Raises: InvalidArgumentError for fewer output than input channels per group (no isometry exists), for a weight
+        without kernel dimensions, and for meta, empty or non-floating tensors.
 
     Example:
         >>> conv = nn.Conv2d(3, 5, 3, padding=1, bias=False)
@@ -130,8 +127,7 @@ def delta_orthogonal_(
         >>> torch.allclose(conv(x).norm(), x.norm())
         True
 
-    References:
-        [1] L. Xiao et al., "Dynamical isometry and a mean field theory of CNNs: how to train 10,000-layer
+    References: [1] L. Xiao et al., "Dynamical isometry and a mean field theory of CNNs: how to train 10,000-layer
         vanilla convolutional neural networks", 2018, Algorithm 1 and §2.4. https://arxiv.org/abs/1806.05393
     """
     check_fillable(weight, "delta_orthogonal_")

@@ -72,8 +72,7 @@ def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
         shape: of the stored weight.
         layout: how it is stored and applied; stacked blocks count as separate matrices.
 
-    Raises:
-        InvalidArgumentError: for fewer than two dimensions, or a layout that does not fit the shape.
+    Raises: InvalidArgumentError for fewer than two dimensions, or a layout that does not fit the shape.
 
     Example:
         >>> gonio.init.fans((4, 1, 3, 3), gonio.geometry.Layout(groups=4))  # depthwise
@@ -81,9 +80,8 @@ def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
         >>> gonio.init.fans((8, 4, 3, 3), gonio.geometry.Layout(stride=(2, 2)))
         Fans(fan_in=36.0, fan_out=18.0)
 
-    Differs:
-        ``torch.nn.init`` takes fan_out as out · K for grouped convolutions (36 instead of 9 above), swaps
-        the two for transposed convolutions, and ignores the stride and stacked blocks.
+    Differs: ``torch.nn.init`` takes fan_out as out · K for grouped convolutions (36 instead of 9 above), swaps the two
+        for transposed convolutions, and ignores the stride and stacked blocks.
     """
     check_shape(shape, layout)
     if layout.stride and len(layout.stride) != len(shape) - 2:
@@ -131,8 +129,7 @@ def variance_scaling_(
         generator: determines the numbers on any device; by default a new one, seeded by the operating
             system. The global generator is never used.
 
-    Returns:
-        `weight`.
+    Returns: `weight`.
 
     Raises:
         InvalidArgumentError: for meta, empty or non-floating tensors, fewer than 2 dimensions, an unknown
@@ -187,12 +184,10 @@ def xavier_(
         >>> bool(weight.abs().max() <= (6 / 50) ** 0.5)
         True
 
-    References:
-        [1] X. Glorot, Y. Bengio, AISTATS 2010, Eq. (16).
+    References: [1] X. Glorot, Y. Bengio, AISTATS 2010, Eq. (16).
 
-    Differs:
-        The same numbers as ``torch.nn.init.xavier_uniform_`` and ``xavier_normal_`` for Linear and for
-        ungrouped convolutions of stride 1; other layers have the fans of :func:`fans`.
+    Differs: The same numbers as ``torch.nn.init.xavier_uniform_`` and ``xavier_normal_`` for Linear and for ungrouped
+        convolutions of stride 1; other layers have the fans of :func:`fans`.
     """
     return variance_scaling_(
         weight, preserve="both", distribution=distribution, gain=gain, layout=layout, generator=generator
@@ -218,12 +213,10 @@ def he_(
         >>> bool((weight.var() * 512 - 2).abs() < 0.05)
         True
 
-    References:
-        [1] K. He et al., "Delving deep into rectifiers", 2015, Eqs. (10), (14).
+    References: [1] K. He et al., "Delving deep into rectifiers", 2015, Eqs. (10), (14).
         https://arxiv.org/abs/1502.01852
 
-    Differs:
-        The same numbers as ``torch.nn.init.kaiming_normal_(nonlinearity="relu")`` except for transposed
+    Differs: The same numbers as ``torch.nn.init.kaiming_normal_(nonlinearity="relu")`` except for transposed
         convolutions, and for ``preserve="norm"`` with groups or stride, where torch's fans are wrong.
     """
     return variance_scaling_(
@@ -249,11 +242,9 @@ def lecun_(
         >>> bool((weight.var() * 512 - 1).abs() < 0.03)
         True
 
-    References:
-        [1] Y. LeCun et al., "Efficient BackProp", 1998, §4.6, Eq. (16).
+    References: [1] Y. LeCun et al., "Efficient BackProp", 1998, §4.6, Eq. (16).
 
-    Differs:
-        torch has no such function; its default for Linear and Conv has a third of this variance.
+    Differs: torch has no such function; its default for Linear and Conv has a third of this variance.
     """
     return variance_scaling_(
         weight, preserve="rms", distribution=distribution, gain=gain, layout=layout, generator=generator

@@ -32,25 +32,22 @@ def balance_(
 ) -> Edited:
     r"""Rescale weights so that the function is the same and :math:`\sum \lVert W \rVert^2` is least.
 
-    Where a network is positively homogeneous between layers, rows of one weight can be multiplied by
-    :math:`s > 0` and the matching columns of the next divided by it. At the least sum of squares each
-    free scale satisfies
+    Where a network is positively homogeneous between layers, rows of one weight can be multiplied by :math:`s > 0` and
+    the matching columns of the next divided by it. At the least sum of squares each free scale satisfies
 
     .. math::
         s^2 = \sqrt{\textstyle\sum \lVert \text{columns that consume} \rVert^2
               \,/\, \sum \lVert \text{rows that produce} \rVert^2},
 
-    which coordinate descent reaches (the sum is convex in :math:`\log s`). With `level="layer"` there
-    is one scale per tensor and a chain ends at :math:`\lVert W_l \rVert^2 = (\prod_i \lVert W_i
-    \rVert^2)^{1/L}`; with `level="neuron"` one per channel. Biases move with their rows, so the bias
-    of layer l carries the product of all factors up to l.
+    which coordinate descent reaches (the sum is convex in :math:`\log s`). With `level="layer"` there is one scale per
+    tensor and a chain ends at :math:`\lVert W_l \rVert^2 = (\prod_i \lVert W_i \rVert^2)^{1/L}`; with `level="neuron"`
+    one per channel. Biases move with their rows, so the bias of layer l carries the product of all factors up to l.
 
-    Linear, convolutional and transposed layers and the affine map of batch norms are balanced across
-    ReLU, LeakyReLU, PReLU, dropout, pooling, flattening and residual sums, found on the graphs that
-    `torch.fx` traces in evaluation and in training mode, called with the first arguments alone. The first
-    dimension must be the batch. GELU, SiLU, softplus, ELU, concatenation and other layers pin the tensors
-    that they touch, as do layers that run twice, share a weight, have forward hooks or compute otherwise
-    than torch's; the result's notes say which and why.
+    Linear, convolutional and transposed layers and the affine map of batch norms are balanced across ReLU, LeakyReLU,
+    PReLU, dropout, pooling, flattening and residual sums, found on the graphs that `torch.fx` traces in evaluation and
+    in training mode, called with the first arguments alone. The first dimension must be the batch. GELU, SiLU,
+    softplus, ELU, concatenation and other layers pin the tensors that they touch, as do layers that run twice, share a
+    weight, have forward hooks or compute otherwise than torch's; the result's notes say which and why.
 
     Args:
         model: changed in place.
@@ -76,10 +73,9 @@ def balance_(
         >>> torch.allclose(model(x), before, rtol=1e-12)
         True
 
-    References:
-        P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a
-        time). https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4).
-        Differs: residual groups share one scale, and biases carry the cumulative factor.
+    References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
+        https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4). Differs: residual groups share
+        one scale, and biases carry the cumulative factor.
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")

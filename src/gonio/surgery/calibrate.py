@@ -48,10 +48,9 @@ def calibrate_(
     During the call the layers normalise by each batch's own statistics, so every layer gets the inputs that
     it gets in training; everything else (dropout) is in evaluation mode, and compiled models run eagerly.
 
-    In a distributed process group every process must make the call, each with batches of its own; all end
-    with the statistics of all batches. Processes may have different numbers of batches, unless layers
-    that join their statistics are among them (switchable norms, SyncBatchNorm): their batch is that
-    of all processes together.
+    In a distributed process group every process must make the call, each with batches of its own; all end with the
+    statistics of all batches. Processes may have different numbers of batches, unless layers that join their statistics
+    are among them (switchable norms, SyncBatchNorm): their batch is that of all processes together.
 
     Call it after averaging weights (SWA, EMA): `torch.optim.swa_utils.update_bn` resets and averages batch norms
     alone, and leaves switchable norms with a running average over old and new statistics.
@@ -73,10 +72,9 @@ def calibrate_(
         >>> model[0].running_mean, model[0].running_var
         (tensor([3.]), tensor([6.6667]))
 
-    References:
-        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019,
-        section 2.2 ("batch average"). Y. Wu and J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021,
-        section 3 (precise statistics). https://arxiv.org/abs/2105.07576
+    References: P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019, section
+        2.2 ("batch average"). Y. Wu and J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3 (precise
+        statistics). https://arxiv.org/abs/2105.07576
     """
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")

@@ -42,13 +42,11 @@ class Change:
 class Edit:
     """The transaction in which a verb changes a model.
 
-    Each primitive records its inverse before it acts. Leaving the `with` block by an exception runs
-    the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine as
-    they were.
+    Each primitive records its inverse before it acts. Leaving the `with` block by an exception runs the inverses in
+    reverse order, so a verb that fails on the tenth layer leaves the first nine as they were.
 
-    Raises:
-        NotApplicableError: on entry for a model in FSDP 1; by the primitives that change more than
-            values for a sharded model; on exit if parameters of a model in DDP were added or removed.
+    Raises: NotApplicableError on entry for a model in FSDP 1; by the primitives that change more than values for a
+        sharded model; on exit if parameters of a model in DDP were added or removed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -208,13 +206,11 @@ class Edited:
         """Restore the model as it was before: same classes, same Parameter objects, same order.
 
         Edits of one model, or of parts of it, are undone latest first, because each builds on the state that the
-        earlier ones left. Overwritten values come back; parameters that were only moved keep the values that
-        training gave them since. Where the model was moved to another device or dtype since, the restored
-        layers follow it.
+        earlier ones left. Overwritten values come back; parameters that were only moved keep the values that training
+        gave them since. Where the model was moved to another device or dtype since, the restored layers follow it.
 
-        Raises:
-            UndoError: if it was undone before; if a later edit still is in force; if the model was changed
-                by other means so that the old state cannot be restored. Nothing is changed then.
+        Raises: UndoError if it was undone before; if a later edit still is in force; if the model was changed by other
+            means so that the old state cannot be restored. Nothing is changed then.
         """
         self._undo.run_()
 

@@ -50,9 +50,8 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
         example: an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
             :func:`gonio.surgery.generated_example` makes for `model_a`.
 
-    Raises:
-        InvalidArgumentError: if the outputs differ in structure or shape, or are not finite, or if no
-            example is given and none can be made.
+    Raises: InvalidArgumentError if the outputs differ in structure or shape, or are not finite, or if no example is
+        given and none can be made.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -69,18 +68,16 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
 def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any:
     r"""An input that the model takes: standard normal numbers, or indices for an embedding.
 
-    The number of channels or features is that of the first layer with weights. Sizes of images, signals and
-    sequences are tried from small to large, after the `input_size` that a timm model declares and before the
-    `dummy_inputs` that a model of transformers declares. The returned input has run through the model in
-    evaluation mode once.
+    The number of channels or features is that of the first layer with weights. Sizes of images, signals and sequences
+    are tried from small to large, after the `input_size` that a timm model declares and before the `dummy_inputs` that
+    a model of transformers declares. The returned input has run through the model in evaluation mode once.
 
     Args:
         model: not changed.
         batch: samples.
         seed: of the numbers.
 
-    Raises:
-        InvalidArgumentError: if no tried input runs; a model of several inputs needs your own example.
+    Raises: InvalidArgumentError if no tried input runs; a model of several inputs needs your own example.
 
     Example:
         >>> gonio.surgery.generated_example(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())).shape

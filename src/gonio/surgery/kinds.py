@@ -100,9 +100,8 @@ def _has_tail(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether the module normalises its input, so that the scale of its input has no effect.
 
-    True for torch's normalisation classes, and for any other class without children that has `Norm` in its
-    name. Frozen norms are fixed affine maps, and local response normalisation adds a constant to its divisor:
-    neither counts.
+    True for torch's normalisation classes, and for any other class without children that has `Norm` in its name. Frozen
+    norms are fixed affine maps, and local response normalisation adds a constant to its divisor: neither counts.
     """
     names = [base.__name__ for base in type(module).__mro__]
     if any(word in name for name in names for word in ("Frozen", "LocalResponse")):

@@ -41,9 +41,8 @@ def lsuv_(
     .. math::
         W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
 
-    Layers run in execution order, which may differ from the order of registration, on the outputs of
-    the layers scaled before them. The model runs in evaluation mode and gets its modes back;
-    its buffers do not change.
+    Layers run in execution order, which may differ from the order of registration, on the outputs of the layers scaled
+    before them. The model runs in evaluation mode and gets its modes back; its buffers do not change.
 
     Args:
         model: changed in place.
@@ -67,8 +66,7 @@ def lsuv_(
         >>> abs(model(x).std().item() - 1) < 0.01
         True
 
-    References:
-        D. Mishkin and J. Matas, "All you need is a good init", ICLR 2016, Algorithm 1.
+    References: D. Mishkin and J. Matas, "All you need is a good init", ICLR 2016, Algorithm 1.
         https://arxiv.org/abs/1511.06422
     """
     if not 0 < tolerance < 1 or max_steps < 1:

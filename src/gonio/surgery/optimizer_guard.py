@@ -1,10 +1,9 @@
 """Parameters that an edit added and that no optimizer has yet: the next step without them raises.
 
-Note [Optimizers that were built before]
-An edit that is not given `optimizer=` cannot know whether an optimizer exists, and whether one will be built
-afterwards. Torch keeps no list of optimizers; a hook sees one when it takes a step. Added parameters count as
-trained as soon as an optimizer that has them takes a step. Until then, an optimizer that trains the layer without
-them would leave them at their initial values for ever:
+Note [Optimizers that were built before] An edit that is not given `optimizer=` cannot know whether an optimizer exists,
+and whether one will be built afterwards. Torch keeps no list of optimizers; a hook sees one when it takes a step. Added
+parameters count as trained as soon as an optimizer that has them takes a step. Until then, an optimizer that trains the
+layer without them would leave them at their initial values for ever:
 
 * if it holds every trained parameter that the model had before the edit, its step raises. Where a second
   optimizer has the added parameters, that one must step first;

@@ -31,11 +31,10 @@ def swap_(
 ) -> Edited:
     """Replace every chosen layer by the layer that the factory makes from it.
 
-    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) hand the same
-    Parameter objects to the new layer, so an optimizer that was built before stays valid for them. A
-    module that occurs under several names is converted once and replaced under each of them. A batch norm
-    of timm that has its activation inside becomes the new layer followed by that activation. Forward
-    hooks stay with the replaced layers; the result names those layers.
+    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) hand the same Parameter objects to
+    the new layer, so an optimizer that was built before stays valid for them. A module that occurs under several names
+    is converted once and replaced under each of them. A batch norm of timm that has its activation inside becomes the
+    new layer followed by that activation. Forward hooks stay with the replaced layers; the result names those layers.
 
     Some layers of torch read the weights of their children instead of calling them. The output
     projection of ``nn.MultiheadAttention`` is always read: it is left out, and the result says so (use
@@ -47,8 +46,7 @@ def swap_(
 
     Args:
         model: changed in place.
-        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which
-            layers it takes.
+        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which layers it takes.
         where: which layers; None for all that the factory takes.
         optimizer: updated with the parameters that are added and removed. Without it, the next step of one that
             trains the layers' old parameters raises :class:`gonio.errors.UntrainedParametersError`, unless an
@@ -106,8 +104,7 @@ def swap_(
 def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
 
-    Raises:
-        InvalidArgumentError: for a layer class, whose first parameter is a number, say.
+    Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
     """
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)

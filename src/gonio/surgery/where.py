@@ -232,8 +232,7 @@ def as_selector(where: Where) -> Selector:
             expression (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function
             `(path, module) -> bool`, a :class:`Selector`, or `None` for every module.
 
-    Raises:
-        InvalidArgumentError: for anything else, and for a regular expression that does not compile.
+    Raises: InvalidArgumentError for anything else, and for a regular expression that does not compile.
 
     Example:
         >>> as_selector("type:Linear")("fc", nn.Linear(2, 2)), as_selector(nn.Conv2d)("fc", nn.Linear(2, 2))
@@ -347,8 +346,7 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
         verb: the name of the verb, for the error.
         can_act: returns None for a module on which the verb can act, otherwise the reason why not.
 
-    Raises:
-        NoMatchError: if nothing is left, with the modules on which the verb could act.
+    Raises: NoMatchError if nothing is left, with the modules on which the verb could act.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
