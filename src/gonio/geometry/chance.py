@@ -48,11 +48,7 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
     Symmetric about :math:`\pi/2`, around which it narrows as :math:`1/\sqrt d`: in high dimensions any
     two random directions are nearly orthogonal. Uniform for :math:`d = 2`.
 
-    Args:
-        theta: angles in radians; outside :math:`[0, \pi]` the density is 0.
-        dim: the dimension :math:`d \ge 2`.
-
-    Returns: The density per radian, of the shape of `theta`.
+    `theta` is in radians; outside :math:`[0, \pi]` the density is 0.
 
     Raises: InvalidArgumentError if `dim` is below 2 (in one dimension the angle is 0 or π).
 
@@ -95,11 +91,7 @@ def random_angle_std(dim: int) -> float:
 
 
 def alignment_variance(pairs: Number, dim: int) -> Number:
-    r"""Variance of the :func:`alignment` of random directions over :math:`N` unordered pairs; exact.
-
-    :math:`\sigma^2 = 2(d - 1) / ((d + 2) N)`, from :math:`\operatorname{Var}\cos^2 = 2(d - 1) / (d^2 (d + 2))` and
-    the pairwise independence of the cosines.
-    """
+    """Square of :func:`alignment_deviation`, over this many unordered pairs."""
     return 2 * (dim - 1) / ((dim + 2) * pairs)
 
 
@@ -200,10 +192,8 @@ def welch_bound(n: int, d: int) -> float:
     Raises: InvalidArgumentError if `n` or `d` is below 1.
 
     Example:
-        >>> gonio.geometry.welch_bound(3, 2)
-        0.5
-        >>> gonio.geometry.welch_bound(3, 3)
-        0.0
+        >>> gonio.geometry.welch_bound(3, 2), gonio.geometry.welch_bound(3, 3)
+        (0.5, 0.0)
 
     References: [1] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory 20(3),
         1974. The bound for k = 1.
@@ -250,12 +240,7 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
     .. math:: s \in \sigma\,[\sqrt M - \sqrt m,\; \sqrt M + \sqrt m], \qquad M, m = \text{larger, smaller side}
 
     for entries of mean 0 and standard deviation :math:`\sigma` of any law with finite fourth moment, as the
-    sides grow. Training or a non-zero mean puts singular values above ``upper``.
-
-    Args:
-        rows: filters.
-        cols: inputs of each.
-        std: :math:`\sigma` of one entry.
+    sides grow; `std` is :math:`\sigma`. Training or a non-zero mean puts singular values above ``upper``.
 
     Raises: InvalidArgumentError for sides below 1 or a `std` that is not positive.
 
@@ -303,15 +288,7 @@ def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviatio
     r"""Compare all singular values of some `rows` × `cols` matrices with those of random matrices.
 
     Random means independent entries of mean 0 and of the root mean square that the matrices have together, so a
-    common scale has no effect. None for a single row or column.
-
-    Args:
-        values: all singular values of all matrices, in any order.
-        rows: filters of one matrix.
-        cols: inputs of each.
-
-    References: [1] V. Marchenko, L. Pastur, "Distribution of eigenvalues for some sets of random matrices", Math. USSR
-        Sb. 1(4), 1967.
+    common scale has no effect. `values` are in any order. None for a single row or column.
     """
     small, large = sorted((rows, cols))
     largest = float(values.max())
@@ -360,7 +337,7 @@ def random_spectrum_distance(rows: int, cols: int) -> float:
 
 
 def random_orthogonality_defect(rows: int, cols: int) -> float:
-    r"""``defect`` of normal entries: :math:`\sqrt{(m + 1) / M}` for the smaller and the larger side."""
+    r"""``defect`` for normal entries: :math:`\sqrt{(m + 1) / M}` with the smaller and the larger side."""
     small, large = sorted((rows, cols))
     return sqrt((small + 1) / large)
 

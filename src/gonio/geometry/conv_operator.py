@@ -172,10 +172,7 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
     The layer's map without bias, with its stride, padding, padding mode, dilation and groups. The matrix is
     dense, (out · output grid) × (in · input grid): use it for grids of a few hundred pixels.
 
-    Args:
-        weight: of a convolution or transposed convolution.
-        size: the input's spatial size, one number per kernel dimension.
-        layout: how the weight is stored and applied; see :func:`layout_of`.
+    `size` is the input's spatial size, one number per kernel dimension.
 
     Raises: InvalidArgumentError if `size` does not have one number per kernel dimension, or the weight is empty.
 

@@ -45,14 +45,9 @@ def least_norm(dtype: torch.dtype) -> float:
 def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     r"""Euclidean norm :math:`\lVert x \rVert = \sqrt{\sum x_i^2}` with a finite gradient at 0.
 
-    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. Faster than
-    ``torch.linalg.vector_norm`` over a channel dimension on CPU (plain multiply and sum).
-
-    Args:
-        x: any floating-point tensor. Norms above 1.8e19 in float32 overflow to infinity, and norms
-            below ``least_norm`` (4.5e-13 in float32) count as 0.
-        dim: the dimension(s) summed over.
-        keepdim: keep them with size 1.
+    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. In float32 norms above
+    1.8e19 overflow to infinity, and norms below ``least_norm`` (4.5e-13) count as 0. Over a channel dimension on CPU it
+    is faster than ``torch.linalg.vector_norm`` (plain multiply and sum).
 
     Returns: The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
 
@@ -73,18 +68,12 @@ def _root(x: Tensor, dim: int | tuple[int, ...], keepdim: bool, least: float) ->
 
 
 def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Unit vectors :math:`x / \lVert x \rVert`; a zero vector stays zero.
+    r"""Unit vectors :math:`x / \lVert x \rVert` along the dimension(s) `dim`; a zero vector stays zero.
 
-    The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where
-    ``F.normalize`` has one of size 1e12. A norm beyond 1.8e19 in float32 overflows as in :func:`safe_norm`,
-    and such a vector becomes 0 as with ``F.normalize``.
-
-    Args:
-        x: any floating-point tensor.
-        dim: the dimension(s) that form one vector.
+    The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where ``F.normalize`` has one of
+    size 1e12. If the norm overflows (1.8e19 in float32), the vector becomes 0 as with ``F.normalize``.
 
     Returns: A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
-
     Invariances: Rescaling by a positive factor.
 
     Example:
@@ -111,7 +100,6 @@ def filter_norms(matrix: Tensor) -> Tensor:
     """Euclidean norm of each filter (row).
 
     Shape: (n, d) or (groups, n, d) → (n,) or (groups, n), in float32 at least.
-
     Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:

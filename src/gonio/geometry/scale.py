@@ -41,23 +41,16 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
 
     .. math:: \sum_l \lVert W_l \rVert^2 - L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L} \ge 0
 
-    0 exactly if all layers have the same norm. The L2 penalty of a positively homogeneous chain can be lowered
-    by that much without changing its function.
-
-    Args:
-        weights: one tensor per layer, of any shapes; tied weights once.
+    0 exactly if all layers have the same norm. The L2 penalty of a positively homogeneous chain can be lowered by that
+    much without changing its function. `weights` are one tensor per layer, of any shapes; tied weights once.
 
     Returns: A scalar in float32 at least, differentiable. If a layer is zero, the sum of the squared norms.
-
     Invariances: Permuting layers; not rescaling them.
-
     Raises: InvalidArgumentError if there is no weight.
 
     Example:
         >>> gonio.geometry.scale_imbalance([torch.tensor([4.0]), torch.tensor([1.0])])
         tensor(9.)
-        >>> gonio.geometry.scale_imbalance([torch.tensor([2.0]), torch.tensor([2.0])])
-        tensor(0.)
 
     References: [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
     """

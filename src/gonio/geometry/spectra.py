@@ -53,9 +53,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
 
     Shape: (n, d) or (groups, n, d) → (min(n, d),) or (groups, min(n, d)), in float32 at least.
-
     Invariances: Permuting, flipping and rotating rows or columns.
-
     Raises: InvalidArgumentError for non-finite entries or another rank.
 
     Example:
@@ -75,16 +73,12 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
-    eigenvalues = torch.linalg.eigvalsh(_small_gram(matrix)).flip(-1)
+    n, d = matrix.shape[-2:]
+    eigenvalues = torch.linalg.eigvalsh(matrix @ matrix.mT if n <= d else matrix.mT @ matrix).flip(-1)
     if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
         return torch.linalg.svdvals(matrix)
     zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
     return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
-
-
-def _small_gram(matrix: Tensor) -> Tensor:
-    n, d = matrix.shape[-2:]
-    return matrix @ matrix.mT if n <= d else matrix.mT @ matrix
 
 
 @dataclass(frozen=True)
@@ -177,10 +171,8 @@ def stable_rank(matrix: Tensor) -> Tensor:
     Shape: (n, d) or (groups, n, d) → () or (groups,).
 
     Example:
-        >>> gonio.geometry.stable_rank(torch.eye(5))
-        tensor(5.)
-        >>> gonio.geometry.stable_rank(torch.ones(5, 5))
-        tensor(1.)
+        >>> gonio.geometry.stable_rank(torch.eye(5)), gonio.geometry.stable_rank(torch.ones(5, 5))
+        (tensor(5.), tensor(1.))
 
     References: [1] M. Rudelson, R. Vershynin, "Sampling from large matrices: an approach through geometric functional
         analysis", 2007, §1. https://arxiv.org/abs/math/0503442
@@ -294,10 +286,7 @@ def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = 
 
     Up to :data:`EXACT_WORK` multiply-adds all singular values, else the largest by :func:`largest_singular_value`.
 
-    Args:
-        matrices: a :func:`~gonio.geometry.matrix_view`, in any floating-point dtype.
-        name: seeds the start vector of the iteration.
-        gram: :func:`shared_gram` of these matrices, if it is known.
+    `name` seeds the iteration; `gram` is the :func:`shared_gram` of these matrices, if it is known.
     """
     small = min(matrices.shape[1:])
     if _affordable(matrices):
@@ -336,13 +325,7 @@ def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name
 
     Without all singular values those of :math:`Q^\top W` are used, with Q the range of W times
     :data:`LARGEST_RANK` random vectors [1]. None of them exceeds its counterpart of W, so the result is never too
-    small; it is exact for a weight of lower rank, and None if so many directions hold less.
-
-    Args:
-        matrices: (groups, n, d).
-        found: their :func:`spectrum_estimate`.
-        share: of the squared Frobenius norm, in [0, 1].
-        name: seeds the random vectors.
+    small; it is exact for a weight of lower rank, and None if so many directions hold less. `name` seeds the vectors.
 
     References: [1] N. Halko, P. Martinsson, J. Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011,
         Algorithm 4.1 and Theorem 1.1.

@@ -83,13 +83,6 @@ def _classifier(width: int, num_classes: int) -> list[tuple[str, nn.Module]]:
 class ByteTransformer(nn.Module):
     r"""A causal transformer over bytes: embedding, blocks of attention and MLP with pre-layer-norm, logits.
 
-    Args:
-        vocabulary: number of symbols.
-        width: of the residual stream.
-        heads: of each attention.
-        depth: number of blocks.
-        context: length of the longest input.
-
     Shape: :math:`(N, L)` integers below `vocabulary`, :math:`L \le` `context` → :math:`(N, L, V)` logits of the symbol
         after each position.
 
@@ -146,9 +139,7 @@ class Block(nn.Module):
 
 
 def byte_transformer(num_classes: int = 256) -> nn.Module:
-    """Two blocks of width 64 with 4 heads, for 128 bytes of context.
-
-    Shape: :math:`(N, L)` integers, :math:`L \\le 128` → :math:`(N, L, K)` logits.
+    """A :class:`ByteTransformer` of two blocks of width 64 with 4 heads, for 128 bytes of context.
 
     Example:
         >>> model = gonio.models.byte_transformer()

@@ -50,12 +50,9 @@ def balance_(
     weight, have forward hooks or compute otherwise than torch's; the result's notes say which and why.
 
     Args:
-        model: changed in place.
         example: an input on which the outputs before and after are compared; None to skip that.
-        level: "neuron" or "layer".
-        optimizer: its state is rescaled too: the gradient of a weight that is multiplied by s is
-            divided by s, its square by s². The next step of Adam and its relatives then is the same step;
-            that of SGD is s² times smaller than the same step, with momentum as without.
+        optimizer: its state is rescaled too: gradients of a weight that is multiplied by s are divided by s, their
+            squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
     Raises:
         NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
@@ -187,10 +184,7 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
 
 @dataclass(frozen=True)
 class LeastSum:
-    """The scales with the least sum of squared weights.
-
-    If the descent has not converged, the scales are valid but not the best.
-    """
+    """The scales with the least sum of squared weights; valid but not the best if not converged."""
 
     layers: tuple[ChannelMap, ...]  # that take part
     scales: dict[ScaleVariable, Tensor]  # one number per channel
@@ -206,14 +200,12 @@ def least_scales(
     r"""The least sum of squared weights over the free scales, by coordinate descent.
 
     The sum consists of terms :math:`s_i^2\, m_{ij} / t_j^2` and so is convex in the logarithms of the scales.
-    For one scale with all others held it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is
-    the square of the rows that produce the channel and Q of the columns that consume it. In the logarithm of
-    s this is a hyperbolic cosine about its minimum, so a step of up to twice the way still descends: steps
-    are lengthened as in successive over-relaxation for a chain of that many scales, which needs a number of
-    sweeps in proportion to its length instead of its square.
+    For one scale with all others fixed it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is the
+    square of the rows that produce the channel and Q of the columns that consume it. In :math:`\log s` this is a
+    hyperbolic cosine about its minimum, so steps of up to twice the distance descend. Successive over-relaxation uses
+    them: the number of sweeps is proportional to the length of a chain instead of its square.
 
-    The variables must be free. With `per_channel` there is one scale per channel, otherwise one per tensor;
-    `tolerance` is the largest change of a log scale at convergence.
+    The variables must be free. `tolerance` is the largest change of a log scale at convergence.
     """
     descent = _Descent(variables)
     before = descent.sum_of_squares()

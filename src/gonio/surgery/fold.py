@@ -41,14 +41,11 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         W' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\, W, \qquad
         b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta;
 
-    and every decoupled layer that is linear in its input. The result is the function of the model in
-    evaluation mode; it is meant for export and inference, not for further training. Layers that stay are
-    named in the result's notes with the reason.
+    and every decoupled layer that is linear in its input. The result computes the function of the model in evaluation
+    mode; it is meant for export and inference, not for further training. Notes name the layers that stay and why.
 
     Args:
-        model: changed in place.
-        example: an input on which the outputs before and after are compared; the largest deviation is
-            in the result's notes. None skips the comparison.
+        example: an input on which the outputs before and after are compared, with a note; None to skip that.
         where: which modules; None for all that can be folded. Naming one that cannot is an error.
 
     Raises:

@@ -192,10 +192,10 @@ class Graph:
     def scale_variables(self) -> list[ScaleVariable]:
         """One variable for each tensor between layers, free and pinned; new objects at each call.
 
-        A tensor that flows only through positively homogeneous operations, φ(cx) = cφ(x) for c > 0, between
-        the layers that produce it and those that consume it can be multiplied by any c > 0 without changing
-        the function: the producers' rows are multiplied by c, the consumers' columns divided by it. A sum
-        ties its terms to one variable. Any other operation pins the tensors that it reads to scale 1.
+        If only positively homogeneous operations, φ(cx) = cφ(x) for c > 0, lie between the producers and the consumers
+        of a tensor, the rows of the producers can be multiplied by c and the columns of the consumers divided by it
+        without changing the function. A sum ties its terms to one variable. Any other operation pins the tensors that
+        it reads to scale 1.
         """
         reader = _ScaleReader(self)
         for node in self.nodes:
@@ -238,13 +238,9 @@ class _Tracer(fx.Tracer):
 def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
     """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
 
-    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's
-    attributes and the random generator are as before afterwards. One thread traces at a time. Other threads
-    may call modules during that time; calls of compiled models raise there, because torch refuses them.
-
-    Args:
-        model: not changed.
-        training: the mode in which it is traced; None for the mode that it is in.
+    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's attributes and
+    modes and the random generator are restored. One thread traces at a time; meanwhile other threads may call modules
+    that are not compiled. `training` is the mode in which the model is traced; None for its own.
 
     Example:
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
@@ -301,10 +297,10 @@ def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
 
 
 def activation_after(model: nn.Module | Graph) -> dict[str, str]:
-    """The activation that each weighted layer's output meets first, `"linear"` if it meets none.
+    """The first activation after each weighted layer, `"linear"` if there is none.
 
-    Normalisation, average pooling, dropout and reshaping are passed. A layer whose output goes to different
-    activations, or to an unknown one, is left out.
+    Normalisation, average pooling, dropout and reshaping in between are skipped. A layer whose output goes to
+    different activations, or to an unknown one, is left out.
 
     Example:
         >>> activation_after(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU(), nn.Linear(2, 2)))

@@ -37,23 +37,19 @@ def init_(
 ) -> Edited:
     r"""Initialise a weight of every chosen layer in place; biases stay as they are.
 
-    Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
-    that two models which share a layer's path start with the same weight there, even if they differ
-    elsewhere. If the function takes a `gain` and none is given, the gain of the activation that follows
-    the layer is used, found by tracing the model; where it is not found, the function's own default
-    is used, and the result says so. The padding row of an embedding stays as it is.
+    Each weight is drawn from a generator that depends on `seed` and the layer's path alone, so two models with a
+    layer of the same path have the same weight there. If the function takes a `gain` and none is given, it is the gain
+    of the activation that follows the layer, found by tracing the model, or else the function's default, which a note
+    says. The padding row of an embedding stays as it is.
 
-    Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
-    projections of ``nn.MultiheadAttention``, each of which is drawn as a matrix of its own, or
-    `"weight_hh_l0"` for an LSTM. The result of a call for `"weight"` names the matrices that it leaves out.
+    Layers with several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed projections of
+    ``nn.MultiheadAttention``, each of which is drawn on its own, or `"weight_hh_l0"` for an LSTM. A call for `"weight"`
+    notes the matrices that it leaves out.
 
     Args:
-        model: changed in place.
         function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the
             weight in place. A tied weight is initialised once, by its first path.
         where: which layers; None for all that have such a weight matrix.
-        tensor: the name of the tensor.
-        seed: of the generators.
         options: go to the function, e.g. `gain="relu"`.
 
     Raises:

@@ -41,19 +41,16 @@ def lsuv_(
     .. math::
         W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
 
-    Layers run in execution order, which may differ from the order of registration, on the outputs of the layers scaled
-    before them. The model runs in evaluation mode and gets its modes back; its buffers do not change.
+    The input of a layer is the output of the layers scaled before it. The model runs in evaluation mode and gets its
+    modes back; its buffers do not change.
 
     Args:
-        model: changed in place.
         batch: an input tensor, a tuple of arguments or a dict of keyword arguments.
         where: which layers; None for all linear and convolutional ones. A weight that several layers
             share is scaled once, by the first of them that runs.
         function: draws the weights first; None keeps them and only scales.
-        tolerance: of the standard deviation.
         max_steps: per layer. A layer that has not converged by then, or whose output is constant, is
             named in the result's notes.
-        seed: of the draws.
 
     Raises:
         NoMatchError: if `where` selects no linear or convolutional layer.

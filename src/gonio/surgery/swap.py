@@ -31,21 +31,17 @@ def swap_(
 ) -> Edited:
     """Replace every chosen layer by the layer that the factory makes from it.
 
-    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) hand the same Parameter objects to
-    the new layer, so an optimizer that was built before stays valid for them. A module that occurs under several names
-    is converted once and replaced under each of them. A batch norm of timm that has its activation inside becomes the
-    new layer followed by that activation. Forward hooks stay with the replaced layers; the result names those layers.
+    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) use the same Parameter objects in
+    the new layer, so an optimizer built before stays valid for them. A module with several names is converted once and
+    replaced under each of them. A batch norm of timm with its activation inside becomes the new layer followed by that
+    activation. Forward hooks stay with the replaced layers, which the notes name.
 
-    Some layers of torch read the weights of their children instead of calling them. The output
-    projection of ``nn.MultiheadAttention`` is always read: it is left out, and the result says so (use
-    :func:`gonio.parametrize_` there). ``nn.TransformerEncoderLayer`` does so on its fast path in
-    evaluation, which is disabled for a layer whose parts are replaced.
-
-    A layer that the factory refuses (a subclass that computes something else than its torch class) is an
-    error where `where` selects it; without `where` it stays, and the result says why.
+    The output projection of ``nn.MultiheadAttention`` is left out, because its parent reads its weight without calling
+    it (use :func:`gonio.parametrize_` there). The fast path of ``nn.TransformerEncoderLayer``, which reads weights too,
+    is disabled for a layer whose parts are replaced. A layer that the factory refuses (a subclass that computes
+    something else than its torch class) is an error if `where` selects it; without `where` it stays, with a note.
 
     Args:
-        model: changed in place.
         factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which layers it takes.
         where: which layers; None for all that the factory takes.
         optimizer: updated with the parameters that are added and removed. Without it, the next step of one that

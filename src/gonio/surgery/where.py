@@ -338,13 +338,8 @@ def _join(path: str, name: str, parent: nn.Module) -> str:
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
     """The sites that `where` selects and on which the verb can act.
 
-    A selected module on which the verb cannot act is left out, because globs also match containers. The
-    caller reports the sites that it used; selecting none is an error.
-
-    Args:
-        where: see :func:`gonio.surgery.as_selector`.
-        verb: the name of the verb, for the error.
-        can_act: returns None for a module on which the verb can act, otherwise the reason why not.
+    Selected modules on which the verb cannot act are left out, because globs also match containers. `can_act` returns
+    None for a module on which it can, otherwise the reason; `verb` names it in the error.
 
     Raises: NoMatchError if nothing is left, with the modules on which the verb could act.
 
