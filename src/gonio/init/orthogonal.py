@@ -67,7 +67,6 @@ def orthogonal_(
     References: [1] A. Saxe, J. McClelland, S. Ganguli, "Exact solutions to the nonlinear dynamics of learning in deep
         linear neural networks", 2013. https://arxiv.org/abs/1312.6120. [2] Stewart 1980, §3, see Note [Stewart's
         method].
-
     Differs: ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get a
         norm far below 1; takes the input channels of transposed convolutions for filters; raises for half precision on
         CPU.

@@ -45,9 +45,9 @@ def balance_(
 
     Linear, convolutional and transposed layers and the affine map of batch norms are balanced across ReLU, LeakyReLU,
     PReLU, dropout, pooling, flattening and residual sums, found on the graphs that `torch.fx` traces in evaluation and
-    in training mode, called with the first arguments alone. The first dimension must be the batch. GELU, SiLU,
-    softplus, ELU, concatenation and other layers pin the tensors that they touch, as do layers that run twice, share a
-    weight, have forward hooks or compute otherwise than torch's; the result's notes say which and why.
+    in training mode, called with the first arguments alone. The first dimension must be the batch. Every other
+    operation fixes the scale of the tensors that it reads, as do layers that run twice, share a weight, have forward
+    hooks or do not run torch's forward; notes give the reasons.
 
     Args:
         example: an input on which the outputs before and after are compared; None to skip that.
@@ -55,24 +55,22 @@ def balance_(
             squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
     Raises:
-        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
-            reasons), if a tensor of the optimizer's state has an unknown unit, or if the outputs changed by more
-            than rounding; the model then is as before.
+        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move, if a tensor of the
+            optimizer's state has an unknown unit, or if the outputs changed by more than rounding; the model is
+            restored.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-        >>> with torch.no_grad():
-        ...     _ = model[0].weight.mul_(100)
+        >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False)).double()
         >>> x = torch.ones(1, 4, dtype=torch.float64)
         >>> before = model(x)
-        >>> edited = gonio.balance_(model, example=x)
-        >>> torch.allclose(model(x), before, rtol=1e-12)
-        True
+        >>> edited = gonio.balance_(model, example=x, level="layer")
+        >>> torch.allclose(model(x), before), torch.allclose(model[0].weight.norm(), model[2].weight.norm())
+        (True, True)
 
     References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
-        https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4). Differs: residual groups share
-        one scale, and biases carry the cumulative factor.
+        https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4).
+    Differs: residual groups share one scale, and biases carry the cumulative factor.
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
@@ -81,14 +79,12 @@ def balance_(
     graphs = [trace(model, training=mode) for mode in (False, True)]
     for graph in graphs:
         if graph.reason:
-            why = f"the model cannot be traced ({graph.reason})"
-            raise NotApplicableError("balance_", "", why, "Balance its parts.", action="balance")
+            raise _not_applicable(f"the model cannot be traced ({graph.reason})", "Balance its parts.")
     variables = _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        why, do = f"no scale is free to move: {why}", "Leave this model as it is."
-        raise NotApplicableError("balance_", "", why, do, action="balance")
+        raise _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
     before = outputs(model, example) if example is not None else None
     least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
@@ -98,10 +94,13 @@ def balance_(
         if before is not None:
             moved = deviation(before, outputs(model, example))
             if moved.relative > max(_ALLOWED.get(x.dtype, 0.1) for x in before):
-                why, do = f"the outputs changed: {moved}", "Please report this model."
-                raise NotApplicableError("balance_", "", why, do, action="balance")
+                raise _not_applicable(f"the outputs changed: {moved}", "Please report this model.")
             edit.note(str(moved))
     return edit.done()
+
+
+def _not_applicable(why: str, do: str) -> NotApplicableError:
+    return NotApplicableError("balance_", "", why, do, action="balance")
 
 
 def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:

@@ -32,18 +32,17 @@ def calibrate_(
 ) -> Edited:
     r"""Replace running statistics by averages over batches, with all parameters frozen.
 
-    For batches :math:`b` with :math:`n_b` values per channel, mean :math:`\mu_b` and (biased)
-    variance :math:`\sigma_b^2`, with weights :math:`p_b = n_b / \sum n_b`:
+    For batches :math:`b` with :math:`n_b` values per channel, mean :math:`\mu_b` and (biased) variance
+    :math:`\sigma_b^2`, with weights :math:`p_b = n_b / \sum n_b`:
 
     .. math::
         \mu = \sum_b p_b \mu_b, \qquad
         \sigma^2_{\text{mean}} = \sum_b p_b \sigma_b^2, \qquad
         \sigma^2_{\text{total}} = \sigma^2_{\text{mean}} + \sum_b p_b (\mu_b - \mu)^2
 
-    `"total"` is the variance of all values together; `"mean"` is the average variance that the layers met in training,
-    smaller by the spread of the batch means. torch's layers store unbiased variances: for them the total is multiplied
-    by N/(N − 1), and each :math:`\sigma_b^2` of the mean by n_b/(n_b − 1). The batches of an instance norm are its
-    samples.
+    `variance="total"` is the variance of all values together; `"mean"` is the average variance of the batches, as in
+    training. torch's layers store unbiased variances: for them the total is multiplied by N/(N − 1), and each
+    :math:`\sigma_b^2` of the mean by n_b/(n_b − 1). The batches of an instance norm are its samples.
 
     During the call the layers normalise by each batch's own statistics, as in training; everything else (dropout) is
     in evaluation mode, and compiled models run eagerly. In a distributed process group every process must make the

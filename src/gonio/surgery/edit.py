@@ -52,10 +52,9 @@ class Edit:
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> with Edit(model, "demo_") as edit:
         ...     edit.replace_(gonio.surgery.sites(model)[1], nn.ReLU(), what="a ReLU instead")
-        >>> edited = edit.done()
         >>> type(model[0]).__name__
         'ReLU'
-        >>> edited.undo_()
+        >>> edit.done().undo_()
         >>> type(model[0]).__name__
         'Linear'
     """

@@ -22,12 +22,7 @@ _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference between two models' outputs.
-
-    Attributes:
-        absolute: max |a − b| over all outputs.
-        relative: `absolute` over max |a|; 0 if both are 0.
-    """
+    """The largest difference between two models' outputs: max |a − b|, and this over max |a| (0 if both are 0)."""
 
     absolute: float
     relative: float

@@ -35,7 +35,6 @@ from gonio.surgery.wrapping import unwrapped
 
 __all__ = ["HOMOGENEOUS", "ChannelMap", "Graph", "ScaleVariable", "activation_after", "followed_by_norm", "trace"]
 
-_POOLS = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),
     "leaky_relu": (nn.LeakyReLU,),
@@ -69,12 +68,9 @@ _ELEMENTWISE_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 _ELEMENTWISE_FUNCTIONS = frozenset(("relu", "relu_", "leaky_relu", "dropout", "contiguous"))
-_POOLING_MODULES = tuple(getattr(nn, f"{kind}{dims}d") for kind in _POOLS for dims in (1, 2, 3))
-_POOLING_FUNCTIONS = frozenset(
-    f"{kind}{dims}d"
-    for kind in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
-    for dims in (1, 2, 3)
-)
+_POOLS = (("Max", "max"), ("Avg", "avg"), ("AdaptiveMax", "adaptive_max"), ("AdaptiveAvg", "adaptive_avg"))
+_POOLING_MODULES = tuple(getattr(nn, f"{kind}Pool{dims}d") for kind, _ in _POOLS for dims in (1, 2, 3))
+_POOLING_FUNCTIONS = frozenset(f"{kind}_pool{dims}d" for _, kind in _POOLS for dims in (1, 2, 3))
 # Norms of each channel by itself remove a bias before them too; norms across channels do not.
 _NORMS_PER_CHANNEL = (
     *(nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -267,7 +263,7 @@ def _defaults(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore attributes that a forward sets on proxies, and modes."""
+    """Restore modes, and attributes that a forward sets to proxies."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -286,8 +282,7 @@ def _restoring(model: nn.Module) -> Iterator[None]:
 def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
-    The loss does not depend on the scale of their weights, so a penalty on that scale has no opposing
-    force. Empty where the model cannot be traced.
+    The loss does not depend on the scale of their weights. Empty where the model cannot be traced.
 
     Example:
         >>> followed_by_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)))
@@ -467,7 +462,7 @@ class _ScaleReader:
         elif flows:
             axis, spatial = flows[0].axis, flows[0].spatial
         else:
-            return  # (N, C), (N, C, L) or more: the graph does not tell
+            return  # (N, C), (N, C, L) or more: not known from the graph
         variable = self._new(ChannelMap.of(path, module))
         self.flow[node] = _Flow(variable, axis, spatial)
         for part in norm_tail(module):

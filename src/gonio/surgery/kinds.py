@@ -23,16 +23,8 @@ __all__ = [
     "without_tail",
 ]
 
-WEIGHTED = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
 SWITCHABLE_NORMS = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
 _BATCH_NORMS = (nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TORCH_NORMS = (

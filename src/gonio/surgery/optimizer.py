@@ -177,7 +177,7 @@ class _Waiting:
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
     def observe(self, held: set[int]) -> None:
-        """Forget the added parameters that an optimizer about to step holds, and those that are gone."""
+        """Drop the added parameters that an optimizer about to step holds, and those that no longer exist."""
         self.added = {name: ref for name, ref in self.added.items() if (p := ref()) is not None and id(p) not in held}
 
     def untrained(self) -> list[str]:

@@ -227,10 +227,9 @@ Where = Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callabl
 def as_selector(where: Where) -> Selector:
     """The selector that a `where` argument stands for.
 
-    Args:
-        where: a module class or tuple of classes, a glob over dotted paths (`"layer1.*"`), a regular
-            expression (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function
-            `(path, module) -> bool`, a :class:`Selector`, or `None` for every module.
+    `where` is a module class or tuple of classes, a glob over dotted paths (`"layer1.*"`), a regular expression
+    (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function `(path, module) -> bool`, a :class:`Selector`,
+    or None for every module.
 
     Raises: InvalidArgumentError for anything else, and for a regular expression that does not compile.
 
