@@ -57,15 +57,9 @@ def cosines(matrix: Tensor) -> Tensor:
     Always within [−1, 1]; the clamp changes the value and not the gradient. A zero filter has cosine 0 with
     every filter, itself included.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: (n, n) or (groups, n, n), in float32 at least.
-
-    Invariances:
-        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
-
-    Raises:
-        InvalidArgumentError: for a tensor of another rank.
+    Shape: (n, d) or (groups, n, d) → (n, n) or (groups, n, n), in float32 at least.
+    Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+    Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:
         >>> gonio.geometry.cosines(torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]]))
@@ -87,27 +81,19 @@ def angles(matrix: Tensor) -> Tensor:
     cosine of a float32 cosine has an error of 3e-4. Angles below 4.5e-8 are rounding and become 0. The gradient
     is bounded everywhere. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
-    Shape:
-        - ``matrix``: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
-        - output: (n, n) or (groups, n, n), in float32 at least.
-
-    Invariances:
-        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
-
-    Raises:
-        InvalidArgumentError: for a tensor of another rank.
+    Shape: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution → (n, n) or
+        (groups, n, n), in float32 at least.
+    Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+    Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:
         >>> gonio.geometry.angles(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).rad2deg()
         tensor([[ 0., 45.],
                 [45.,  0.]])
 
-    See also:
-        :func:`angle_between` for pairs of vectors.
-
-    References:
-        [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
-        2006, §12.
+    See also: :func:`angle_between` for pairs of vectors.
+    References: [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?", 2006,
+        §12.
     """
     matrix = flat_filters(matrix)
     check_matrix(matrix, "angles")
@@ -130,16 +116,13 @@ def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
     accurate to 1e-7 near 0 and to the last digit (2.4e-7) up to :math:`\pi`, with an accurate gradient, which is
     0 at exactly parallel vectors. A zero vector is at :math:`\pi/2` to every other vector.
 
-    Returns:
-        Angles in :math:`[0, \pi]`, in float32 at least, without the dimension `dim`.
+    Returns: Angles in :math:`[0, \pi]`, in float32 at least, without the dimension `dim`.
 
     Example:
         >>> gonio.geometry.angle_between(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
         tensor(1.0000e-06)
 
-    References:
-        [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?",
-        2006, §12.
+    References: [1] As :func:`angles`.
     """
     a, b = unit_vectors(a, dim), unit_vectors(b, dim)
     near, far = safe_norm(a - b, dim), safe_norm(a + b, dim)
@@ -154,27 +137,24 @@ def coherence(matrix: Tensor) -> Tensor:
     0 if the filters are orthogonal, which requires :math:`n \le d`; 1 if two are parallel or opposite. For
     :math:`n > d` it is at least :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d) with n ≥ 2.
-        - output: () or (groups,).
-
-    Invariances:
-        Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
-
-    Raises:
-        InvalidArgumentError: if there are fewer than two filters.
+    Shape: (n, d) or (groups, n, d) with n ≥ 2 → () or (groups,).
+    Invariances: Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
+    Raises: InvalidArgumentError if there are fewer than two filters.
 
     Example:
-        >>> gonio.geometry.coherence(torch.eye(3))
-        tensor(0.)
         >>> gonio.geometry.coherence(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         tensor(0.7071)
 
-    References:
-        [1] T. Strohmer, R. W. Heath, "Grassmannian frames with applications to coding and communication",
-        Appl. Comput. Harmon. Anal. 14(3), 2003. https://arxiv.org/abs/math/0301135
+    References: [1] T. Strohmer, R. W. Heath, "Grassmannian frames with applications to coding and communication", Appl.
+        Comput. Harmon. Anal. 14(3), 2003. https://arxiv.org/abs/math/0301135
     """
-    _check_pairs(matrix, "coherence")
+    check_matrix(matrix, "coherence")
+    if matrix.shape[-2] < 2:
+        raise InvalidArgumentError(
+            "coherence() compares pairs of filters and needs at least 2 rows",
+            f"shape {tuple(matrix.shape)}",
+            "Exclude layers with a single output.",
+        )
     n, matrix = matrix.shape[-2], whole(matrix)
     with full_precision(matrix):
         unit = unit_vectors(matrix)
@@ -199,21 +179,12 @@ def alignment(matrix: Tensor) -> Tensor:
     for parallel filters; at least :math:`(n - d)/(n - 1)` for :math:`n > d`. Zero filters have no direction
     and are left out; with fewer than two directions the result is 1.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,), in float32 at least.
-
-    Invariances:
-        Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
+    Shape: (n, d) or (groups, n, d) → () or (groups,), in float32 at least.
+    Invariances: Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
 
     Example:
-        >>> gonio.geometry.alignment(torch.eye(4))
-        tensor(0.)
-        >>> gonio.geometry.alignment(torch.ones(3, 4))
-        tensor(4.)
-
-    See also:
-        :func:`alignment_zscore`, its distance from 1 in standard deviations.
+        >>> gonio.geometry.alignment(torch.eye(4)), gonio.geometry.alignment(torch.ones(3, 4))
+        (tensor(0.), tensor(4.))
     """
     check_matrix(matrix, "alignment")
     n, d = matrix.shape[-2:]
@@ -237,9 +208,7 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
     random directions, negative if they are more orthogonal. Random weights have |z| < 3; the law of :math:`z`
     is nearly normal for many filters and skewed to the right for few.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,). 0 where there are fewer than two directions, or d = 1.
+    Shape: (n, d) or (groups, n, d) → () or (groups,). 0 where there are fewer than two directions, or d = 1.
 
     Example:
         >>> gonio.geometry.alignment_zscore(torch.eye(4))
@@ -257,16 +226,6 @@ def _ordered_pairs(matrix: Tensor) -> Tensor:
     return directions * (directions - 1)
 
 
-def _check_pairs(matrix: Tensor, function: str) -> None:
-    check_matrix(matrix, function)
-    if matrix.shape[-2] < 2:
-        raise InvalidArgumentError(
-            f"{function}() compares pairs of filters and needs at least 2 rows",
-            f"shape {tuple(matrix.shape)}",
-            "Exclude layers with a single output.",
-        )
-
-
 def sign_similarity(matrix: Tensor) -> Tensor:
     r"""Expected product of the signs of two filters' outputs, :math:`\vartheta_{ij} = 1 - 2\theta_{ij}/\pi`.
 
@@ -274,20 +233,15 @@ def sign_similarity(matrix: Tensor) -> Tensor:
 
     for inputs of uniformly random direction: 1 for parallel filters, 0 for orthogonal, −1 for opposite ones.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: (n, n) or (groups, n, n), in float32 at least.
-
-    Invariances:
-        Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
+    Shape: (n, d) or (groups, n, d) → (n, n) or (groups, n, n), in float32 at least.
+    Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
 
     Example:
         >>> gonio.geometry.sign_similarity(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         tensor([[1.0000, 0.5000],
                 [0.5000, 1.0000]])
 
-    References:
-        [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
+    References: [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
     """
     return 1 - angles(matrix) * (2 / pi)
 
@@ -305,32 +259,21 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
     so the share of differing bits estimates :math:`p` with standard deviation
     :math:`\sqrt{p(1-p)/\text{bits}}`. A bit is set if the projection is ≥ 0, also for the zero vector.
 
-    Use hashes to find candidates and to store directions in few bytes, not to *estimate* angles: 512 bits have
-    an error of 4° (root mean square); a product of the unit vectors in bfloat16 has one of 0.007° and takes
-    about as long as comparing the hashes of all pairs.
+    Hashes find candidates and store directions in few bytes. For estimates of angles the product of the unit vectors
+    in bfloat16 takes about as long and has an error of 0.007° instead of 4° (512 bits, root mean square). Only hashes
+    with equal `seed` and `bits` can be compared.
 
-    Args:
-        vectors: one per row.
-        bits: number of hyperplanes.
-        seed: of the hyperplanes; only hashes with equal seed and number of bits can be compared.
-
-    Shape:
-        - ``vectors``: (n, d) or (groups, n, d).
-        - output: (n, bits) or (groups, n, bits), bool.
-
-    Invariances:
-        Rescaling vectors by positive factors; the negated vector has the complement, except at projections of 0.
-
-    Raises:
-        InvalidArgumentError: for `bits` below 1, or another rank.
+    Shape: (n, d) or (groups, n, d) → (n, bits) or (groups, n, bits), bool.
+    Invariances: Rescaling vectors by positive factors; the negated vector has the complement, except at projections of
+        0.
+    Raises: InvalidArgumentError for `bits` below 1, or another rank.
 
     Example:
         >>> bits = gonio.geometry.sign_hash(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 4096)
         >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
         0.5
 
-    See also:
-        :func:`near_duplicates`, which finds candidates by such bits; :func:`angles`, exact.
+    See also: :func:`near_duplicates`, which finds candidates by such bits; :func:`angles`, exact.
     """
     check_matrix(vectors, "sign_hash")
     if bits < 1:

@@ -42,7 +42,7 @@ and the row numbers in the matrix of the filters from `start` on."""
 def tiles(matrix: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks of a matrix in float32 at least, each with its first row and first column; long rows are cut.
 
-    All blocks share one buffer: a block is valid until the next one is taken.
+    All blocks share one buffer, so a block is valid until the next one is read.
     """
     n, d = matrix.shape
     width = max(1, min(d, BLOCK))
@@ -100,9 +100,8 @@ class NormSummary:
     """Distribution of the filter norms of a weight.
 
     Attributes:
-        rms: root mean square of the entries.
-        frobenius: square root of the sum of their squares.
-        mean: of the filter norms, as are the next four.
+        rms, frobenius: root mean square of the entries, and norm of the whole weight.
+        mean: of the filter norms, as the next four.
         std: with denominator n.
         quantiles: least, quartiles (nearest order statistic), largest.
         nonzero_min: least norm that is not 0; None if all are 0.

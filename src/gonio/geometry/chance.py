@@ -48,23 +48,16 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
     Symmetric about :math:`\pi/2`, around which it narrows as :math:`1/\sqrt d`: in high dimensions any
     two random directions are nearly orthogonal. Uniform for :math:`d = 2`.
 
-    Args:
-        theta: angles in radians; outside :math:`[0, \pi]` the density is 0.
-        dim: the dimension :math:`d \ge 2`.
+    `theta` is in radians; outside :math:`[0, \pi]` the density is 0.
 
-    Returns:
-        The density per radian, of the shape of `theta`.
-
-    Raises:
-        InvalidArgumentError: if `dim` is below 2 (in one dimension the angle is 0 or π).
+    Raises: InvalidArgumentError if `dim` is below 2 (in one dimension the angle is 0 or π).
 
     Example:
         >>> gonio.geometry.random_angle_density(torch.tensor([0.0, torch.pi / 2]), dim=3)
         tensor([0.0000, 0.5000])
 
-    References:
-        [1] T. T. Cai, J. Fan, T. Jiang, "Distributions of angles in random packing on spheres", JMLR 14
-        (2013), Eq. (1). https://arxiv.org/abs/1306.0256
+    References: [1] T. T. Cai, J. Fan, T. Jiang, "Distributions of angles in random packing on spheres", JMLR 14 (2013),
+        Eq. (1). https://arxiv.org/abs/1306.0256
     """
     if dim < 2:
         raise InvalidArgumentError(
@@ -98,11 +91,7 @@ def random_angle_std(dim: int) -> float:
 
 
 def alignment_variance(pairs: Number, dim: int) -> Number:
-    r"""Variance of the :func:`alignment` of random directions over :math:`N` unordered pairs; exact.
-
-    :math:`\sigma^2 = 2(d - 1) / ((d + 2) N)`, from :math:`\operatorname{Var}\cos^2 = 2(d - 1) / (d^2 (d + 2))` and
-    the pairwise independence of the cosines.
-    """
+    """Square of :func:`alignment_deviation`, over this many unordered pairs."""
     return 2 * (dim - 1) / ((dim + 2) * pairs)
 
 
@@ -113,8 +102,7 @@ def alignment_deviation(n: int, d: int) -> float:
 
     from :math:`\operatorname{Var}\cos^2 = 2(d - 1) / (d^2 (d + 2))` and the pairwise independence of the cosines.
 
-    Raises:
-        InvalidArgumentError: for fewer than two directions.
+    Raises: InvalidArgumentError for fewer than two directions.
 
     Example:
         >>> round(gonio.geometry.alignment_deviation(64, 576), 4)
@@ -133,15 +121,13 @@ def expected_coherence(n: int, d: int) -> float:
     All pairs are treated as independent, which they are pairwise; simulations from (n, d) = (5, 3) to (1000, 100)
     agree within their error of 1 %. Roughly :math:`\sqrt{4 \ln n / d}` in high dimensions.
 
-    Raises:
-        InvalidArgumentError: for fewer than two directions, or less than two dimensions.
+    Raises: InvalidArgumentError for fewer than two directions, or less than two dimensions.
 
     Example:
         >>> round(gonio.geometry.expected_coherence(64, 576), 3)
         0.15
 
-    References:
-        [1] T. T. Cai, J. Fan, T. Jiang, "Distributions of angles in random packing on spheres", JMLR 14, 2013,
+    References: [1] T. T. Cai, J. Fan, T. Jiang, "Distributions of angles in random packing on spheres", JMLR 14, 2013,
         Theorems 1 and 2 (limits of the extreme angle). https://arxiv.org/abs/1306.0256
     """
     _check_counts("expected_coherence", n, d, least=2)
@@ -203,18 +189,14 @@ def welch_bound(n: int, d: int) -> float:
 
     Attained exactly by equiangular tight frames, for example three vectors at 120°.
 
-    Raises:
-        InvalidArgumentError: if `n` or `d` is below 1.
+    Raises: InvalidArgumentError if `n` or `d` is below 1.
 
     Example:
-        >>> gonio.geometry.welch_bound(3, 2)
-        0.5
-        >>> gonio.geometry.welch_bound(3, 3)
-        0.0
+        >>> gonio.geometry.welch_bound(3, 2), gonio.geometry.welch_bound(3, 3)
+        (0.5, 0.0)
 
-    References:
-        [1] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
-        20(3), 1974. The bound for k = 1.
+    References: [1] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory 20(3),
+        1974. The bound for k = 1.
     """
     _check_counts("welch_bound", n, d, least=1)
     return sqrt((n - d) / (d * (n - 1))) if n > d else 0.0
@@ -258,25 +240,18 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
     .. math:: s \in \sigma\,[\sqrt M - \sqrt m,\; \sqrt M + \sqrt m], \qquad M, m = \text{larger, smaller side}
 
     for entries of mean 0 and standard deviation :math:`\sigma` of any law with finite fourth moment, as the
-    sides grow. Training or a non-zero mean puts singular values above ``upper``.
+    sides grow; `std` is :math:`\sigma`. Training or a non-zero mean puts singular values above ``upper``.
 
-    Args:
-        rows: filters.
-        cols: inputs of each.
-        std: :math:`\sigma` of one entry.
-
-    Raises:
-        InvalidArgumentError: for sides below 1 or a `std` that is not positive.
+    Raises: InvalidArgumentError for sides below 1 or a `std` that is not positive.
 
     Example:
         >>> law = gonio.geometry.marchenko_pastur(4000, 1000, std=4000**-0.5)
         >>> round(law.lower, 6), round(law.upper, 6)
         (0.5, 1.5)
 
-    References:
-        [1] V. Marchenko, L. Pastur, "Distribution of eigenvalues for some sets of random matrices", Math. USSR
-        Sb. 1(4), 1967. [2] Z. Bai, Y. Yin, "Limit of the smallest eigenvalue of a large dimensional sample
-        covariance matrix", Ann. Probab. 21(3), 1993 (the ends of the support).
+    References: [1] V. Marchenko, L. Pastur, "Distribution of eigenvalues for some sets of random matrices", Math. USSR
+        Sb. 1(4), 1967. [2] Z. Bai, Y. Yin, "Limit of the smallest eigenvalue of a large dimensional sample covariance
+        matrix", Ann. Probab. 21(3), 1993 (the ends of the support).
     """
     _check_counts("marchenko_pastur", rows, cols, least=1)
     if not std > 0:
@@ -313,16 +288,7 @@ def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviatio
     r"""Compare all singular values of some `rows` × `cols` matrices with those of random matrices.
 
     Random means independent entries of mean 0 and of the root mean square that the matrices have together, so a
-    common scale has no effect. None for a single row or column.
-
-    Args:
-        values: all singular values of all matrices, in any order.
-        rows: filters of one matrix.
-        cols: inputs of each.
-
-    References:
-        [1] V. Marchenko, L. Pastur, "Distribution of eigenvalues for some sets of random matrices", Math. USSR
-        Sb. 1(4), 1967.
+    common scale has no effect. `values` are in any order. None for a single row or column.
     """
     small, large = sorted((rows, cols))
     largest = float(values.max())
@@ -351,10 +317,9 @@ def random_largest_singular_value(rows: int, cols: int) -> float:
         >>> round(random_largest_singular_value(1000, 1000), 3)  # the edge of the law is 2
         2.02
 
-    References:
-        [1] I. Johnstone, "On the distribution of the largest eigenvalue in principal components analysis", Ann.
-        Statist. 29(2), 2001, Theorem 1.1. [2] Z. Ma, "Accuracy of the Tracy–Widom limits for the extreme eigenvalues
-        in white Wishart matrices", Bernoulli 18(1), 2012 (the halves, which make it hold for small sides).
+    References: [1] I. Johnstone, "On the distribution of the largest eigenvalue in principal components analysis", Ann.
+        Statist. 29(2), 2001, Theorem 1.1. [2] Z. Ma, "Accuracy of the Tracy–Widom limits for the extreme eigenvalues in
+        white Wishart matrices", Bernoulli 18(1), 2012 (the halves, which make it hold for small sides).
     """
     a, b = sqrt(rows - 0.5), sqrt(cols - 0.5)
     mean = (a + b) ** 2
@@ -372,7 +337,7 @@ def random_spectrum_distance(rows: int, cols: int) -> float:
 
 
 def random_orthogonality_defect(rows: int, cols: int) -> float:
-    r"""``defect`` of normal entries: :math:`\sqrt{(m + 1) / M}` for the smaller and the larger side."""
+    r"""``defect`` for normal entries: :math:`\sqrt{(m + 1) / M}` with the smaller and the larger side."""
     small, large = sorted((rows, cols))
     return sqrt((small + 1) / large)
 

@@ -57,33 +57,27 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
     .. math::
         \lVert K \rVert = \max_{\omega \in \text{grid}} s_{\max}(F(\omega)), \; F(\omega) = \sum_t W_t e^{-i \omega t}
 
-    Half of the frequencies determines the other half. Frequencies are ruled out in float32, and the result is
-    computed in float64. Groups are independent blocks, so their maximum is taken. Strided, transposed and
-    dilated convolutions are exact too. The amount of padding has no effect: it shifts the periodic output.
-
-    With zero padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a
-    periodic grid approaches from below; :func:`conv_spectral_norm_bound` bounds that supremum.
+    Frequencies are ruled out in float32, and the result is computed in float64. Groups are independent blocks, so their
+    maximum is taken. Strided, transposed and dilated convolutions are exact too. The amount of padding has no effect.
+    With zero padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a periodic grid
+    approaches from below; :func:`conv_spectral_norm_bound` bounds that supremum.
 
     Args:
         weight: of a convolution or transposed convolution.
-        size: the grid of the larger side: the input of a convolution, the output of a transposed one. One
-            number per kernel dimension, divisible by the stride.
+        size: the grid of the larger side: the input of a convolution, the output of a transposed one. One number per
+            kernel dimension, divisible by the stride.
         layout: how the weight is stored and applied; see :func:`layout_of`.
 
-    Returns:
-        A scalar in float32 at least, with the gradient of the top singular value at the top frequency.
-
-    Raises:
-        InvalidArgumentError: if `size` does not fit kernel and stride, for reflected or replicated padding,
-            and if the weight is not that of a convolution or not finite.
+    Returns: A scalar in float32 at least, with the gradient of the top singular value at the top frequency.
+    Raises: InvalidArgumentError if `size` does not fit kernel and stride, for reflected or replicated padding, and if
+        the weight is not that of a convolution or not finite.
 
     Example:
         >>> ones = torch.ones(1, 1, 3, 3)  # a box filter: 9 at frequency 0, not the 3 of its flattened norm
         >>> gonio.geometry.conv_spectral_norm(ones, (8, 8))
         tensor(9.)
 
-    References:
-        [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
+    References: [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
         https://arxiv.org/abs/1805.10408
     """
     taps, scale = _double_taps(weight, layout)
@@ -187,53 +181,41 @@ def conv_spectral_norm_bound(
 
     .. math:: s_{\max}(F) \le \lVert G_i \rVert_F^{\,2^{-(i+1)}},
 
-    which decreases to the norm and exceeds it by at most a factor of
-    :math:`\operatorname{rank}^{2^{-(i+2)}}`. With `size` it bounds the circular operator on that grid. Without,
-    it bounds the supremum over all frequencies, hence zero and circular padding on *every* grid: the symbol is
-    sampled on a grid of :math:`N` points per dimension and the bound multiplied by
-    :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree :math:`r_j` [2].
+    which decreases to the norm and exceeds it by at most a factor of :math:`\operatorname{rank}^{2^{-(i+2)}}`. With
+    `size` it bounds the circular operator on that grid. Without, it bounds the supremum over all frequencies, hence
+    zero and circular padding on *every* grid: the symbol is sampled on a grid of :math:`N` points per dimension and the
+    bound multiplied by :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree :math:`r_j` [2]. Other
+    arguments are those of :func:`conv_spectral_norm`; with 6 `iterations` the bound is at most 3 % too large for 64
+    channels.
 
-    Args:
-        weight: of a convolution or transposed convolution.
-        size: the grid, as for :func:`conv_spectral_norm`, or None for every grid.
-        iterations: squarings; with 6 the bound is at most 3 % too large for 64 channels.
-        layout: how the weight is stored and applied.
-
-    Returns:
-        A scalar in float32 at least, rounded up; differentiable, without eigenvectors.
-
-    Raises:
-        InvalidArgumentError: as :func:`conv_spectral_norm`, and for `iterations` below 0.
+    Returns: A scalar in float32 at least, rounded up; differentiable, without eigenvectors.
+    Raises: InvalidArgumentError as :func:`conv_spectral_norm`, and for `iterations` below 0.
 
     Example:
-        >>> ones = torch.ones(1, 1, 3, 3)
-        >>> bool(9 <= gonio.geometry.conv_spectral_norm_bound(ones) < 9.1)
+        >>> bool(9 <= gonio.geometry.conv_spectral_norm_bound(torch.ones(1, 1, 3, 3)) < 9.1)
         True
 
     References:
-        [1] B. Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram
-        iteration", 2023, Theorem 1. https://arxiv.org/abs/2305.16173
-        [2] H. Ehlich, K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964:
-        a trigonometric polynomial of degree r is at most 1/cos(πr/N) times its maximum on N points.
+        [1] B. Delattre et al., "Efficient bound of Lipschitz constant for convolutional layers by Gram iteration",
+        2023, Theorem 1. https://arxiv.org/abs/2305.16173
+        [2] H. Ehlich, K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964: a trigonometric
+        polynomial of degree r is at most 1/cos(πr/N) times its maximum on N points.
 
-    Differs:
-        The factor for frequencies between grid points is that of [2], which is smaller than that of [1].
+    Differs: The factor for frequencies between grid points is that of [2], which is smaller than that of [1].
     """
     if iterations < 0:
         raise InvalidArgumentError("conv_spectral_norm_bound() needs iterations >= 0", f"{iterations}", "Use about 6.")
     taps, scale = _double_taps(weight, layout)
     taps = taps.smaller_side()
-    grid = _safe_grid(taps.reach) if size is None else polyphase_grid(size, layout, weight, taps.reach)
-    raised = 1.0 if size is not None else prod(cos(pi * r / n) for r, n in zip(taps.reach, grid, strict=True)) ** -0.5
+    if size is None:  # enough points that the factor is below 1.01 per dimension; 1 where the symbol is constant
+        grid: tuple[int, ...] = tuple(1 if r == 0 else max(16, 24 * r) for r in taps.reach)
+        raised = prod(cos(pi * r / n) for r, n in zip(taps.reach, grid, strict=True)) ** -0.5
+    else:
+        grid, raised = polyphase_grid(size, layout, weight, taps.reach), 1.0
     omega = frequencies(grid, taps.matrices)
     with full_precision(weight):
         bounds = [_gram_bound(taps.symbol(part), iterations).amax() for part in _chunks(taps, omega)]
         return _rounded_up(torch.stack(bounds).amax() * raised * scale, widen(weight).dtype)
-
-
-def _safe_grid(reach: Sequence[int]) -> tuple[int, ...]:
-    """Enough points that the factor for frequencies between them is below 1.01 per dimension; 1 if constant."""
-    return tuple(1 if r == 0 else max(16, 24 * r) for r in reach)
 
 
 def _gram_bound(symbol: Tensor, iterations: int) -> Tensor:
@@ -262,24 +244,21 @@ def _rounded_up(value: Tensor, dtype: torch.dtype) -> Tensor:
 def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) -> Tensor:
     r"""Cheapest upper bound for every grid: :math:`\sqrt{k_h k_w}` times the norm of a flattened kernel.
 
-    :math:`F(\omega) = M (I \otimes e(\omega))` with :math:`M` the out × (in · taps) matrix and
-    :math:`\lVert e(\omega) \rVert^2` the number of taps. Each kernel dimension may be flattened to the side
-    of the rows or of the columns, and the smallest of these bounds is returned. Constant kernels attain it.
-    No grid and no Fourier transform are needed.
+    :math:`F(\omega) = M (I \otimes e(\omega))` with :math:`M` the out × (in · taps) matrix and :math:`\lVert e(\omega)
+    \rVert^2` the number of taps. Each kernel dimension may be flattened to the side of the rows or of the columns, and
+    the smallest of these bounds is returned. Constant kernels attain it. No grid and no Fourier transform are needed.
 
     Holds for zero and circular padding, any dilation, groups (maximum) and strides (then only
     :math:`\lceil k/s \rceil` taps per dimension count). Arguments as for :func:`conv_spectral_norm`.
 
-    Returns:
-        A scalar in float32 at least, rounded up; differentiable almost everywhere.
+    Returns: A scalar in float32 at least, rounded up; differentiable almost everywhere.
 
     Example:
         >>> bound = gonio.geometry.conv_spectral_norm_certificate(torch.ones(1, 1, 3, 3))
         >>> round(bound.item(), 4)
         9.0
 
-    References:
-        [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
+    References: [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
         layers", 2019, Theorem 2. https://arxiv.org/abs/1911.10258
     """
     taps, scale = _double_taps(weight, layout)
@@ -316,17 +295,15 @@ def conv_spectral_norm_estimate(
 ) -> Tensor:
     r"""Operator norm of a convolution with circular padding on a grid, as a tight lower bound.
 
-    The same quantity as :func:`conv_spectral_norm`, several times faster from 128 channels on: instead of a
-    decomposition per frequency, Golub–Kahan steps at all frequencies at once, more of them where the
-    norm is large, until the residual at the top frequency is 2e-5 of the value. The result is within 1e-5 of a
-    singular value there, typically within 1e-9 of the largest; in hundreds of Gaussian kernels the frequency
-    was always the top one. Small kernels and grids, where this takes longer, are passed to
+    The quantity of :func:`conv_spectral_norm`, several times faster from 128 channels on: Golub–Kahan steps at all
+    frequencies at once, more of them where the norm is large, until the residual at the top frequency is 2e-5 of the
+    value. The result is within 1e-5 of a singular value there, typically within 1e-9 of the largest; in hundreds of
+    Gaussian kernels the frequency was always the top one. Small kernels and grids are computed by
     :func:`conv_spectral_norm`. For a guarantee use that, or :func:`conv_spectral_norm_bound`.
 
     Arguments and errors are those of :func:`conv_spectral_norm`; `seed` is that of the start vectors.
 
-    Returns:
-        A scalar in float32 at least, without gradient.
+    Returns: A scalar in float32 at least, without gradient.
 
     Example:
         >>> round(gonio.geometry.conv_spectral_norm_estimate(torch.ones(1, 1, 3, 3), (8, 8)).item(), 4)

@@ -73,10 +73,9 @@ class Taps:
 def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
     """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped.
 
-    Raises:
-        InvalidArgumentError: for a weight without kernel dimensions, stacked blocks, a stride or dilation
-            of another rank, or padding that is neither zeros nor circular (reflection and replication
-            count pixels twice, so they have no symbol and a larger norm).
+    Raises: InvalidArgumentError for a weight without kernel dimensions, stacked blocks, a stride or dilation of another
+        rank, or padding that is neither zeros nor circular (reflection and replication count pixels twice, so they have
+        no symbol and a larger norm).
     """
     dims = weight.ndim - 2
     stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
@@ -173,21 +172,16 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
     The layer's map without bias, with its stride, padding, padding mode, dilation and groups. The matrix is
     dense, (out · output grid) × (in · input grid): use it for grids of a few hundred pixels.
 
-    Args:
-        weight: of a convolution or transposed convolution.
-        size: the input's spatial size, one number per kernel dimension.
-        layout: how the weight is stored and applied; see :func:`layout_of`.
+    `size` is the input's spatial size, one number per kernel dimension.
 
-    Raises:
-        InvalidArgumentError: if `size` does not have one number per kernel dimension, or the weight is empty.
+    Raises: InvalidArgumentError if `size` does not have one number per kernel dimension, or the weight is empty.
 
     Example:
         >>> gonio.geometry.operator_matrix(torch.tensor([[[1.0, 2.0]]]), (3,))
         tensor([[1., 2., 0.],
                 [0., 1., 2.]])
 
-    See also:
-        :func:`unview_operator`, its inverse.
+    See also: :func:`unview_operator`, its inverse.
     """
     dims = weight.ndim - 2
     if dims not in CONV or len(size) != dims or weight.numel() == 0:
@@ -234,9 +228,8 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
     Each weight entry is the mean of the matrix entries that it determines: the exact inverse on operator
     matrices, and the orthogonal projection onto them otherwise. Taps outside of the grid are 0.
 
-    Raises:
-        InvalidArgumentError: if `matrix` has another shape, or if two taps contribute to one entry of the matrix
-            (reflected or replicated padding, or a periodic grid smaller than the dilated kernel).
+    Raises: InvalidArgumentError if `matrix` has another shape, or if two taps contribute to one entry of the matrix
+        (reflected or replicated padding, or a periodic grid smaller than the dilated kernel).
 
     Example:
         >>> weight = torch.tensor([[[1.0, 2.0]]])

@@ -88,33 +88,28 @@ class NearDuplicates:
 def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
-    Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix.
-    Other sets are searched by banded sign hashing: each of :math:`L` bands reads :math:`k` of :math:`m` sign
-    bits and sorts the vectors into buckets; vectors in one bucket are compared exactly, so there are no false
-    pairs. A pair at angle :math:`\theta` is found with probability
+    Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix. Other
+    sets are searched by banded sign hashing: each of :math:`L` bands reads :math:`k` of :math:`m` sign bits and sorts
+    the vectors into buckets; vectors in one bucket are compared exactly, so there are no false pairs. A pair at angle
+    :math:`\theta` is found with probability
 
     .. math::
         1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi).
 
-    The cheapest :math:`m, k, L` with the requested recall at the threshold are used, with costs estimated from
-    a sample of the pairs. Vectors with a common direction are centred for hashing where that is cheaper. Of
-    more than 256 copies of one vector each is compared with 256 others (``capped`` counts such vectors).
+    The cheapest :math:`m, k, L` with the requested recall at the threshold are used, with costs estimated from a sample
+    of the pairs. Vectors with a common direction are centred for hashing where that is cheaper. Of more than 256 copies
+    of one vector each is compared with 256 others (``capped`` counts such vectors).
 
-    An antipode computes the same feature up to sign under odd or linear units, but not under ReLU; the sign
-    of the cosine distinguishes them. Zero vectors have no direction and are in no pair.
+    An antipode computes the same feature up to sign under odd or linear units, but not under ReLU; the sign of the
+    cosine distinguishes them. Zero vectors have no direction and are in no pair.
 
     Args:
         vectors: one per row, (n, d); or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
-        cosine: smallest absolute cosine, in (0, 1]. Cosines have float32 rounding: pairs within 1e-6 of the
-            threshold may fall on either side.
+        cosine: smallest absolute cosine, in (0, 1]; pairs within 1e-6 of it (float32 rounding) may fall on either side.
         recall: least expected share of the pairs at the threshold that hashing finds, in (0, 1).
         seed: of the hyperplanes.
 
-    Returns:
-        A :class:`NearDuplicates` with the pairs, their cosines, and the method and recall of the search.
-
-    Raises:
-        InvalidArgumentError: for another rank, non-finite entries, or arguments out of range.
+    Raises: InvalidArgumentError for another rank, non-finite entries, or arguments out of range.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [2.0, 0.02, 0.0]])
@@ -395,12 +390,8 @@ class NearPairs:
 def near_pairs(matrix: Tensor, *, name: str) -> NearPairs | None:
     """:func:`near_duplicates` at :data:`NEAR` among very many or very long rows, in bounded memory.
 
-    Rows longer than :data:`SKETCH` are projected first, see Note [Sketch]. Rows with a non-finite entry are in
-    no pair. None if there are too many rows to search.
-
-    Args:
-        matrix: (n, d), in any floating-point dtype.
-        name: seeds the projection.
+    Rows longer than :data:`SKETCH` are projected first, see Note [Sketch]; `name` seeds the projection. Rows with a
+    non-finite entry are in no pair. None if there are too many rows to search.
     """
     n, d = matrix.shape
     if n * min(d, SKETCH) > SEARCHED:

@@ -37,30 +37,18 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 
     A lower bound, exact when `steps` reaches the number of distinct singular values. On a 4096×4096 Gaussian
     matrix, whose top is hard to separate, the relative error is 7e-4 after 24 steps and 4e-5 after 48; with
-    a spectral gap it is rounding. Differentiable once: the gradient is :math:`u v^\top`.
+    a spectral gap it is rounding. Differentiable once: the gradient is :math:`u v^\top`. `seed` is that of the start.
 
-    Args:
-        matrix: see Shape.
-        steps: number of products; more steps tighten the bound.
-        seed: of the start vector.
-
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,), in float32 at least.
-
-    Raises:
-        InvalidArgumentError: if `steps` is below 1, for non-finite entries, or for another rank.
+    Shape: (n, d) or (groups, n, d) → () or (groups,), in float32 at least.
+    Raises: InvalidArgumentError if `steps` is below 1, for non-finite entries, or for another rank.
 
     Example:
         >>> round(gonio.geometry.spectral_norm(torch.diag(torch.tensor([1.0, 5.0, 2.0]))).item(), 4)
         5.0
 
-    See also:
-        :func:`singular_values`, exact and slower.
-
-    References:
-        [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J.
-        Numer. Anal. 2(2), 1965, §2.
+    See also: :func:`singular_values`, exact and slower.
+    References: [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer.
+        Anal. 2(2), 1965, §2.
     """
     check_matrix(matrix, "spectral_norm")
     if steps < 1:
@@ -129,13 +117,9 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> flo
     block C of rows :math:`C^\top (C v)` is added up. The basis is kept, and each new vector is orthogonalised
     against it twice. :func:`lanczos_error` bounds the error.
 
-    Args:
-        matrix: (n, d) with finite entries, in any floating-point dtype.
-        name: seeds the start vector.
-        steps: products with the matrix and its transpose.
+    The entries must be finite; `name` seeds the start.
 
-    References:
-        [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
+    References: [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
     """
     scale, basis, diagonal, off_diagonal = safe_scale(matrix), [], [], []
     start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
@@ -169,18 +153,16 @@ def _gram_times(matrix: Tensor, v: Tensor, scale: float) -> Tensor:
 def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> float:
     r"""Relative error of :func:`largest_singular_value` that is not exceeded with probability `certainty`.
 
-    With a start that is uniform on the sphere of :math:`\mathbb{R}^d`, k steps find the largest eigenvalue
-    :math:`\lambda` of :math:`W^\top W` up to :math:`\varepsilon \lambda` with a probability of at least
-    :math:`1 - 1.648 \sqrt d\, e^{-\sqrt\varepsilon (2k - 1)}` for every matrix. The error is relative to the
-    value found, and usually a hundred times smaller.
+    For every matrix, k steps from a uniform direction find the largest eigenvalue :math:`\lambda` of
+    :math:`W^\top W` up to :math:`\varepsilon \lambda` with a probability of at least
+    :math:`1 - 1.648 \sqrt d\, e^{-\sqrt\varepsilon (2k - 1)}`. Usually the error is a hundred times smaller.
 
     Example:
         >>> from gonio.geometry.lanczos import lanczos_error
         >>> round(lanczos_error(32, 4096), 4), round(lanczos_error(64, 4096), 4)
         (0.011, 0.0027)
 
-    References:
-        [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
+    References: [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
         algorithms with a random start", SIAM J. Matrix Anal. Appl. 13(4), 1992, Theorem 4.2.
     """
     missed = (max(0.0, log(1.648 * sqrt(length) / (1 - certainty))) / (2 * steps - 1)) ** 2

@@ -45,17 +45,11 @@ def least_norm(dtype: torch.dtype) -> float:
 def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     r"""Euclidean norm :math:`\lVert x \rVert = \sqrt{\sum x_i^2}` with a finite gradient at 0.
 
-    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. Faster than
-    ``torch.linalg.vector_norm`` over a channel dimension on CPU (plain multiply and sum).
+    The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. In float32 norms above
+    1.8e19 overflow to infinity, and norms below ``least_norm`` (4.5e-13) count as 0. Over a channel dimension on CPU it
+    is faster than ``torch.linalg.vector_norm`` (plain multiply and sum).
 
-    Args:
-        x: any floating-point tensor. Norms above 1.8e19 in float32 overflow to infinity, and norms
-            below ``least_norm`` (4.5e-13 in float32) count as 0.
-        dim: the dimension(s) summed over.
-        keepdim: keep them with size 1.
-
-    Returns:
-        The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
+    Returns: The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
 
     Example:
         >>> x = torch.zeros(3, requires_grad=True)
@@ -74,21 +68,13 @@ def _root(x: Tensor, dim: int | tuple[int, ...], keepdim: bool, least: float) ->
 
 
 def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Unit vectors :math:`x / \lVert x \rVert`; a zero vector stays zero.
+    r"""Unit vectors :math:`x / \lVert x \rVert` along the dimension(s) `dim`; a zero vector stays zero.
 
-    The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where
-    ``F.normalize`` has one of size 1e12. A norm beyond 1.8e19 in float32 overflows as in :func:`safe_norm`,
-    and such a vector becomes 0 as with ``F.normalize``.
+    The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where ``F.normalize`` has one of
+    size 1e12. If the norm overflows (1.8e19 in float32), the vector becomes 0 as with ``F.normalize``.
 
-    Args:
-        x: any floating-point tensor.
-        dim: the dimension(s) that form one vector.
-
-    Returns:
-        A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
-
-    Invariances:
-        Rescaling by a positive factor.
+    Returns: A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
+    Invariances: Rescaling by a positive factor.
 
     Example:
         >>> gonio.geometry.normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -113,12 +99,8 @@ def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dty
 def filter_norms(matrix: Tensor) -> Tensor:
     """Euclidean norm of each filter (row).
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: (n,) or (groups, n), in float32 at least.
-
-    Raises:
-        InvalidArgumentError: for a tensor of another rank.
+    Shape: (n, d) or (groups, n, d) → (n,) or (groups, n), in float32 at least.
+    Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:
         >>> gonio.geometry.filter_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -139,8 +121,7 @@ def widen(x: Tensor) -> Tensor:
     Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3, so no
     sum of squares is taken in half precision.
 
-    Raises:
-        InvalidArgumentError: if `x` is not a real floating-point tensor.
+    Raises: InvalidArgumentError if `x` is not a real floating-point tensor.
     """
     if not x.is_floating_point():
         raise InvalidArgumentError(

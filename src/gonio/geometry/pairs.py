@@ -33,13 +33,11 @@ class PairStatistics:
     """Statistics over all unordered pairs of filters that share their inputs; angles in degrees.
 
     Attributes:
-        count: number of pairs.
-        dim: length of a filter.
+        count, dim: number of pairs, and length of a filter.
         angle_mean, angle_std: mean and standard deviation of the angles.
         mean_square_cosine: 1/dim for random directions. `error`: its standard error if filters were drawn, else 0.
         coherence: largest absolute cosine; `closest`: the two filters that have it, counted over all groups.
-        near: pairs with an absolute cosine of at least :data:`~gonio.geometry.duplicates.NEAR`.
-        opposite: pairs among `near` with a negative cosine.
+        near, opposite: pairs with an absolute cosine of at least NEAR, and those of them with a negative cosine.
         histogram: pairs per degree.
         sampled: filters drawn from each matrix, if there are too many for all pairs; else None.
         searched: whether near duplicates were searched among all filters instead of the sample.
@@ -79,13 +77,9 @@ class PairStatistics:
 def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = None) -> PairStatistics | None:
     """Statistics of the pairs within each matrix of (groups, n, d); None if no matrix has two directions.
 
-    Zero filters have no direction and are left out, as are filters with a non-finite entry. Memory is bounded
-    by :data:`LENGTH` and one block of cosines, for any n and d.
-
-    Args:
-        matrices: a :func:`~gonio.geometry.matrix_view`, in any floating-point dtype.
-        name: seeds the sample drawn from many or long filters, so that repeated calls give equal results.
-        gram: Gram matrix of the only matrix, if it is known.
+    Zero filters have no direction and are left out, as are filters with a non-finite entry. Memory is bounded by
+    :data:`LENGTH` and one block of cosines, for any n and d. `name` seeds the sample drawn from many or long filters;
+    `gram` is the Gram matrix of the only matrix, if it is known.
     """
     n, d = matrices.shape[1:]
     drawn = min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))

@@ -23,15 +23,13 @@ def least_scale(weights: Iterable[Tensor]) -> Tensor:
     weights, with biases scaled by the cumulative product, compute the same function. The gradient at one layer
     grows as the inverse of its norm and overflows float16 for a layer far smaller than the others.
 
-    Raises:
-        InvalidArgumentError: if there is no weight.
+    Raises: InvalidArgumentError if there is no weight.
 
     Example:
         >>> gonio.geometry.least_scale([torch.tensor([4.0]), torch.tensor([1.0])])
         tensor(8.)
 
-    References:
-        [1] Z. Liu et al., "Improve generalization and robustness of neural networks via weight scale shifting
+    References: [1] Z. Liu et al., "Improve generalization and robustness of neural networks via weight scale shifting
         invariant regularizations", 2020, §3. https://arxiv.org/abs/2008.02965
     """
     squares, dtype = _squares(weights, "least_scale")
@@ -43,29 +41,18 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
 
     .. math:: \sum_l \lVert W_l \rVert^2 - L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L} \ge 0
 
-    0 exactly if all layers have the same norm. The L2 penalty of a positively homogeneous chain can be lowered
-    by that much without changing its function.
+    0 exactly if all layers have the same norm. The L2 penalty of a positively homogeneous chain can be lowered by that
+    much without changing its function. `weights` are one tensor per layer, of any shapes; tied weights once.
 
-    Args:
-        weights: one tensor per layer, of any shapes; tied weights once.
-
-    Returns:
-        A scalar in float32 at least, differentiable. If a layer is zero, the sum of the squared norms.
-
-    Invariances:
-        Permuting layers; not rescaling them.
-
-    Raises:
-        InvalidArgumentError: if there is no weight.
+    Returns: A scalar in float32 at least, differentiable. If a layer is zero, the sum of the squared norms.
+    Invariances: Permuting layers; not rescaling them.
+    Raises: InvalidArgumentError if there is no weight.
 
     Example:
         >>> gonio.geometry.scale_imbalance([torch.tensor([4.0]), torch.tensor([1.0])])
         tensor(9.)
-        >>> gonio.geometry.scale_imbalance([torch.tensor([2.0]), torch.tensor([2.0])])
-        tensor(0.)
 
-    References:
-        [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
+    References: [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
     """
     squares, dtype = _squares(weights, "scale_imbalance")
     return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp_min(0).to(dtype)

@@ -52,15 +52,9 @@ def singular_values(matrix: Tensor) -> Tensor:
     :math:`10^{-9} s_{\max}` below, before rounding to the result's dtype. Differentiable: the gradient is
     a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: (min(n, d),) or (groups, min(n, d)), in float32 at least.
-
-    Invariances:
-        Permuting, flipping and rotating rows or columns.
-
-    Raises:
-        InvalidArgumentError: for non-finite entries or another rank.
+    Shape: (n, d) or (groups, n, d) → (min(n, d),) or (groups, min(n, d)), in float32 at least.
+    Invariances: Permuting, flipping and rotating rows or columns.
+    Raises: InvalidArgumentError for non-finite entries or another rank.
 
     Example:
         >>> gonio.geometry.singular_values(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
@@ -79,16 +73,12 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
-    eigenvalues = torch.linalg.eigvalsh(_small_gram(matrix)).flip(-1)
+    n, d = matrix.shape[-2:]
+    eigenvalues = torch.linalg.eigvalsh(matrix @ matrix.mT if n <= d else matrix.mT @ matrix).flip(-1)
     if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
         return torch.linalg.svdvals(matrix)
     zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
     return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
-
-
-def _small_gram(matrix: Tensor) -> Tensor:
-    n, d = matrix.shape[-2:]
-    return matrix @ matrix.mT if n <= d else matrix.mT @ matrix
 
 
 @dataclass(frozen=True)
@@ -148,8 +138,7 @@ class Spectrum:
 def spectrum(matrix: Tensor) -> Spectrum:
     """All quantities of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
 
-    Raises:
-        InvalidArgumentError: as :func:`singular_values`, and for a matrix without entries.
+    Raises: InvalidArgumentError as :func:`singular_values`, and for a matrix without entries.
 
     Example:
         >>> figures = gonio.geometry.spectrum(2 * torch.eye(4))
@@ -179,19 +168,14 @@ def stable_rank(matrix: Tensor) -> Tensor:
     about :math:`nd / (\sqrt n + \sqrt d)^2`. The gradient grows as :math:`1/s_{\max}` and overflows float16 for
     weights below about 1e-4; differentiate these in float32.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,).
+    Shape: (n, d) or (groups, n, d) → () or (groups,).
 
     Example:
-        >>> gonio.geometry.stable_rank(torch.eye(5))
-        tensor(5.)
-        >>> gonio.geometry.stable_rank(torch.ones(5, 5))
-        tensor(1.)
+        >>> gonio.geometry.stable_rank(torch.eye(5)), gonio.geometry.stable_rank(torch.ones(5, 5))
+        (tensor(5.), tensor(1.))
 
-    References:
-        [1] M. Rudelson, R. Vershynin, "Sampling from large matrices: an approach through geometric
-        functional analysis", 2007, §1. https://arxiv.org/abs/math/0503442
+    References: [1] M. Rudelson, R. Vershynin, "Sampling from large matrices: an approach through geometric functional
+        analysis", 2007, §1. https://arxiv.org/abs/math/0503442
     """
     return spectrum(matrix).stable_rank
 
@@ -202,16 +186,13 @@ def effective_rank(matrix: Tensor) -> Tensor:
     Between 1 and min(n, d), attained as for :func:`stable_rank`; unlike it, sensitive to small singular
     values. A zero matrix has effective rank 0. The gradient grows as that of :func:`stable_rank`.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,).
+    Shape: (n, d) or (groups, n, d) → () or (groups,).
 
     Example:
         >>> round(gonio.geometry.effective_rank(torch.eye(5)).item(), 5)
         5.0
 
-    References:
-        [1] O. Roy, M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007,
+    References: [1] O. Roy, M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007,
         Definition 1.
     """
     return spectrum(matrix).effective_rank
@@ -223,9 +204,7 @@ def condition_number(matrix: Tensor) -> Tensor:
     1 for multiples of (semi-)orthogonal matrices; about :math:`n` for a square Gaussian matrix. Infinite if the
     smallest singular value is 0.
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - output: () or (groups,).
+    Shape: (n, d) or (groups, n, d) → () or (groups,).
 
     Example:
         >>> gonio.geometry.condition_number(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
@@ -248,9 +227,7 @@ def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
     ``spectral``  :math:`\max_i |s_i^2 - 1|`                 3 for every n
     ============= ========================================== ==============================================
 
-    Shape:
-        - ``matrix``: (n, d) or (groups, n, d).
-        - each field: () or (groups,).
+    Shape: (n, d) or (groups, n, d) → each field () or (groups,).
 
     Example:
         >>> defect = gonio.geometry.orthogonality_defect(2 * torch.eye(4))
@@ -309,10 +286,7 @@ def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = 
 
     Up to :data:`EXACT_WORK` multiply-adds all singular values, else the largest by :func:`largest_singular_value`.
 
-    Args:
-        matrices: a :func:`~gonio.geometry.matrix_view`, in any floating-point dtype.
-        name: seeds the start vector of the iteration.
-        gram: :func:`shared_gram` of these matrices, if it is known.
+    `name` seeds the iteration; `gram` is the :func:`shared_gram` of these matrices, if it is known.
     """
     small = min(matrices.shape[1:])
     if _affordable(matrices):
@@ -351,16 +325,9 @@ def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name
 
     Without all singular values those of :math:`Q^\top W` are used, with Q the range of W times
     :data:`LARGEST_RANK` random vectors [1]. None of them exceeds its counterpart of W, so the result is never too
-    small; it is exact for a weight of lower rank, and None if so many directions hold less.
+    small; it is exact for a weight of lower rank, and None if so many directions hold less. `name` seeds the vectors.
 
-    Args:
-        matrices: (groups, n, d).
-        found: their :func:`spectrum_estimate`.
-        share: of the squared Frobenius norm, in [0, 1].
-        name: seeds the random vectors.
-
-    References:
-        [1] N. Halko, P. Martinsson, J. Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011,
+    References: [1] N. Halko, P. Martinsson, J. Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011,
         Algorithm 4.1 and Theorem 1.1.
     """
     if found.values is not None:

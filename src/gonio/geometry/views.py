@@ -77,12 +77,7 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
     separate projections of MultiheadAttention, the weights of RNN, LSTM, GRU and their cells, and the
     transposed linear layer ``Conv1D`` of Hugging Face.
 
-    Args:
-        module: the layer, or one of a subclass.
-        name: attribute of the weight.
-
-    Raises:
-        NotApplicableError: if the tensor is not a weight with filters of one of these layers.
+    Raises: NotApplicableError if the tensor is not a weight with filters of one of these layers.
 
     Example:
         >>> gonio.geometry.layout_of(nn.LSTM(3, 5), "weight_ih_l0").blocks
@@ -111,22 +106,18 @@ def _layout(module: nn.Module, name: str) -> Layout | None:
     if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
         return PLAIN
     if isinstance(module, nn.modules.conv._ConvNd):
-        return _conv_layout(module)
+        return Layout(
+            transposed=module.transposed,
+            groups=module.groups,
+            stride=tuple(module.stride),
+            padding=module.padding if isinstance(module.padding, str) else tuple(module.padding),
+            dilation=tuple(module.dilation),
+            output_padding=tuple(module.output_padding) if module.transposed else (),
+            padding_mode=module.padding_mode,
+        )
     if any(f"{c.__module__}.{c.__qualname__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__):
         return Layout(transposed=True)
     return None
-
-
-def _conv_layout(conv: nn.modules.conv._ConvNd) -> Layout:
-    return Layout(
-        transposed=conv.transposed,
-        groups=conv.groups,
-        stride=tuple(conv.stride),
-        padding=conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
-        dilation=tuple(conv.dilation),
-        output_padding=tuple(conv.output_padding) if conv.transposed else (),
-        padding_mode=conv.padding_mode,
-    )
 
 
 def _recurrent_layout(module: nn.RNNBase | nn.RNNCellBase, name: str) -> Layout | None:
@@ -143,43 +134,35 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
     r"""The matrices of a weight, one filter per row.
 
     ``"filters"``
-        each output filter flattened: ``groups·blocks`` matrices of ``out/groups`` rows and
-        ``in/groups·kernel`` columns. Orthogonality of filters refers to this view.
+        each output filter flattened: ``groups·blocks`` matrices of ``out/groups`` rows and ``in/groups·kernel``
+        columns. Orthogonality of filters refers to this view.
     ``"taps"``
         one (out/groups, in/groups) matrix per kernel position and group; groups vary slowest.
     ``"last_two"``
-        the last two stored dims, batched over the rest, as in torch's
-        ``parametrizations.orthogonal``. For a convolution these are single 2-D kernels, whose
-        orthogonality does not imply that of the filters.
+        the last two stored dims, batched over the rest, as in torch's ``parametrizations.orthogonal``. For a
+        convolution these are single 2-D kernels, whose orthogonality does not imply that of the filters.
 
     The result is a view of `weight` if its strides allow, and differentiable.
 
-    Args:
-        weight: the stored tensor, 2-D or more, in any memory format.
-        layout: how it is stored; see :func:`layout_of`.
-        view: which matrices.
-
-    Shape:
-        - ``weight``: (out, in/groups, *kernel), or (in, out/groups, *kernel) if transposed.
-        - output: (matrices, rows, columns).
-
-    Raises:
-        InvalidArgumentError: if the shape does not fit the layout, or the view is unknown.
+    Shape: (out, in/groups, *kernel), or (in, out/groups, *kernel) if transposed → (matrices, rows, columns).
+    Raises: InvalidArgumentError if the shape does not fit the layout, or the view is unknown.
 
     Example:
         >>> conv = nn.ConvTranspose2d(4, 6, 3, groups=2)
         >>> gonio.geometry.matrix_view(conv.weight, gonio.geometry.layout_of(conv)).shape
         torch.Size([2, 3, 18])
 
-    See also:
-        :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
+    See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
     check_shape(weight.shape, layout)
     _check_view(view)
     if view == "last_two":
         blocks = layout.blocks if weight.ndim == 2 else 1
         return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
-    filters = _filters_first(weight, layout)  # (matrices, out, in, *kernel)
+    rows, cols, kernel = _rows_cols(weight.shape, layout)
+    stored = (cols, rows) if layout.transposed else (rows, cols)
+    filters = weight.reshape(layout.matrices, *stored, *kernel)
+    filters = filters.transpose(1, 2) if layout.transposed else filters  # (matrices, out, in, *kernel)
     if view == "filters":
         return filters.flatten(2)
     return filters.flatten(3).movedim(-1, 1).flatten(0, 1) if weight.ndim > 2 else filters
@@ -188,8 +171,7 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
 def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
     """The weight of `shape` whose :func:`matrix_view` is `matrix`; exact, no arithmetic.
 
-    Raises:
-        InvalidArgumentError: if `matrix` is not of the form that the view of such a weight has.
+    Raises: InvalidArgumentError if `matrix` is not of the form that the view of such a weight has.
 
     Example:
         >>> weight = torch.randn(4, 6, 3, 3)
@@ -214,13 +196,6 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
     filters = matrix.reshape(layout.matrices, rows, cols, *kernel)
     return (filters.transpose(1, 2) if layout.transposed else filters).reshape(shape)
-
-
-def _filters_first(weight: Tensor, layout: Layout) -> Tensor:
-    rows, cols, kernel = _rows_cols(weight.shape, layout)
-    if layout.transposed:
-        return weight.reshape(layout.matrices, cols, rows, *kernel).transpose(1, 2)
-    return weight.reshape(layout.matrices, rows, cols, *kernel)
 
 
 def _rows_cols(shape: torch.Size, layout: Layout) -> tuple[int, int, torch.Size]:

@@ -94,15 +94,12 @@ def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> f
         \text{rms: } \frac{1}{\sqrt{E[f(z)^2]}}, \qquad
         \text{std: } \frac{1}{\sqrt{\operatorname{Var} f(z)}}, \qquad z \sim N(0, 1)
 
-    The rms gain preserves the second moment, which determines the output variance of a following random
-    layer; the std gain preserves the variance, which does so if the weights of that layer are centred (weight
-    standardisation, NF-nets). They are equal for odd activations. Accurate to 1e-9 for every named activation and
-    for activations with kinks and jumps anywhere.
+    The rms gain preserves the second moment, which determines the output variance of a following random layer; the std
+    gain preserves the variance, for layers with centred weights (weight standardisation, NF-nets). They are equal for
+    odd activations. Accurate to 1e-9 for every named activation and for activations with kinks and jumps anywhere.
 
-    Args:
-        activation: a name ("relu", "gelu", "silu", …) or any elementwise function of a tensor, an
-            ``nn.Module`` included. A module is evaluated on a float64 copy of itself, in eval mode.
-        kind: which of the two.
+    `activation` is a name ("relu", "gelu", "silu", …) or any elementwise function of a tensor; an ``nn.Module`` is
+    evaluated on a float64 copy, in eval mode.
 
     Raises:
         UnknownNameError: for an unknown name.
@@ -111,17 +108,14 @@ def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> f
     Example:
         >>> round(gonio.init.gain("relu"), 4), round(gonio.init.gain("relu", kind="std"), 4)
         (1.4142, 1.7129)
-        >>> round(gonio.init.gain(nn.LeakyReLU(0.2)), 4)
-        1.3868
 
     References:
         [1] K. He et al., "Delving deep into rectifiers", 2015, §2.2. https://arxiv.org/abs/1502.01852
-        [2] A. Brock et al., "Characterizing signal propagation to close the performance gap in
-        unnormalized ResNets", 2021, §3 (std gains, estimated by sampling). https://arxiv.org/abs/2101.08692
+        [2] A. Brock et al., "Characterizing signal propagation to close the performance gap in unnormalized ResNets",
+        2021, §3 (std gains, estimated by sampling). https://arxiv.org/abs/2101.08692
 
-    Differs:
-        ``torch.nn.init.calculate_gain`` returns 5/3 for tanh (1.5925 here), 0.75 for selu (1.0) and 1 for
-        sigmoid (1.8462), and has no gelu or silu.
+    Differs: ``torch.nn.init.calculate_gain`` returns 5/3 for tanh (1.5925 here), 0.75 for selu (1.0) and 1 for sigmoid
+        (1.8462), and has no gelu or silu.
     """
     if kind not in ("rms", "std"):
         raise InvalidArgumentError("gain() takes kind 'rms' or 'std'", f"{kind!r}", "Choose one of them.")

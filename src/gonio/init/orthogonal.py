@@ -41,23 +41,19 @@ def orthogonal_(
 ) -> Tensor:
     r"""Fill each matrix of `weight` with `gain` times a uniformly random (Haar) semi-orthogonal matrix.
 
-    The rows of an :math:`n \times d` matrix are orthonormal if :math:`n \le d`, else its columns; all
-    singular values equal `gain`. Every group of a grouped convolution and every block of a stacked weight is
-    a matrix of its own, so each filter of a depthwise convolution has norm `gain`.
+    The rows of an :math:`n \times d` matrix are orthonormal if :math:`n \le d`, else its columns; all singular values
+    equal `gain`. Every group of a grouped convolution and every block of a stacked weight is a matrix of its own, so
+    each filter of a depthwise convolution has norm `gain`.
 
     Args:
-        weight: any real floating-point tensor of at least 2 dimensions; half precision is computed in
-            float32 and rounded once; a DTensor keeps its sharding.
+        weight: any real floating-point tensor of at least 2 dimensions; half precision is computed in float32 and
+            rounded once; a DTensor keeps its sharding.
         gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
-        preserve: ``None`` sets the singular values to `gain`. ``"norm"`` or ``"rms"`` rescale the matrix so
-            that the layer with its stride preserves the norm of random input, or the variance of each entry
-            (times `gain`). The three agree for square matrices of stride 1.
-        view: which matrices; see :func:`gonio.geometry.matrix_view`.
-        layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
+        preserve: ``None`` sets the singular values to `gain`. ``"norm"`` or ``"rms"`` rescale the matrix so that the
+            layer with its stride preserves the norm of random input, or the variance of each entry (times `gain`). The
+            three agree for square matrices of stride 1.
+        view, layout: see :func:`gonio.geometry.matrix_view`.
         generator: determines the numbers; by default a new one, seeded by the operating system.
-
-    Returns:
-        `weight`.
 
     Raises:
         InvalidArgumentError: for meta, empty or non-floating tensors, or fewer than 2 dimensions.
@@ -68,16 +64,12 @@ def orthogonal_(
         >>> torch.allclose(weight @ weight.T, 4 * torch.eye(3), atol=1e-5)
         True
 
-    References:
-        [1] A. Saxe, J. McClelland, S. Ganguli, "Exact solutions to the nonlinear dynamics of learning in deep
-        linear neural networks", 2013. https://arxiv.org/abs/1312.6120
-        [2] G. W. Stewart, "The efficient generation of random orthogonal matrices with an application to
-        condition estimators", SIAM J. Numer. Anal. 17(3), 1980, §3.
-
-    Differs:
-        ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get
-        a norm far below 1; takes the input channels of transposed convolutions for filters; raises for half
-        precision on CPU; and does nothing on the meta device.
+    References: [1] A. Saxe, J. McClelland, S. Ganguli, "Exact solutions to the nonlinear dynamics of learning in deep
+        linear neural networks", 2013. https://arxiv.org/abs/1312.6120. [2] Stewart 1980, §3, see Note [Stewart's
+        method].
+    Differs: ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get a
+        norm far below 1; takes the input channels of transposed convolutions for filters; raises for half precision on
+        CPU.
     """
     check_fillable(weight, "orthogonal_")
     matrices, rows, cols = _view_shape(weight, layout, view)
@@ -105,11 +97,7 @@ def _scale(weight: Tensor, layout: Layout, larger: int, preserve: str | None) ->
 
 
 def delta_orthogonal_(
-    weight: Tensor,
-    *,
-    gain: Gain = 1.0,
-    layout: Layout = PLAIN,
-    generator: torch.Generator | None = None,
+    weight: Tensor, *, gain: Gain = 1.0, layout: Layout = PLAIN, generator: torch.Generator | None = None
 ) -> Tensor:
     r"""Make the convolution as a map on feature maps an isometry times `gain`.
 
@@ -117,15 +105,10 @@ def delta_orthogonal_(
     :math:`\lVert Kx \rVert = g \lVert x \rVert` for every input, at stride 1 with "same" padding. Channels are
     mixed, pixels are not; a stride drops pixels and their share of the norm.
 
-    Args:
-        weight: of a convolution; even kernels use the tap before the middle.
-        gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
-        layout: how the weight is stored; see :func:`gonio.geometry.layout_of`.
-        generator: determines the numbers; by default a new one, seeded by the operating system.
+    Even kernels use the tap before the middle. Arguments are those of :func:`orthogonal_`.
 
-    Raises:
-        InvalidArgumentError: for fewer output than input channels per group (no isometry exists), for a
-            weight without kernel dimensions, and for meta, empty or non-floating tensors.
+    Raises: InvalidArgumentError for fewer output than input channels per group (no isometry exists), for a weight
+        without kernel dimensions, and for meta, empty or non-floating tensors.
 
     Example:
         >>> conv = nn.Conv2d(3, 5, 3, padding=1, bias=False)
@@ -134,26 +117,14 @@ def delta_orthogonal_(
         >>> torch.allclose(conv(x).norm(), x.norm())
         True
 
-    References:
-        [1] L. Xiao et al., "Dynamical isometry and a mean field theory of CNNs: how to train 10,000-layer
+    References: [1] L. Xiao et al., "Dynamical isometry and a mean field theory of CNNs: how to train 10,000-layer
         vanilla convolutional neural networks", 2018, Algorithm 1 and §2.4. https://arxiv.org/abs/1806.05393
     """
     check_fillable(weight, "delta_orthogonal_")
     _, rows, cols = _view_shape(weight, layout, "taps")
-    _check_isometry(weight, rows, cols)
-    kernel = weight.shape[2:]
-    q = haar_columns(layout.matrices, rows, cols, fresh_generator(generator), computed_in(weight.dtype))
-    taps = q.new_zeros(layout.matrices, prod(kernel), rows, cols)
-    taps[:, _centre(kernel)] = q * resolve_gain(gain)
-    return write_(weight, unview(taps.flatten(0, 1), weight.shape, layout, view="taps"))
-
-
-def _check_isometry(weight: Tensor, rows: int, cols: int) -> None:
     if weight.ndim < 3:
         raise InvalidArgumentError(
-            "delta_orthogonal_() needs a convolution's weight",
-            f"shape {tuple(weight.shape)}",
-            "Use orthogonal_().",
+            "delta_orthogonal_() needs a convolution's weight", f"shape {tuple(weight.shape)}", "Use orthogonal_()."
         )
     if rows < cols:
         raise InvalidArgumentError(
@@ -161,13 +132,13 @@ def _check_isometry(weight: Tensor, rows: int, cols: int) -> None:
             f"{rows} outputs for {cols} inputs per group",
             "Use orthogonal_(), or widen the layer.",
         )
-
-
-def _centre(kernel: torch.Size) -> int:
-    index = 0
+    kernel, centre = weight.shape[2:], 0
     for size in kernel:
-        index = index * size + (size - 1) // 2
-    return index
+        centre = centre * size + (size - 1) // 2
+    q = haar_columns(layout.matrices, rows, cols, fresh_generator(generator), computed_in(weight.dtype))
+    taps = q.new_zeros(layout.matrices, prod(kernel), rows, cols)
+    taps[:, centre] = q * resolve_gain(gain)
+    return write_(weight, unview(taps.flatten(0, 1), weight.shape, layout, view="taps"))
 
 
 # --- uniform orthonormal columns ------------------------------------------------------------------

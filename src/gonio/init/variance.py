@@ -64,26 +64,19 @@ def fans(shape: Sequence[int], layout: Layout = PLAIN) -> Fans:
     transposed in/g · K / S      out/g · K
     ========== ================= ==================
 
-    With weights of variance :math:`\sigma^2` and inputs of equal variance, the output's variance is
-    :math:`\sigma^2 \cdot` fan_in times that of the input, and :math:`E\lVert y \rVert^2 = \sigma^2 \cdot` fan_out
-    :math:`\cdot\, E\lVert x \rVert^2` (away from zero-padded borders). Fans may be fractions.
+    With weights of variance :math:`\sigma^2` and inputs of equal variance, the output's variance is :math:`\sigma^2
+    \cdot` fan_in times that of the input, and :math:`E\lVert y \rVert^2 = \sigma^2 \cdot` fan_out :math:`\cdot\,
+    E\lVert x \rVert^2` (away from zero-padded borders). Fans may be fractions; stacked blocks count as separate
+    matrices.
 
-    Args:
-        shape: of the stored weight.
-        layout: how it is stored and applied; stacked blocks count as separate matrices.
-
-    Raises:
-        InvalidArgumentError: for fewer than two dimensions, or a layout that does not fit the shape.
+    Raises: InvalidArgumentError for fewer than two dimensions, or a layout that does not fit the shape.
 
     Example:
         >>> gonio.init.fans((4, 1, 3, 3), gonio.geometry.Layout(groups=4))  # depthwise
         Fans(fan_in=9.0, fan_out=9.0)
-        >>> gonio.init.fans((8, 4, 3, 3), gonio.geometry.Layout(stride=(2, 2)))
-        Fans(fan_in=36.0, fan_out=18.0)
 
-    Differs:
-        ``torch.nn.init`` takes fan_out as out · K for grouped convolutions (36 instead of 9 above), swaps
-        the two for transposed convolutions, and ignores the stride and stacked blocks.
+    Differs: ``torch.nn.init`` takes fan_out as out · K for grouped convolutions (36 instead of 9 above), swaps the two
+        for transposed convolutions, and ignores the stride and stacked blocks.
     """
     check_shape(shape, layout)
     if layout.stride and len(layout.stride) != len(shape) - 2:
@@ -117,26 +110,22 @@ def variance_scaling_(
     ``both``   (fan_in + fan_out) / 2          both if the fans are equal, else neither
     ========== =============================== ==========================================
 
-    In the backward pass the roles swap: ``norm`` preserves the variance of gradient entries. For an
-    :math:`m \times n` matrix with :math:`m \ge n`, ``norm`` also makes :math:`W^\top W` close to :math:`I` entry by
-    entry, with an error of :math:`1/\sqrt m`; its singular values fill :math:`1 \pm \sqrt{n/m}` for every size.
+    In the backward pass the roles swap: ``norm`` preserves the variance of gradient entries. For an :math:`m \times n`
+    matrix with :math:`m \ge n`, ``norm`` also makes :math:`W^\top W` close to :math:`I` entry by entry, with an error
+    of :math:`1/\sqrt m`; its singular values fill :math:`1 \pm \sqrt{n/m}` for every size.
 
     Args:
         weight: any real floating-point tensor of at least 2 dimensions; a DTensor keeps its sharding.
-        preserve: see the table.
         distribution: ``"normal"``, ``"uniform"``, ``"truncated_normal"`` (cut at 2σ, variance restored),
             ``"rademacher"`` (±σ), or a callable ``(shape, generator) -> Tensor`` of mean 0 and variance 1.
         gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
         layout: how the weight is stored and applied; see :func:`gonio.geometry.layout_of`.
-        generator: determines the numbers on any device; by default a new one, seeded by the operating
-            system. The global generator is never used.
-
-    Returns:
-        `weight`.
+        generator: determines the numbers on any device; by default a new one, seeded by the operating system. The
+            global generator is never used.
 
     Raises:
-        InvalidArgumentError: for meta, empty or non-floating tensors, fewer than 2 dimensions, an unknown
-            `preserve`, or a callable that returns another shape.
+        InvalidArgumentError: for meta, empty or non-floating tensors, fewer than 2 dimensions, an unknown `preserve`,
+            or a callable that returns another shape.
         UnknownNameError: for an unknown distribution or activation.
 
     Example:
@@ -187,12 +176,9 @@ def xavier_(
         >>> bool(weight.abs().max() <= (6 / 50) ** 0.5)
         True
 
-    References:
-        [1] X. Glorot, Y. Bengio, AISTATS 2010, Eq. (16).
-
-    Differs:
-        The same numbers as ``torch.nn.init.xavier_uniform_`` and ``xavier_normal_`` for Linear and for
-        ungrouped convolutions of stride 1; other layers have the fans of :func:`fans`.
+    References: [1] X. Glorot, Y. Bengio, AISTATS 2010, Eq. (16).
+    Differs: The same numbers as ``torch.nn.init.xavier_uniform_`` and ``xavier_normal_`` for Linear and for ungrouped
+        convolutions of stride 1; other layers have the fans of :func:`fans`.
     """
     return variance_scaling_(
         weight, preserve="both", distribution=distribution, gain=gain, layout=layout, generator=generator
@@ -218,12 +204,9 @@ def he_(
         >>> bool((weight.var() * 512 - 2).abs() < 0.05)
         True
 
-    References:
-        [1] K. He et al., "Delving deep into rectifiers", 2015, Eqs. (10), (14).
+    References: [1] K. He et al., "Delving deep into rectifiers", 2015, Eqs. (10), (14).
         https://arxiv.org/abs/1502.01852
-
-    Differs:
-        The same numbers as ``torch.nn.init.kaiming_normal_(nonlinearity="relu")`` except for transposed
+    Differs: The same numbers as ``torch.nn.init.kaiming_normal_(nonlinearity="relu")`` except for transposed
         convolutions, and for ``preserve="norm"`` with groups or stride, where torch's fans are wrong.
     """
     return variance_scaling_(
@@ -249,11 +232,8 @@ def lecun_(
         >>> bool((weight.var() * 512 - 1).abs() < 0.03)
         True
 
-    References:
-        [1] Y. LeCun et al., "Efficient BackProp", 1998, §4.6, Eq. (16).
-
-    Differs:
-        torch has no such function; its default for Linear and Conv has a third of this variance.
+    References: [1] Y. LeCun et al., "Efficient BackProp", 1998, §4.6, Eq. (16).
+    Differs: torch has no such function; its default for Linear and Conv has a third of this variance.
     """
     return variance_scaling_(
         weight, preserve="rms", distribution=distribution, gain=gain, layout=layout, generator=generator

@@ -19,9 +19,7 @@ def digits_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     It has every kind of layer that the methods of gonio change: convolutions before a normalisation, which
     makes their scale irrelevant, batch normalisation, and two linear layers joined by a ReLU alone.
 
-    Shape:
-        - input: :math:`(N, C, H, W)` with :math:`H, W \\ge 4`.
-        - output: :math:`(N, K)` logits.
+    Shape: :math:`(N, C, H, W)` with :math:`H, W \\ge 4` → :math:`(N, K)` logits.
 
     Example:
         >>> model = gonio.models.digits_cnn()
@@ -42,9 +40,7 @@ def pointnet(num_classes: int = 8, in_channels: int = 3) -> nn.Module:
     The output does not depend on the order of the points. The network has the shared layers and the maximum
     of the paper, without the two networks that predict a transformation.
 
-    Shape:
-        - input: :math:`(N, 3, P)`: P points.
-        - output: :math:`(N, K)` logits.
+    Shape: :math:`(N, 3, P)`: P points → :math:`(N, K)` logits.
 
     Example:
         >>> model = gonio.models.pointnet()
@@ -52,8 +48,7 @@ def pointnet(num_classes: int = 8, in_channels: int = 3) -> nn.Module:
         >>> torch.equal(model.eval()(cloud), model(cloud.flip(2)))
         True
 
-    References:
-        C. R. Qi et al., "PointNet: deep learning on point sets for 3D classification and segmentation", 2017,
+    References: C. R. Qi et al., "PointNet: deep learning on point sets for 3D classification and segmentation", 2017,
         arXiv 1612.00593, §4.2.
     """
     layers = _blocks(nn.Conv1d, nn.BatchNorm1d, (in_channels, 32, 64, 128), kernel_size=1)
@@ -88,16 +83,8 @@ def _classifier(width: int, num_classes: int) -> list[tuple[str, nn.Module]]:
 class ByteTransformer(nn.Module):
     r"""A causal transformer over bytes: embedding, blocks of attention and MLP with pre-layer-norm, logits.
 
-    Args:
-        vocabulary: number of symbols.
-        width: of the residual stream.
-        heads: of each attention.
-        depth: number of blocks.
-        context: length of the longest input.
-
-    Shape:
-        - input: :math:`(N, L)` integers below `vocabulary`, :math:`L \le` `context`.
-        - output: :math:`(N, L, V)` logits of the symbol after each position.
+    Shape: :math:`(N, L)` integers below `vocabulary`, :math:`L \le` `context` → :math:`(N, L, V)` logits of the symbol
+        after each position.
 
     Example:
         >>> model = gonio.models.ByteTransformer(10, width=8, heads=2, depth=1, context=4)
@@ -105,9 +92,8 @@ class ByteTransformer(nn.Module):
         >>> torch.equal(first[:2], second[:2]), torch.equal(first[2], second[2])  # causal
         (True, False)
 
-    References:
-        A. Vaswani et al., "Attention is all you need", 2017, arXiv 1706.03762; with pre-layer-norm as in
-        R. Xiong et al., "On layer normalization in the transformer architecture", 2020, arXiv 2002.04745.
+    References: A. Vaswani et al., "Attention is all you need", 2017, arXiv 1706.03762; with pre-layer-norm as in R.
+        Xiong et al., "On layer normalization in the transformer architecture", 2020, arXiv 2002.04745.
     """
 
     def __init__(self, vocabulary: int = 256, *, width: int = 64, heads: int = 4, depth: int = 2, context: int = 128):
@@ -153,11 +139,7 @@ class Block(nn.Module):
 
 
 def byte_transformer(num_classes: int = 256) -> nn.Module:
-    """Two blocks of width 64 with 4 heads, for 128 bytes of context.
-
-    Shape:
-        - input: :math:`(N, L)` integers, :math:`L \\le 128`.
-        - output: :math:`(N, L, K)` logits.
+    """A :class:`ByteTransformer` of two blocks of width 64 with 4 heads, for 128 bytes of context.
 
     Example:
         >>> model = gonio.models.byte_transformer()

@@ -99,8 +99,7 @@ class Configured:
     def __call__(self, **sizes: int) -> nn.Module:
         """A model with random weights.
 
-        Raises:
-            NotApplicableError: if the configuration is invalid, or the model is larger than the memory.
+        Raises: NotApplicableError if the configuration is invalid, or the model is larger than the memory.
         """
         config = self.configuration(**sizes)
         with self._building(), torch.device("meta"):

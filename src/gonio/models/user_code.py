@@ -64,8 +64,7 @@ def load_script(spec: str) -> Callable[..., Any]:
     The folder of the file is put first on the path and the module has the name of the file, so that
     neighbouring modules can be imported, and its functions can be unpickled in processes that it starts.
 
-    Raises:
-        InvalidArgumentError: if the file or the function is missing, or another module has the same name.
+    Raises: InvalidArgumentError if the file or the function is missing, or another module has the same name.
     """
     path, name = _split(spec)
     folder = str(path.resolve().parent)

@@ -32,54 +32,45 @@ def balance_(
 ) -> Edited:
     r"""Rescale weights so that the function is the same and :math:`\sum \lVert W \rVert^2` is least.
 
-    Where a network is positively homogeneous between layers, rows of one weight can be multiplied by
-    :math:`s > 0` and the matching columns of the next divided by it. At the least sum of squares each
-    free scale satisfies
+    Where a network is positively homogeneous between layers, rows of one weight can be multiplied by :math:`s > 0` and
+    the matching columns of the next divided by it. At the least sum of squares each free scale satisfies
 
     .. math::
         s^2 = \sqrt{\textstyle\sum \lVert \text{columns that consume} \rVert^2
               \,/\, \sum \lVert \text{rows that produce} \rVert^2},
 
-    which coordinate descent reaches (the sum is convex in :math:`\log s`). With `level="layer"` there
-    is one scale per tensor and a chain ends at :math:`\lVert W_l \rVert^2 = (\prod_i \lVert W_i
-    \rVert^2)^{1/L}`; with `level="neuron"` one per channel. Biases move with their rows, so the bias
-    of layer l carries the product of all factors up to l.
+    which coordinate descent reaches (the sum is convex in :math:`\log s`). With `level="layer"` there is one scale per
+    tensor and a chain ends at :math:`\lVert W_l \rVert^2 = (\prod_i \lVert W_i \rVert^2)^{1/L}`; with `level="neuron"`
+    one per channel. Biases move with their rows, so the bias of layer l carries the product of all factors up to l.
 
-    Linear, convolutional and transposed layers and the affine map of batch norms are balanced across
-    ReLU, LeakyReLU, PReLU, dropout, pooling, flattening and residual sums, found on the graphs that
-    `torch.fx` traces in evaluation and in training mode, called with the first arguments alone. The first
-    dimension must be the batch. GELU, SiLU, softplus, ELU, concatenation and other layers pin the tensors
-    that they touch, as do layers that run twice, share a weight, have forward hooks or compute otherwise
-    than torch's; the result's notes say which and why.
+    Linear, convolutional and transposed layers and the affine map of batch norms are balanced across ReLU, LeakyReLU,
+    PReLU, dropout, pooling, flattening and residual sums, found on the graphs that `torch.fx` traces in evaluation and
+    in training mode, called with the first arguments alone. The first dimension must be the batch. Every other
+    operation fixes the scale of the tensors that it reads, as do layers that run twice, share a weight, have forward
+    hooks or do not run torch's forward; notes give the reasons.
 
     Args:
-        model: changed in place.
         example: an input on which the outputs before and after are compared; None to skip that.
-        level: "neuron" or "layer".
-        optimizer: its state is rescaled too: the gradient of a weight that is multiplied by s is
-            divided by s, its square by s². The next step of Adam and its relatives then is the same step;
-            that of SGD is s² times smaller than the same step, with momentum as without.
+        optimizer: its state is rescaled too: gradients of a weight that is multiplied by s are divided by s, their
+            squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
     Raises:
-        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move (with the
-            reasons), if a tensor of the optimizer's state has an unknown unit, or if the outputs changed by more
-            than rounding; the model then is as before.
+        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move, if a tensor of the
+            optimizer's state has an unknown unit, or if the outputs changed by more than rounding; the model is
+            restored.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-        >>> with torch.no_grad():
-        ...     _ = model[0].weight.mul_(100)
+        >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False)).double()
         >>> x = torch.ones(1, 4, dtype=torch.float64)
         >>> before = model(x)
-        >>> edited = gonio.balance_(model, example=x)
-        >>> torch.allclose(model(x), before, rtol=1e-12)
-        True
+        >>> edited = gonio.balance_(model, example=x, level="layer")
+        >>> torch.allclose(model(x), before), torch.allclose(model[0].weight.norm(), model[2].weight.norm())
+        (True, True)
 
-    References:
-        P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a
-        time). https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4).
-        Differs: residual groups share one scale, and biases carry the cumulative factor.
+    References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
+        https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4).
+    Differs: residual groups share one scale, and biases carry the cumulative factor.
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
@@ -88,14 +79,12 @@ def balance_(
     graphs = [trace(model, training=mode) for mode in (False, True)]
     for graph in graphs:
         if graph.reason:
-            why = f"the model cannot be traced ({graph.reason})"
-            raise NotApplicableError("balance_", "", why, "Balance its parts.", action="balance")
+            raise _not_applicable(f"the model cannot be traced ({graph.reason})", "Balance its parts.")
     variables = _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        why, do = f"no scale is free to move: {why}", "Leave this model as it is."
-        raise NotApplicableError("balance_", "", why, do, action="balance")
+        raise _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
     before = outputs(model, example) if example is not None else None
     least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
@@ -105,10 +94,13 @@ def balance_(
         if before is not None:
             moved = deviation(before, outputs(model, example))
             if moved.relative > max(_ALLOWED.get(x.dtype, 0.1) for x in before):
-                why, do = f"the outputs changed: {moved}", "Please report this model."
-                raise NotApplicableError("balance_", "", why, do, action="balance")
+                raise _not_applicable(f"the outputs changed: {moved}", "Please report this model.")
             edit.note(str(moved))
     return edit.done()
+
+
+def _not_applicable(why: str, do: str) -> NotApplicableError:
+    return NotApplicableError("balance_", "", why, do, action="balance")
 
 
 def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
@@ -191,10 +183,7 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
 
 @dataclass(frozen=True)
 class LeastSum:
-    """The scales with the least sum of squared weights.
-
-    If the descent has not converged, the scales are valid but not the best.
-    """
+    """The scales with the least sum of squared weights; valid but not the best if not converged."""
 
     layers: tuple[ChannelMap, ...]  # that take part
     scales: dict[ScaleVariable, Tensor]  # one number per channel
@@ -210,14 +199,12 @@ def least_scales(
     r"""The least sum of squared weights over the free scales, by coordinate descent.
 
     The sum consists of terms :math:`s_i^2\, m_{ij} / t_j^2` and so is convex in the logarithms of the scales.
-    For one scale with all others held it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is
-    the square of the rows that produce the channel and Q of the columns that consume it. In the logarithm of
-    s this is a hyperbolic cosine about its minimum, so a step of up to twice the way still descends: steps
-    are lengthened as in successive over-relaxation for a chain of that many scales, which needs a number of
-    sweeps in proportion to its length instead of its square.
+    For one scale with all others fixed it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is the
+    square of the rows that produce the channel and Q of the columns that consume it. In :math:`\log s` this is a
+    hyperbolic cosine about its minimum, so steps of up to twice the distance descend. Successive over-relaxation uses
+    them: the number of sweeps is proportional to the length of a chain instead of its square.
 
-    The variables must be free. With `per_channel` there is one scale per channel, otherwise one per tensor;
-    `tolerance` is the largest change of a log scale at convergence.
+    The variables must be free. `tolerance` is the largest change of a log scale at convergence.
     """
     descent = _Descent(variables)
     before = descent.sum_of_squares()

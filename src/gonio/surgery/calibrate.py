@@ -28,43 +28,33 @@ _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2
 
 
 def calibrate_(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    where: Where = None,
-    variance: Literal["total", "mean"] = "total",
+    model: nn.Module, batches: Iterable[Any], *, where: Where = None, variance: Literal["total", "mean"] = "total"
 ) -> Edited:
     r"""Replace running statistics by averages over batches, with all parameters frozen.
 
-    For batches :math:`b` with :math:`n_b` values per channel, mean :math:`\mu_b` and (biased)
-    variance :math:`\sigma_b^2`, with weights :math:`p_b = n_b / \sum n_b`:
+    For batches :math:`b` with :math:`n_b` values per channel, mean :math:`\mu_b` and (biased) variance
+    :math:`\sigma_b^2`, with weights :math:`p_b = n_b / \sum n_b`:
 
     .. math::
         \mu = \sum_b p_b \mu_b, \qquad
         \sigma^2_{\text{mean}} = \sum_b p_b \sigma_b^2, \qquad
         \sigma^2_{\text{total}} = \sigma^2_{\text{mean}} + \sum_b p_b (\mu_b - \mu)^2
 
-    `"total"` is the variance of all values together, as of a single pass over joined batches; `"mean"` is
-    the average variance that the layers met in training, smaller by the spread of the batch means. torch's
-    layers store unbiased variances: for them the total is multiplied by N/(N − 1), and each
+    `variance="total"` is the variance of all values together; `"mean"` is the average variance of the batches, as in
+    training. torch's layers store unbiased variances: for them the total is multiplied by N/(N − 1), and each
     :math:`\sigma_b^2` of the mean by n_b/(n_b − 1). The batches of an instance norm are its samples.
 
-    During the call the layers normalise by each batch's own statistics, so every layer gets the inputs that
-    it gets in training; everything else (dropout) is in evaluation mode, and compiled models run eagerly.
+    During the call the layers normalise by each batch's own statistics, as in training; everything else (dropout) is
+    in evaluation mode, and compiled models run eagerly. In a distributed process group every process must make the
+    call with its own batches, and gets the statistics of all batches. The numbers of batches may differ, except for
+    layers that join their statistics (switchable norms, SyncBatchNorm).
 
-    In a distributed process group every process must make the call, each with batches of its own; all end
-    with the statistics of all batches. Processes may have different numbers of batches, unless layers
-    that join their statistics are among them (switchable norms, SyncBatchNorm): their batch is that
-    of all processes together.
-
-    Call it after averaging weights (SWA, EMA): `torch.optim.swa_utils.update_bn` resets and averages batch norms
-    alone, and leaves switchable norms with a running average over old and new statistics.
+    Call it after averaging weights (SWA, EMA): `torch.optim.swa_utils.update_bn` does not reset switchable norms.
 
     Args:
-        model: changed in place: the buffers `running_mean` and `running_var` alone.
+        model: only its buffers `running_mean` and `running_var` change.
         batches: inputs; each a tensor, a tuple of arguments or a dict of keyword arguments.
         where: which layers; None for all that keep running statistics.
-        variance: see above.
 
     Raises:
         NoMatchError: if no selected layer keeps running statistics.
@@ -77,10 +67,9 @@ def calibrate_(
         >>> model[0].running_mean, model[0].running_var
         (tensor([3.]), tensor([6.6667]))
 
-    References:
-        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019,
-        section 2.2 ("batch average"). Y. Wu and J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021,
-        section 3 (precise statistics). https://arxiv.org/abs/2105.07576
+    References: P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019, section
+        2.2 ("batch average"). Y. Wu and J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3 (precise
+        statistics). https://arxiv.org/abs/2105.07576
     """
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
@@ -118,7 +107,7 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
 
 
 def _in_step(batches: Iterable[Any], device: torch.device, *, joins: bool) -> Iterator[Any]:
-    """The batches. Where layers join their statistics, a process without a batch would leave the others waiting."""
+    """The batches; raises if layers join their statistics and processes have different numbers of batches."""
     for batch in batches:
         if joins:
             _check_step(torch.tensor([1.0, 0.0], device=device))
@@ -172,11 +161,7 @@ def _keeps_no_statistics(module: nn.Module) -> str | None:
 class _RunningMoments:
     """Mean and centred sum of squares (Welford) of the inputs of one layer, in float64.
 
-    A sum of squares about 0 would keep few digits of a spread that is small beside the mean.
-
-    Args:
-        site: the layer.
-        of_batches: whether to average the variances of the batches instead of taking the variance of all values.
+    With `of_batches` the variances of the batches are averaged; otherwise it is the variance of all values.
     """
 
     def __init__(self, site: Site, *, of_batches: bool) -> None:

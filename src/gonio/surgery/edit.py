@@ -33,7 +33,7 @@ class UndoError(GonioError, RuntimeError):
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to one module, in words."""
+    """The change of one module, in words."""
 
     path: str
     what: str
@@ -42,22 +42,19 @@ class Change:
 class Edit:
     """The transaction in which a verb changes a model.
 
-    Each primitive records its inverse before it acts. Leaving the `with` block by an exception runs
-    the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine as
-    they were.
+    Each primitive records its inverse before it acts. Leaving the `with` block by an exception runs the inverses in
+    reverse order, so a verb that fails on the tenth layer leaves the first nine unchanged.
 
-    Raises:
-        NotApplicableError: on entry for a model in FSDP 1; by the primitives that change more than
-            values for a sharded model; on exit if parameters of a model in DDP were added or removed.
+    Raises: NotApplicableError on entry for a model in FSDP 1; by the primitives that change more than values for a
+        sharded model; on exit if parameters of a model in DDP were added or removed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> with Edit(model, "demo_") as edit:
         ...     edit.replace_(gonio.surgery.sites(model)[1], nn.ReLU(), what="a ReLU instead")
-        >>> edited = edit.done()
         >>> type(model[0]).__name__
         'ReLU'
-        >>> edited.undo_()
+        >>> edit.done().undo_()
         >>> type(model[0]).__name__
         'Linear'
     """
@@ -191,10 +188,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Edited:
-    """What a verb did. `str()` is a table; `undo_()` restores the model exactly.
+    """The changes that a verb made. `str()` is a table; `undo_()` restores the model exactly.
 
     Attributes:
-        verb: the verb's name.
         changes: one :class:`Change` per module, in model order.
         notes: remarks on the whole edit: assumptions, and layers that were left out, with the reason.
     """
@@ -207,14 +203,12 @@ class Edited:
     def undo_(self) -> None:
         """Restore the model as it was before: same classes, same Parameter objects, same order.
 
-        Edits of one model, or of parts of it, are undone latest first, because each builds on the state that the
-        earlier ones left. Overwritten values come back; parameters that were only moved keep the values that
-        training gave them since. Where the model was moved to another device or dtype since, the restored
-        layers follow it.
+        Edits of one model, or of parts of it, are undone latest first. Overwritten values come back; parameters that
+        were only moved keep the values of later training. If the model was moved to another device or dtype since,
+        so are the restored layers.
 
-        Raises:
-            UndoError: if it was undone before; if a later edit still is in force; if the model was changed
-                by other means so that the old state cannot be restored. Nothing is changed then.
+        Raises: UndoError if it was undone before; if a later edit still is in force; if the model was changed by other
+            means so that the old state cannot be restored. Nothing is changed then.
         """
         self._undo.run_()
 
@@ -241,10 +235,7 @@ _NUMBERS = itertools.count()
 
 
 class _Undo:
-    """The inverses of one edit, to be run once, while the edit is the latest in force on its model.
-
-    Records the state in which the edit left the model, as far as the inverses depend on it.
-    """
+    """The inverses of one edit, run once while it is the latest in force, and the state that they depend on."""
 
     def __init__(self, edit: Edit) -> None:
         model, self._inverses = edit.model, edit._inverses

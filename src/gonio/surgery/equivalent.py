@@ -22,12 +22,7 @@ _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference between two models' outputs.
-
-    Attributes:
-        absolute: max |a − b| over all outputs.
-        relative: `absolute` over max |a|; 0 if both are 0.
-    """
+    """The largest difference between two models' outputs: max |a − b|, and this over max |a| (0 if both are 0)."""
 
     absolute: float
     relative: float
@@ -44,21 +39,15 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
 
     Both models run in evaluation mode without gradients and get their modes back.
 
-    Args:
-        model_a: the reference.
-        model_b: the model to compare.
-        example: an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
-            :func:`gonio.surgery.generated_example` makes for `model_a`.
+    `example` is an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
+    :func:`gonio.surgery.generated_example` makes for `model_a`, the reference.
 
-    Raises:
-        InvalidArgumentError: if the outputs differ in structure or shape, or are not finite, or if no
-            example is given and none can be made.
+    Raises: InvalidArgumentError if the outputs differ in structure or shape, or are not finite, or if no example is
+        given and none can be made.
 
     Example:
         >>> model = nn.Linear(2, 2)
         >>> gonio.equivalent(model, model, example=torch.ones(1, 2))
-        Deviation(absolute=0.0, relative=0.0)
-        >>> gonio.equivalent(model, model)
         Deviation(absolute=0.0, relative=0.0)
     """
     if example is None:
@@ -69,18 +58,11 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
 def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any:
     r"""An input that the model takes: standard normal numbers, or indices for an embedding.
 
-    The number of channels or features is that of the first layer with weights. Sizes of images, signals and
-    sequences are tried from small to large, after the `input_size` that a timm model declares and before the
-    `dummy_inputs` that a model of transformers declares. The returned input has run through the model in
-    evaluation mode once.
+    The number of channels or features is that of the first layer with weights. Sizes are tried from small to large,
+    after the `input_size` that a timm model declares and before the `dummy_inputs` of transformers. The returned
+    input has run through the model in evaluation mode once.
 
-    Args:
-        model: not changed.
-        batch: samples.
-        seed: of the numbers.
-
-    Raises:
-        InvalidArgumentError: if no tried input runs; a model of several inputs needs your own example.
+    Raises: InvalidArgumentError if no tried input runs; a model of several inputs needs your own example.
 
     Example:
         >>> gonio.surgery.generated_example(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())).shape

@@ -33,29 +33,25 @@ _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or pru
 def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edited:
     r"""Replace parametrizations, batch norms and exact decoupled layers by plain torch layers.
 
-    Folded are every parametrization, those of ``torch.nn.utils.parametrize`` too (the weight becomes
-    the tensor that it computed); a batch norm, or a switchable norm whose mixture is batch statistics
-    alone, into the layer whose output it alone reads,
+    Parametrizations, those of ``torch.nn.utils.parametrize`` too, are replaced by the tensor that they compute. A batch
+    norm, or a switchable norm whose mixture is batch statistics alone, folds into the layer that feeds only it,
 
     .. math::
         W' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\, W, \qquad
-        b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta;
+        b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta.
 
-    and every decoupled layer that is linear in its input. The result is the function of the model in
-    evaluation mode; it is meant for export and inference, not for further training. Layers that stay are
-    named in the result's notes with the reason.
+    Decoupled layers that are linear in their input become plain layers. The result computes the function of the model
+    in evaluation mode; it is meant for export and inference, not for further training. Notes name the layers that stay.
 
     Args:
-        model: changed in place.
-        example: an input on which the outputs before and after are compared; the largest deviation is
-            in the result's notes. None skips the comparison.
+        example: an input on which the outputs before and after are compared, with a note; None to skip that.
         where: which modules; None for all that can be folded. Naming one that cannot is an error.
 
     Raises:
         NoMatchError: if nothing that `where` selects can be folded.
-        NotApplicableError: if `where` is given and selects a decoupled layer that is not linear or a norm that
-            cannot be folded, if the model is sharded or replicated, or if the outputs changed by more than
-            rounding; the model then is as it was before.
+        NotApplicableError: if `where` is given and selects a decoupled layer that is not linear or a norm that cannot
+            be folded, if the model is sharded or replicated, or if the outputs changed by more than rounding; the model
+            is restored.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -134,8 +130,7 @@ def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
 def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
     """Fold those of `torch.nn.utils.parametrize`; the layers that stay, by path, and why.
 
-    torch's own removal deletes a property of the layer's class, which copies of the layer share, and moves the
-    weight behind the bias. Here the instance gets its own class back and the weight keeps its place.
+    Unlike torch's own removal this keeps the class that copies of the layer share, and the order of parameters.
     """
     stay: dict[str, str] = {}
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)

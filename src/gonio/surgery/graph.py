@@ -35,7 +35,6 @@ from gonio.surgery.wrapping import unwrapped
 
 __all__ = ["HOMOGENEOUS", "ChannelMap", "Graph", "ScaleVariable", "activation_after", "followed_by_norm", "trace"]
 
-_POOLS = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),
     "leaky_relu": (nn.LeakyReLU,),
@@ -69,12 +68,9 @@ _ELEMENTWISE_MODULES = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 _ELEMENTWISE_FUNCTIONS = frozenset(("relu", "relu_", "leaky_relu", "dropout", "contiguous"))
-_POOLING_MODULES = tuple(getattr(nn, f"{kind}{dims}d") for kind in _POOLS for dims in (1, 2, 3))
-_POOLING_FUNCTIONS = frozenset(
-    f"{kind}{dims}d"
-    for kind in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
-    for dims in (1, 2, 3)
-)
+_POOLS = (("Max", "max"), ("Avg", "avg"), ("AdaptiveMax", "adaptive_max"), ("AdaptiveAvg", "adaptive_avg"))
+_POOLING_MODULES = tuple(getattr(nn, f"{kind}Pool{dims}d") for kind, _ in _POOLS for dims in (1, 2, 3))
+_POOLING_FUNCTIONS = frozenset(f"{kind}_pool{dims}d" for _, kind in _POOLS for dims in (1, 2, 3))
 # Norms of each channel by itself remove a bias before them too; norms across channels do not.
 _NORMS_PER_CHANNEL = (
     *(nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -192,10 +188,10 @@ class Graph:
     def scale_variables(self) -> list[ScaleVariable]:
         """One variable for each tensor between layers, free and pinned; new objects at each call.
 
-        A tensor that flows only through positively homogeneous operations, φ(cx) = cφ(x) for c > 0, between
-        the layers that produce it and those that consume it can be multiplied by any c > 0 without changing
-        the function: the producers' rows are multiplied by c, the consumers' columns divided by it. A sum
-        ties its terms to one variable. Any other operation pins the tensors that it reads to scale 1.
+        If only positively homogeneous operations, φ(cx) = cφ(x) for c > 0, lie between the producers and the consumers
+        of a tensor, the rows of the producers can be multiplied by c and the columns of the consumers divided by it
+        without changing the function. A sum ties its terms to one variable. Any other operation pins the tensors that
+        it reads to scale 1.
         """
         reader = _ScaleReader(self)
         for node in self.nodes:
@@ -238,13 +234,9 @@ class _Tracer(fx.Tracer):
 def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
     """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
 
-    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's
-    attributes and the random generator are as before afterwards. One thread traces at a time. Other threads
-    may call modules during that time; calls of compiled models raise there, because torch refuses them.
-
-    Args:
-        model: not changed.
-        training: the mode in which it is traced; None for the mode that it is in.
+    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's attributes and
+    modes and the random generator are restored. One thread traces at a time; meanwhile other threads may call modules
+    that are not compiled. `training` is the mode in which the model is traced; None for its own.
 
     Example:
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
@@ -271,7 +263,7 @@ def _defaults(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore attributes that a forward sets on proxies, and modes."""
+    """Restore modes, and attributes that a forward sets to proxies."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -290,8 +282,7 @@ def _restoring(model: nn.Module) -> Iterator[None]:
 def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
-    The loss does not depend on the scale of their weights, so a penalty on that scale has no opposing
-    force. Empty where the model cannot be traced.
+    The loss does not depend on the scale of their weights. Empty where the model cannot be traced.
 
     Example:
         >>> followed_by_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)))
@@ -301,10 +292,10 @@ def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
 
 
 def activation_after(model: nn.Module | Graph) -> dict[str, str]:
-    """The activation that each weighted layer's output meets first, `"linear"` if it meets none.
+    """The first activation after each weighted layer, `"linear"` if there is none.
 
-    Normalisation, average pooling, dropout and reshaping are passed. A layer whose output goes to different
-    activations, or to an unknown one, is left out.
+    Normalisation, average pooling, dropout and reshaping in between are skipped. A layer whose output goes to
+    different activations, or to an unknown one, is left out.
 
     Example:
         >>> activation_after(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU(), nn.Linear(2, 2)))
@@ -471,7 +462,7 @@ class _ScaleReader:
         elif flows:
             axis, spatial = flows[0].axis, flows[0].spatial
         else:
-            return  # (N, C), (N, C, L) or more: the graph does not tell
+            return  # (N, C), (N, C, L) or more: not known from the graph
         variable = self._new(ChannelMap.of(path, module))
         self.flow[node] = _Flow(variable, axis, spatial)
         for part in norm_tail(module):

@@ -37,24 +37,19 @@ def init_(
 ) -> Edited:
     r"""Initialise a weight of every chosen layer in place; biases stay as they are.
 
-    Each weight is drawn from a generator that depends on `seed` and on the layer's path alone, so
-    that two models which share a layer's path start with the same weight there, even if they differ
-    elsewhere. If the function takes a `gain` and none is given, the gain of the activation that follows
-    the layer is used, found by tracing the model; where it is not found, the function's own default
-    is used, and the result says so. The padding row of an embedding stays as it is.
+    Each weight is drawn from a generator that depends on `seed` and the layer's path alone, so two models with a layer
+    of the same path have the same weight there. If the function takes a `gain` and none is given, it is that of the
+    activation after the layer, found by tracing the model; if none is found, the function's default is used, with a
+    note. The padding row of an embedding is not changed. A tied weight is initialised once, by its first path.
 
-    Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
-    projections of ``nn.MultiheadAttention``, each of which is drawn as a matrix of its own, or
-    `"weight_hh_l0"` for an LSTM. The result of a call for `"weight"` names the matrices that it leaves out.
+    Layers with several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed projections of
+    ``nn.MultiheadAttention``, each of which is drawn on its own, or `"weight_hh_l0"` for an LSTM. A call for `"weight"`
+    notes the matrices that it leaves out.
 
     Args:
-        model: changed in place.
-        function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the
-            weight in place. A tied weight is initialised once, by its first path.
+        function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the weight in place.
         where: which layers; None for all that have such a weight matrix.
-        tensor: the name of the tensor.
-        seed: of the generators.
-        options: go to the function, e.g. `gain="relu"`.
+        options: arguments of the function, e.g. `gain="relu"`.
 
     Raises:
         NoMatchError: if `where` selects no layer with such a weight matrix.
@@ -63,14 +58,12 @@ def init_(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        >>> edited = gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
-        >>> print(edited)
+        >>> print(gonio.init_(model, gonio.init.orthogonal_, gain=1.0))
         init_: 2 modules
           0  orthogonal_(gain=1.0)
           2  orthogonal_(gain=1.0)
         >>> torch.allclose(model[0].weight @ model[0].weight.T, torch.eye(8), atol=1e-5)
         True
-        >>> edited.undo_()
     """
     check_function("init_", function, options)
     refuse_flat_shards(model, "init_")

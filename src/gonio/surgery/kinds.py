@@ -23,16 +23,8 @@ __all__ = [
     "without_tail",
 ]
 
-WEIGHTED = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
 SWITCHABLE_NORMS = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
 _BATCH_NORMS = (nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TORCH_NORMS = (
@@ -100,9 +92,8 @@ def _has_tail(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether the module normalises its input, so that the scale of its input has no effect.
 
-    True for torch's normalisation classes, and for any other class without children that has `Norm` in its
-    name. Frozen norms are fixed affine maps, and local response normalisation adds a constant to its divisor:
-    neither counts.
+    True for torch's normalisation classes, and for any other class without children that has `Norm` in its name. Frozen
+    norms are fixed affine maps, and local response normalisation adds a constant to its divisor: neither counts.
     """
     names = [base.__name__ for base in type(module).__mro__]
     if any(word in name for name in names for word in ("Frozen", "LocalResponse")):

@@ -35,26 +35,20 @@ def lsuv_(
 ) -> Edited:
     r"""Layer-sequential unit-variance initialisation.
 
-    Each weight is drawn by `function`, then divided by the standard deviation of the layer's output
-    on the batch until that is within `tolerance` of 1:
+    Each weight is drawn by `function`, then divided by the standard deviation of the layer's output on the batch until
+    that is within `tolerance` of 1:
 
     .. math::
         W_l \leftarrow W_l \,/\, \operatorname{std}(y_l), \qquad l \text{ in the order of execution}
 
-    Layers run in execution order, which may differ from the order of registration, on the outputs of
-    the layers scaled before them. The model runs in evaluation mode and gets its modes back;
-    its buffers do not change.
+    The model runs in evaluation mode and gets its modes back; its buffers do not change. A weight that several layers
+    share is scaled once, by the first of them that runs. Notes name the layers that do not converge within `max_steps`
+    or have a constant output.
 
     Args:
-        model: changed in place.
         batch: an input tensor, a tuple of arguments or a dict of keyword arguments.
-        where: which layers; None for all linear and convolutional ones. A weight that several layers
-            share is scaled once, by the first of them that runs.
+        where: which layers; None for all linear and convolutional ones.
         function: draws the weights first; None keeps them and only scales.
-        tolerance: of the standard deviation.
-        max_steps: per layer. A layer that has not converged by then, or whose output is constant, is
-            named in the result's notes.
-        seed: of the draws.
 
     Raises:
         NoMatchError: if `where` selects no linear or convolutional layer.
@@ -67,8 +61,7 @@ def lsuv_(
         >>> abs(model(x).std().item() - 1) < 0.01
         True
 
-    References:
-        D. Mishkin and J. Matas, "All you need is a good init", ICLR 2016, Algorithm 1.
+    References: D. Mishkin and J. Matas, "All you need is a good init", ICLR 2016, Algorithm 1.
         https://arxiv.org/abs/1511.06422
     """
     if not 0 < tolerance < 1 or max_steps < 1:

@@ -31,36 +31,27 @@ def parametrize_(
 ) -> Edited:
     """Compute a tensor of every chosen layer from its trained parameter by a parametrization.
 
-    Layers that keep several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed
-    projections of ``nn.MultiheadAttention``, each of which is a matrix of its own, `"weight_hh_l0"` for an LSTM.
-
-    The Parameter object stays where it is, under its own name and in its place among the layer's
-    parameters, so that an optimizer built before stays valid. A parametrization that adds parameters
-    (a weight norm's gain) needs `optimizer=` if the optimizer exists already.
+    Layers with several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed projections of
+    ``nn.MultiheadAttention``, `"weight_hh_l0"` for an LSTM. The Parameter keeps its name and its place among the
+    layer's parameters, so an optimizer built before stays valid. A parametrization that adds parameters (a weight
+    norm's gain) needs `optimizer=` if the optimizer exists already.
 
     Args:
-        model: changed in place.
         template: copied for each layer.
         where: which layers; None for all that have such a tensor.
-        tensor: the name of the tensor.
-        optimizer: updated with the added parameters. Without it, the next step of one that trains the tensor
-            raises :class:`gonio.errors.UntrainedParametersError`, unless an optimizer with the added ones has
-            taken a step (the second step, for one of several optimizers).
+        optimizer: updated with the added parameters; without it, as for :func:`gonio.swap_`.
 
     Raises:
         NoMatchError: if `where` selects no layer with such a tensor.
         AlreadyAppliedError: if the tensor of a selected layer is parametrized already.
-        NotApplicableError: if a selected layer shares the tensor with one that is not selected; if the model
-            is sharded, or replicated and gets other parameters.
+        NotApplicableError: if a selected layer shares the tensor with one that is not selected; if the model is
+            sharded, or replicated and gets other parameters.
         InvalidArgumentError: if `optimizer` is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
         >>> edited = gonio.parametrize_(model, gonio.parametrizations.Sphere())
         >>> torch.allclose(model[0].weight.norm(dim=1), torch.ones(3))
-        True
-        >>> edited.undo_()
-        >>> type(model[0]) is nn.Linear
         True
     """
     refuse_shards(model, "parametrize_")
@@ -114,8 +105,6 @@ def _check_ties(model: nn.Module, found: list[Site], tensor: str) -> None:
         for name, parameter in site.module._parameters.items():
             tied = raw.get(id(parameter))
             if tied is not None and (id(site.module) not in chosen or name != tensor):
-                why, do = (
-                    f"it shares its {tensor} with {site.path}.{name}, which is not selected",
-                    "Select both or none.",
-                )
+                why = f"it shares its {tensor} with {site.path}.{name}, which is not selected"
+                do = "Select both or none."
                 raise NotApplicableError("parametrize_", tied.path, why, do, action="parametrize", kind=tied.kind)

@@ -31,49 +31,39 @@ def swap_(
 ) -> Edited:
     """Replace every chosen layer by the layer that the factory makes from it.
 
-    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) hand the same
-    Parameter objects to the new layer, so an optimizer that was built before stays valid for them. A
-    module that occurs under several names is converted once and replaced under each of them. A batch norm
-    of timm that has its activation inside becomes the new layer followed by that activation. Forward
-    hooks stay with the replaced layers; the result names those layers.
+    The factories of :mod:`gonio.nn` (`from_conv`, `from_linear`, `from_batch_norm`) use the same Parameter objects in
+    the new layer, so an optimizer built before stays valid for them. A module with several names is converted once and
+    replaced under each of them. A batch norm of timm with its activation inside becomes the new layer followed by that
+    activation. Forward hooks stay with the replaced layers, which the notes name.
 
-    Some layers of torch read the weights of their children instead of calling them. The output
-    projection of ``nn.MultiheadAttention`` is always read: it is left out, and the result says so (use
-    :func:`gonio.parametrize_` there). ``nn.TransformerEncoderLayer`` does so on its fast path in
-    evaluation, which is disabled for a layer whose parts are replaced.
-
-    A layer that the factory refuses (a subclass that computes something else than its torch class) is an
-    error where `where` selects it; without `where` it stays, and the result says why.
+    The output projection of ``nn.MultiheadAttention`` is left out, because its parent reads its weight without calling
+    it (use :func:`gonio.parametrize_` there). The fast path of ``nn.TransformerEncoderLayer``, which reads weights too,
+    is disabled for a layer whose parts are replaced. A layer that the factory refuses (a subclass that computes
+    something else than its torch class) is an error if `where` selects it; without `where` it stays, with a note.
 
     Args:
-        model: changed in place.
-        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which
-            layers it takes.
+        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which layers it takes.
         where: which layers; None for all that the factory takes.
-        optimizer: updated with the parameters that are added and removed. Without it, the next step of one that
-            trains the layers' old parameters raises :class:`gonio.errors.UntrainedParametersError`, unless an
-            optimizer with the added ones has taken a step (the second step, for one of several optimizers).
-        options: go to the factory.
+        optimizer: updated with the parameters that are added and removed. Without it, the next step of one that trains
+            the layers' old parameters raises :class:`gonio.errors.UntrainedParametersError`, unless an optimizer with
+            the added ones has taken a step (the second step, for one of several optimizers).
+        options: arguments of the factory.
 
     Raises:
         NoMatchError: if `where` selects no layer that the factory takes.
         AlreadyAppliedError: if a selected layer already is of the class that the factory makes.
-        NotApplicableError: if the model itself is selected, or the module that a compiled wrapper was made
-            from, because neither can be replaced in place; if a selected layer contains another one and
-            the factory drops it; if the model is sharded, or replicated and gets other parameters.
-        InvalidArgumentError: if the factory is a layer class or makes something else than a module, or if
-            `optimizer` is not of this model.
+        NotApplicableError: if the model itself is selected, or the module inside a compiled wrapper, which cannot be
+            replaced in place; if a selected layer contains another one and the factory drops it; if the model is
+            sharded, or replicated and gets other parameters.
+        InvalidArgumentError: if the factory is a layer class or makes something else than a module, or if `optimizer`
+            is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        >>> edited = gonio.swap_(model, gonio.nn.SwitchableNorm2d.from_batch_norm)
-        >>> print(edited)
+        >>> print(gonio.swap_(model, gonio.nn.SwitchableNorm2d.from_batch_norm))
         swap_: 1 module
           1  BatchNorm2d → SwitchableNorm2d
           note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
-        >>> edited.undo_()
-        >>> type(model[1]).__name__
-        'BatchNorm2d'
     """
     accepted = _accepted(factory)
     check_optimizer(optimizer, model)
@@ -106,8 +96,7 @@ def swap_(
 def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
 
-    Raises:
-        InvalidArgumentError: for a layer class, whose first parameter is a number, say.
+    Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
     """
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)
@@ -129,10 +118,7 @@ def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 def _found(
-    model: nn.Module,
-    factory: Callable[..., nn.Module],
-    accepted: tuple[type[nn.Module], ...],
-    where: Where,
+    model: nn.Module, factory: Callable[..., nn.Module], accepted: tuple[type[nn.Module], ...], where: Where
 ) -> tuple[list[Site], list[Site]]:
     """The sites to replace, and those that are left out because their parents do not call them."""
 
@@ -167,10 +153,7 @@ def _check_replaceable(site: Site) -> None:
 
 
 def _made(
-    factory: Callable[..., Any],
-    accepted: tuple[type[nn.Module], ...],
-    site: Site,
-    options: dict[str, Any],
+    factory: Callable[..., Any], accepted: tuple[type[nn.Module], ...], site: Site, options: dict[str, Any]
 ) -> list[nn.Module]:
     """The factory's layer for a site; for a norm with its activation inside, followed by that activation."""
     old, plain = site.module, without_tail(site.module)
@@ -204,10 +187,7 @@ def _check_reachable(edit: Edit, replaced: list[Site]) -> None:
 
 
 def _disable_fast_path_(edit: Edit, replaced: list[Site]) -> None:
-    """Make transformer layers of torch call the parts that were replaced.
-
-    In evaluation without gradients these layers hand the weights of their parts to one fused kernel.
-    """
+    """Make transformer layers of torch call the replaced parts; in evaluation they use one fused kernel instead."""
     parents = {id(parent) for site in replaced for parent, _ in site.owners}
     layers = [
         layer

@@ -227,13 +227,11 @@ Where = Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callabl
 def as_selector(where: Where) -> Selector:
     """The selector that a `where` argument stands for.
 
-    Args:
-        where: a module class or tuple of classes, a glob over dotted paths (`"layer1.*"`), a regular
-            expression (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function
-            `(path, module) -> bool`, a :class:`Selector`, or `None` for every module.
+    `where` is a module class or tuple of classes, a glob over dotted paths (`"layer1.*"`), a regular expression
+    (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function `(path, module) -> bool`, a :class:`Selector`,
+    or None for every module.
 
-    Raises:
-        InvalidArgumentError: for anything else, and for a regular expression that does not compile.
+    Raises: InvalidArgumentError for anything else, and for a regular expression that does not compile.
 
     Example:
         >>> as_selector("type:Linear")("fc", nn.Linear(2, 2)), as_selector(nn.Conv2d)("fc", nn.Linear(2, 2))
@@ -339,16 +337,10 @@ def _join(path: str, name: str, parent: nn.Module) -> str:
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
     """The sites that `where` selects and on which the verb can act.
 
-    A selected module on which the verb cannot act is left out, because globs also match containers. The
-    caller reports the sites that it used; selecting none is an error.
+    Selected modules on which the verb cannot act are left out, because globs also match containers. `can_act` returns
+    None for a module on which it can, otherwise the reason; `verb` names it in the error.
 
-    Args:
-        where: see :func:`gonio.surgery.as_selector`.
-        verb: the name of the verb, for the error.
-        can_act: returns None for a module on which the verb can act, otherwise the reason why not.
-
-    Raises:
-        NoMatchError: if nothing is left, with the modules on which the verb could act.
+    Raises: NoMatchError if nothing is left, with the modules on which the verb could act.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

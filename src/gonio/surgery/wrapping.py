@@ -52,14 +52,7 @@ def holds_original(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of compilation, parallelism and averaging.
-
-    Example:
-        >>> from gonio.surgery.wrapping import unwrapped
-        >>> model = nn.Sequential(nn.Linear(2, 2))
-        >>> unwrapped(nn.DataParallel(model)) is model
-        True
-    """
+    """The model inside the wrappers of compilation, parallelism and averaging."""
     while True:
         inner = next((child for name, child in model._modules.items() if adds_no_name(model, name)), None)
         if inner is None:
