@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import threading
 
@@ -44,12 +45,8 @@ class Fork(nn.Module):
 
 
 class DataDependent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
     def forward(self, x):
-        return self.fc(x) if x.sum() > 0 else x
+        return x if x.sum() > 0 else -x
 
 
 def test_a_layer_is_followed_by_a_norm_only_if_all_of_its_output_goes_there():
@@ -71,14 +68,18 @@ def test_a_model_that_cannot_be_traced_says_why_and_gives_nothing():
     assert followed_by_norm(DataDependent()) == {} == activation_after(DataDependent())
 
 
-@pytest.mark.parametrize("between", [nn.Dropout(0.1), nn.Identity(), nn.Flatten()])
-def test_layers_that_keep_scale_are_passed(between):
-    assert followed_by_norm(nn.Sequential(nn.Linear(4, 4), between, nn.LayerNorm(4))) == {"0": "2"}
-
-
-@pytest.mark.parametrize("between", [nn.ReLU(), nn.Linear(4, 4)])
-def test_other_layers_are_not_passed(between):
-    assert "0" not in followed_by_norm(nn.Sequential(nn.Linear(4, 4), between, nn.LayerNorm(4)))
+@pytest.mark.parametrize(
+    ("between", "passed"),
+    [
+        (nn.Dropout(0.1), True),
+        (nn.Identity(), True),
+        (nn.Flatten(), True),
+        (nn.ReLU(), False),
+        (nn.Linear(4, 4), False),
+    ],
+)
+def test_only_layers_that_keep_scale_are_passed(between: nn.Module, passed: bool) -> None:
+    assert ("0" in followed_by_norm(nn.Sequential(nn.Linear(4, 4), between, nn.LayerNorm(4)))) == passed
 
 
 def test_scale_has_no_effect_directly_before_a_norm_that_removes_the_bias_too():
@@ -158,29 +159,25 @@ def test_arguments_keep_their_defaults() -> None:
 
 
 def test_what_training_does_otherwise_pins_the_scale() -> None:
-    model = Auxiliary()
+    model = Auxiliary().eval()
     with pytest.raises(NotApplicableError, match="it is used differently in training and in evaluation"):
-        balance_(model.eval())
+        balance_(model)
     assert not model.training
 
 
-def test_nothing_is_left_behind() -> None:
-    model, random = Remembering(), torch.random.get_rng_state()
+class Failing(Remembering):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize(("make", "reason"), [(Remembering, "^$"), (Failing, "control flow")])
+def test_nothing_is_left_behind(make: type[nn.Module], reason: str) -> None:
+    model, random = make(), torch.random.get_rng_state()
     before = copy.copy(vars(model))
-    assert trace(model, training=False).reason == ""
+    assert re.search(reason, trace(model, training=False).reason)
     assert vars(model) == before
     assert torch.equal(torch.random.get_rng_state(), random)
-
-
-def test_a_failed_trace_leaves_nothing_behind() -> None:
-    class Failing(Remembering):
-        def forward(self, x):
-            y = super().forward(x)
-            return y if y.sum() > 0 else -y
-
-    model = Failing()
-    assert "control flow" in trace(model, training=False).reason
-    assert (model.last, model.count, model.training, hasattr(model, "seen")) == (None, 0, True, False)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
@@ -237,12 +234,6 @@ def test_positions_must_all_be_averaged() -> None:
         balance_(Volume())
 
 
-@pytest.mark.parametrize("dropout", [nn.AlphaDropout, nn.FeatureAlphaDropout])
-def test_dropout_that_shifts_is_not_homogeneous(dropout: type[nn.Module]) -> None:
-    with pytest.raises(NotApplicableError, match=f"{dropout.__name__} .* is not positively homogeneous"):
-        balance_(nn.Sequential(nn.Linear(4, 4), dropout(0.5), nn.Linear(4, 4)))
-
-
 @pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d])
 def test_pooling_functions_let_scale_pass(pool) -> None:
     class Pooled(nn.Module):
@@ -282,8 +273,7 @@ def test_tracing_in_one_thread_leaves_the_calls_of_others_alone() -> None:
         done.set()
         thread.join()
         sys.setswitchinterval(interval)
-    assert calls > 10
-    assert failures == []
+    assert (calls > 10, failures) == (True, [])
     assert reasons == [""] * 10
 
 
