@@ -13,6 +13,7 @@ from catalog import VERBS, seeded
 from gonio import init
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view, singular_values
+from surgery.net import Net
 
 network = VERBS[0].model
 
@@ -35,15 +36,7 @@ def test_the_gain_follows_the_activation() -> None:
 
 
 def test_an_unknown_activation_is_said() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sin(self.fc(x))
-
-    text = str(gonio.init_(Odd(), init.orthogonal_))
+    text = str(gonio.init_(Net(lambda m, x: torch.sin(m.fc(x)), fc=nn.Linear(4, 4)), init.orthogonal_))
     assert "the function's own gain where the following activation is not known" in text
     assert "fc  orthogonal_()" in text
 

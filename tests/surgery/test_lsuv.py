@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from catalog import VERBS, seeded
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import lsuv_
-
-
-class Reversed(nn.Module):
-    """Registered last to first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.third, self.second, self.first = nn.Linear(32, 4), nn.Conv1d(8, 8, 1), nn.Conv1d(3, 8, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))).flatten(1))
+from surgery.net import Net
 
 
 def test_every_layer_has_unit_variance_in_execution_order() -> None:
-    model, x, stds = Reversed(), seeded(64, 3, 4), []
+    """They are registered last to first."""
+    layers = {"third": nn.Linear(32, 4), "second": nn.Conv1d(8, 8, 1), "first": nn.Conv1d(3, 8, 3, padding=1)}
+    model = Net(lambda m, x: m.third(torch.relu(m.second(torch.relu(m.first(x)))).flatten(1)), **layers)
+    x, stds = seeded(64, 3, 4), []
     edited = lsuv_(model, x)
     assert [change.path for change in edited.changes] == ["first", "second", "third"]
-    for layer in model.children():
+    for layer in layers.values():
         layer.register_forward_hook(lambda _, __, y: stds.append(float(y.detach().std())))
     model(x)
     assert stds == pytest.approx([1, 1, 1], abs=0.011)
 
 
 def test_a_dead_layer_is_reported_and_the_others_converge() -> None:
-    class Dead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.live, self.dead = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.dead(0 * self.live(x))
-
-    text = str(lsuv_(Dead(), seeded(16, 4)))
+    live, dead = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    text = str(lsuv_(Net(lambda m, x: m.dead(0 * m.live(x)), live=live, dead=dead), seeded(16, 4)))
     assert "dead has not converged: its output is constant" in text
     assert "live  output std" in text
 
@@ -52,9 +38,7 @@ def test_non_finite_input_ends_and_is_reported() -> None:
 
 
 def test_a_layer_that_does_not_run_is_left_and_said() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.unused = nn.Linear(4, 4)
-    model.forward = lambda x: model[0](x)
+    model = Net(lambda m, x: m.used(x), used=nn.Linear(4, 4), unused=nn.Linear(4, 4))
     before = model.unused.weight.detach().clone()
     assert "unused did not run on the batch" in str(lsuv_(model, seeded(16, 4)))
     assert torch.equal(model.unused.weight, before)
