@@ -32,6 +32,10 @@ ANGLE_ACCURACY = 1e-7  # what the documentation promises near 0 and π, in float
 THETAS = [0.0, 1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1.0, pi / 2, 3.0, pi - 1e-2, pi - 1e-4, pi - 1e-6, pi - 1e-7, pi]
 
 
+FUNCTIONS = (cosines, angles, coherence, alignment, alignment_zscore)
+EACH_FUNCTION = pytest.mark.parametrize("function", FUNCTIONS)
+
+
 def pair_at(theta: float, dtype: torch.dtype = torch.float64, d: int = 16) -> Tensor:
     """Two vectors of different lengths at an angle that is exact in float64."""
     basis, _ = torch.linalg.qr(torch.randn(d, 2, dtype=torch.float64))
@@ -78,7 +82,7 @@ def test_gradient_of_the_angle_is_bounded_and_right(theta: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", [cosines, angles, coherence, alignment, alignment_zscore])
+@EACH_FUNCTION
 def test_finite_at_zero_duplicate_and_opposite_filters(function, dtype: torch.dtype) -> None:
     row = torch.randn(8)
     matrix = torch.stack([row, row, -row, 2 * row, torch.zeros(8), torch.randn(8)]).to(dtype).requires_grad_()
@@ -89,7 +93,7 @@ def test_finite_at_zero_duplicate_and_opposite_filters(function, dtype: torch.dt
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("function", [cosines, angles, coherence, alignment, alignment_zscore])
+@EACH_FUNCTION
 def test_gradients_are_those_of_the_formula(function) -> None:
     matrix = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(function, matrix)
@@ -140,11 +144,11 @@ def test_duplicates_are_at_angle_zero_exactly() -> None:
     assert torch.equal(theta, torch.tensor([[0, 0, pi], [0, 0, pi], [pi, pi, 0]], dtype=torch.float64))
 
 
-def test_groups_are_independent() -> None:
+@EACH_FUNCTION
+def test_groups_are_independent(function) -> None:
     stack = torch.randn(3, 5, 4)
-    for function in (cosines, angles, coherence, alignment, alignment_zscore):
-        expected = torch.stack([function(matrix) for matrix in stack])
-        torch.testing.assert_close(function(stack), expected, **exact(torch.float32))
+    expected = torch.stack([function(matrix) for matrix in stack])
+    torch.testing.assert_close(function(stack), expected, **exact(torch.float32))
 
 
 def test_coherence_in_blocks_equals_coherence_at_once() -> None:
@@ -172,24 +176,12 @@ def test_bounds_hold_for_any_matrix(n: int, d: int, seed: int) -> None:
     assert sqrt(a / d) <= mu + 1e-9
 
 
-def test_invariances_and_their_limits() -> None:
-    matrix = torch.randn(6, 5, dtype=torch.float64)
-    rotation, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
-    signs = torch.tensor([1, -1, 1, 1, -1, 1.0], dtype=torch.float64)[:, None]
-    for function in (coherence, alignment, alignment_zscore):
-        for changed in (matrix * 7, matrix @ rotation, matrix.flip(0), matrix * signs):
-            torch.testing.assert_close(function(changed), function(matrix), **close(torch.float64))
-        assert not torch.isclose(function(matrix + 1), function(matrix))
-    torch.testing.assert_close(angles(matrix @ rotation), angles(matrix), rtol=0, atol=1e-7)
-    assert not torch.allclose(angles(matrix * signs), angles(matrix))
-
-
 def test_autocast_does_not_reach_the_gram_matrix() -> None:
     matrix = torch.randn(8, 64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = [f(matrix) for f in (cosines, angles, coherence, alignment)]
-    for f, value in zip((cosines, angles, coherence, alignment), inside, strict=True):
-        assert torch.equal(value, f(matrix))
+    for function in (cosines, angles, coherence, alignment):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = function(matrix)
+        assert torch.equal(inside, function(matrix))
 
 
 @pytest.mark.parametrize("function", [cosines, coherence, alignment, alignment_zscore])
@@ -209,7 +201,7 @@ def test_angles_and_duplicates_of_a_kernel_are_those_of_its_filters(kernel: tupl
             function(torch.ones(3))
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 4), (2, 4, 0), (0, 3, 4)])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (1, 0), (2, 0, 4), (2, 4, 0), (0, 3, 4)])
 def test_weights_without_entries_have_values_or_a_clear_error(shape: tuple[int, ...]) -> None:
     empty, n = torch.empty(shape), shape[-2]
     for function in (cosines, angles):
@@ -217,15 +209,10 @@ def test_weights_without_entries_have_values_or_a_clear_error(shape: tuple[int, 
     assert torch.equal(alignment(empty), torch.ones(shape[:-2]))
     assert torch.equal(alignment_zscore(empty), torch.zeros(shape[:-2]))
     if n < 2:
-        with pytest.raises(InvalidArgumentError, match="at least 2 rows"):
+        with pytest.raises(InvalidArgumentError, match=r"at least 2 rows; found shape \("):
             coherence(empty)
     else:
         assert torch.equal(coherence(empty), torch.zeros(shape[:-2]))
-
-
-def test_one_filter_has_no_coherence() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"at least 2 rows; found shape \(1, 4\)"):
-        coherence(torch.ones(1, 4))
 
 
 def test_compiles_to_one_graph() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from catalog import seeded
 from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import least_scale, scale_imbalance
@@ -16,8 +17,7 @@ from tolerances import close
 
 
 def weights(seed: int, layers: int) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(3 + k, 4, generator=g, dtype=torch.float64) * 3.0 ** (k - 1) for k in range(layers)]
+    return [seeded(3 + k, 4, seed=seed, dtype=torch.float64) * 3.0 ** (k - 1) for k in range(layers)]
 
 
 @REPEATABLE

@@ -55,6 +55,10 @@ def test_error_is_ten_ulps_of_the_dtype(shape: tuple[int, ...], dtype: torch.dty
     assert gram_error(weight) <= 10 * max(smaller, 4) * torch.finfo(dtype).eps
 
 
+def test_large_matrices_keep_their_accuracy_in_float32() -> None:
+    assert gram_error(orthogonal_(torch.empty(1024, 1024), generator=fresh())) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_float32_rounded_once(dtype: torch.dtype) -> None:
     half = orthogonal_(torch.empty(24, 16, dtype=dtype), generator=fresh())
@@ -82,19 +86,13 @@ def test_the_view_says_what_is_orthogonal(view: str) -> None:
 @pytest.mark.parametrize("n", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
 @pytest.mark.parametrize("extra", [0, 1, 40])
 def test_blocks_of_reflectors_fit_together(n: int, extra: int) -> None:
-    q = haar_columns(2, n + extra, n, fresh(), torch.float64)
-    error = q.mT @ q - torch.eye(n, dtype=torch.float64)
-    assert float(error.abs().max()) < 1e-13
-    assert not torch.equal(q[0], q[1])
+    pair, single = (haar_columns(count, n + extra, n, fresh(), torch.float64) for count in (2, 1))
+    for q in (pair, single):
+        assert float((q.mT @ q - torch.eye(n, dtype=torch.float64)).abs().max()) < 1e-13
+    assert not torch.equal(pair[0], pair[1])
     by_columns = haar_columns(2, n + extra, n, fresh(), torch.float64, by_rows=False)
     assert by_columns.mT.is_contiguous()
-    torch.testing.assert_close(by_columns, q, **exact(torch.float64))
-    single = haar_columns(1, n + extra, n, fresh(), torch.float64)
-    assert float((single.mT @ single - torch.eye(n, dtype=torch.float64)).abs().max()) < 1e-13
-
-
-def test_large_matrices_keep_their_accuracy_in_float32() -> None:
-    assert gram_error(orthogonal_(torch.empty(1024, 1024), generator=fresh())) < 1e-6
+    torch.testing.assert_close(by_columns, pair, **exact(torch.float64))
 
 
 def test_the_law_is_haars() -> None:
@@ -144,26 +142,6 @@ def test_orthogonal_filters_alone_are_no_isometry() -> None:
     weight = orthogonal_(torch.empty(5, 3, 3, 3), generator=fresh())
     operator = operator_matrix(weight, (5, 5), Layout(padding=(1, 1)))
     assert float(singular_values(operator).std()) > 0.1
-
-
-def test_fifty_linear_layers() -> None:
-    """Singular values of a product of 50: all 1 if orthogonal, spread over nine decades if Gaussian."""
-    g = fresh()
-    orthogonal = gaussian = torch.eye(64, dtype=torch.float64)
-    for _ in range(50):
-        orthogonal = orthogonal_(torch.empty(64, 64, dtype=torch.float64), generator=g) @ orthogonal
-        gaussian = torch.randn(64, 64, generator=g, dtype=torch.float64) / 8 @ gaussian
-    torch.testing.assert_close(singular_values(orthogonal), torch.ones(64, dtype=torch.float64))
-    spread = torch.linalg.svdvals(gaussian)
-    assert float(spread[0] / spread[-1]) > 1e9
-
-
-def test_stacked_blocks_are_orthogonal_each() -> None:
-    attention = nn.MultiheadAttention(12, 3)
-    layout = layout_of(attention, "in_proj_weight")
-    orthogonal_(attention.in_proj_weight, layout=layout, generator=fresh())
-    assert gram_error(attention.in_proj_weight.detach(), layout) < 1e-5
-    assert float((attention.in_proj_weight[:12] - attention.in_proj_weight[12:24]).detach().abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("function", [orthogonal_, delta_orthogonal_])

@@ -1,10 +1,11 @@
-"""What each of two gloo processes does for the tests of edits and of `calibrate_`; results go back through files."""
+"""Two gloo processes, and what each does for the tests of edits and of `calibrate_`; results come through files."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from catalog import seeded
+from catalog import VERBS, seeded
 from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
@@ -30,26 +32,46 @@ __all__ = [
     "buffers",
     "calibrate_on_rank",
     "edit_on_rank",
+    "group",
     "joined",
     "network",
+    "on_rank",
     "prepared",
+    "spawned",
 ]
 
 WORLD = 2
 
 
+@contextmanager
+def group(folder: Path | str, rank: int = 0, world: int = 1) -> Iterator[None]:
+    """A gloo process group; by default of this process alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        yield
+        dist.barrier()  # without it, leaving the group aborts now and then
+    finally:
+        dist.destroy_process_group()
+
+
 def on_rank(rank: int, folder: str, work: Callable[[], Any]) -> None:
     """Save what `work` returns in a process group of two; an exception as its traceback."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        found = work()
-    except Exception:  # the parent reports it
-        found = traceback.format_exc()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # without it, leaving the group aborts now and then
-    dist.destroy_process_group()
+    with group(folder, rank, WORLD):
+        try:
+            found = work()
+        except Exception:  # the parent reports it
+            found = traceback.format_exc()
+        torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def spawned(run_rank: Callable[[int, str], None], folder: Path) -> list[Any]:
+    """What `on_rank` saved in each of two processes."""
+    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
+    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert not any(isinstance(each, str) for each in found), found
+    return found
 
 
 # --- calibrate_ ---------------------------------------------------------------------------------------
@@ -131,7 +153,7 @@ def calibrate_on_rank(rank: int, folder: str) -> None:
 
 # --- edits of wrapped models --------------------------------------------------------------------------
 
-X = seeded(4, 2, 5, 5)
+X = VERBS[0].inputs()
 FIXED = gnn.magnitude.Tanh(radius=1.0, radius_in="absolute")
 EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "init_": lambda m: S.init_(m, init.orthogonal_, gain=2.0),
@@ -148,8 +170,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 6), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(6, 4)).eval()
+    return VERBS[0].model().eval()
 
 
 def shard(model: nn.Module) -> nn.Module:

@@ -21,38 +21,23 @@ from laws.support import over, perturbed
 from laws.test_verbs import model_of
 
 
-def site(model, path):
-    return next(s for s in sites(model) if s.path == path)
+def zeroed(model: nn.Module) -> Edit:
+    edit = Edit(model, "demo_")
+    edit.set_data_(model[0].weight, torch.zeros(2, 2))
+    return edit
 
 
-def change_and_fail(model):
-    with Edit(model, "demo_") as edit:
-        edit.set_data_(model[0].weight, torch.zeros(2, 2))
-        edit.replace_(site(model, "0"), nn.Tanh(), what="Tanh")
-        raise RuntimeError("in the middle")
-
-
-def test_an_exception_rolls_everything_back_in_reverse_order():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    first, weight = model[0], model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match="in the middle"):
-        change_and_fail(model)
-    assert model[0] is first
-    assert torch.equal(model[0].weight, weight)
-
-
-def test_a_rolled_back_edit_does_not_stand_in_the_way_of_others():
+def test_a_rolled_back_edit_does_not_stand_in_the_way_of_others() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with Edit(model, "first_") as edit:
-        edit.replace_(site(model, "0"), nn.Tanh(), what="Tanh")
-    first = edit.done()
+    weight = model[0].weight.detach().clone()
+    first = zeroed(model).done()
     with pytest.raises(RuntimeError, match="stop"), Edit(model, "second_"):
         raise RuntimeError("stop")
     first.undo_()
-    assert isinstance(model[0], nn.Linear)
+    assert torch.equal(model[0].weight, weight)
 
 
-def test_undo_twice_is_refused():
+def test_undo_twice_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     edited = Edit(model, "demo_").done()
     edited.undo_()
@@ -60,25 +45,20 @@ def test_undo_twice_is_refused():
         edited.undo_()
 
 
-def test_the_registry_of_edits_keeps_no_model_alive():
+def test_the_registry_of_edits_keeps_no_model_alive() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with Edit(model, "demo_") as edit:
-        edit.set_data_(model[0].weight, torch.zeros(2, 2))
-    edited = edit.done()
-    gone = weakref.ref(model)
-    del model, edit, edited
+    edited, gone = zeroed(model).done(), weakref.ref(model)
+    del model, edited
     gc.collect()
     assert gone() is None
 
 
-def test_the_table_lists_changes_and_notes():
-    model = nn.Sequential(nn.Linear(2, 2))
-    edit = Edit(model, "demo_")
+def test_the_table_lists_changes_and_notes() -> None:
+    edit = Edit(nn.Sequential(nn.Linear(2, 2)), "demo_")
     edit.changed("layer1.conv", "something")
     edit.changed("fc", "another thing")
     edit.note("an assumption")
-    text = str(edit.done())
-    assert text.splitlines() == [
+    assert str(edit.done()).splitlines() == [
         "demo_: 2 modules",
         "  layer1.conv  something",
         "  fc           another thing",
@@ -86,14 +66,7 @@ def test_the_table_lists_changes_and_notes():
     ]
 
 
-# --- undo ----------------------------------------------------------------------------------------------
-
-
-X = seeded(4, 2, 5, 5)
-
-
-def network():
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3))
+network, X = VERBS[0].model, VERBS[0].inputs()
 
 
 @over(VERBS)
@@ -209,41 +182,35 @@ def test_parameters_that_were_exchanged_are_not_missed_silently() -> None:
     assert torch.equal(model[0].weight, state["0.weight"])
 
 
-def test_an_inverse_that_fails_does_not_keep_the_others_from_running() -> None:
+@pytest.mark.parametrize("inverse", ["works", "fails"])
+def test_an_exception_rolls_back_in_reverse_order_even_if_an_inverse_fails(inverse: str) -> None:
     model = network()
-    weight = model[0].weight.detach().clone()
+    first, weight, undone = model[4], model[0].weight.detach().clone(), []
 
-    def fails() -> None:
-        raise OSError("disk")
+    def undo() -> None:
+        undone.append(type(model[4]) is nn.Linear)  # the later change was undone before
+        if inverse == "fails":
+            raise OSError("disk")
 
     def change(edit: Edit) -> None:
         edit.set_data_(model[0].weight, torch.zeros_like(weight))
-        edit.on_undo(fails)
+        edit.on_undo(undo)
         edit.replace_(sites(model)[5], nn.Tanh(), what="Tanh")
         raise RuntimeError("in the middle")
 
-    with pytest.raises(OSError, match="disk"), Edit(model, "demo_") as edit:
+    kind, message = (OSError, "disk") if inverse == "fails" else (RuntimeError, "in the middle")
+    with pytest.raises(kind, match=message), Edit(model, "demo_") as edit:
         change(edit)
+    assert undone == [True]
     assert torch.equal(model[0].weight, weight)
-    assert type(model[4]) is nn.Linear
+    assert model[4] is first
 
 
 def test_modes_inside_a_wrapped_layer_stay() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x)
-
-    def wrap(block: nn.Sequential) -> nn.Module:
-        return Wrapper(block)
-
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     model[0][1].eval()
-    edited = gonio.swap_(model, wrap, where="0")
-    assert [m.training for m in (model[0], model[0].inner[0], model[0].inner[1])] == [True, True, False]
+    edited = gonio.swap_(model, lambda block: nn.Sequential(block), where="0")
+    assert [m.training for m in model[0].modules()] == [True, True, True, False]
     edited.undo_()
     assert [m.training for m in model.modules()] == [True, True, True, False]
 
@@ -274,17 +241,19 @@ def test_a_module_dict_with_nothing_in_a_slot() -> None:
     assert block.proj is None
 
 
-@pytest.mark.parametrize("verb", ["init_", "parametrize_", "fold_"])
-def test_a_model_that_is_itself_one_layer(verb: str) -> None:
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [lambda m: gonio.init_(m, init.orthogonal_, gain=1.0)],
+        [lambda m: gonio.parametrize_(m, P.WeightNorm())],
+        [lambda m: gonio.parametrize_(m, P.WeightNorm()), lambda m: fold_(m, example=seeded(4, 3))],
+    ],
+    ids=["init_", "parametrize_", "fold_"],
+)
+def test_a_model_that_is_itself_one_layer(edits) -> None:
     model = nn.Linear(3, 2)
     before = Snapshot.of(model, seeded(4, 3))
-    done = []
-    if verb == "init_":
-        done.append(gonio.init_(model, init.orthogonal_, gain=1.0))
-    else:
-        done.append(gonio.parametrize_(model, P.WeightNorm()))
-        done += [fold_(model, example=seeded(4, 3))] if verb == "fold_" else []
-    for edited in reversed(done):
+    for edited in reversed([edit(model) for edit in edits]):
         edited.undo_()
     assert_restored(before, Snapshot.of(model, seeded(4, 3)))
 

@@ -1,72 +1,44 @@
+"""`lsuv_` beyond the laws that `tests/laws` runs over the catalogue."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
 
-from catalog import seeded
+from catalog import VERBS, seeded
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import lsuv_
+from surgery.net import Net
 
 
-class Reversed(nn.Module):
-    """Registered last to first."""
-
-    def __init__(self):
-        super().__init__()
-        self.third, self.second, self.first = (
-            nn.Linear(32, 4),
-            nn.Conv1d(8, 8, 1),
-            nn.Conv1d(3, 8, 3, padding=1),
-        )
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))).flatten(1))
-
-
-def stds(model, x, layers):
-    found = {}
-    handles = [
-        layer.register_forward_hook(lambda _, __, y, name=name: found.__setitem__(name, float(y.detach().std())))
-        for name, layer in layers.items()
-    ]
-    model(x)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def test_every_layer_has_unit_variance_in_execution_order():
-    model, x = Reversed(), seeded(64, 3, 4)
+def test_every_layer_has_unit_variance_in_execution_order() -> None:
+    """They are registered last to first."""
+    layers = {"third": nn.Linear(32, 4), "second": nn.Conv1d(8, 8, 1), "first": nn.Conv1d(3, 8, 3, padding=1)}
+    model = Net(lambda m, x: m.third(torch.relu(m.second(torch.relu(m.first(x)))).flatten(1)), **layers)
+    x, stds = seeded(64, 3, 4), []
     edited = lsuv_(model, x)
     assert [change.path for change in edited.changes] == ["first", "second", "third"]
-    for std in stds(model, x, dict(model.named_children())).values():
-        assert std == pytest.approx(1, abs=0.011)
+    for layer in layers.values():
+        layer.register_forward_hook(lambda _, __, y: stds.append(float(y.detach().std())))
+    model(x)
+    assert stds == pytest.approx([1, 1, 1], abs=0.011)
 
 
-def test_a_dead_layer_is_reported_and_the_others_converge():
-    class Dead(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.live, self.dead = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-
-        def forward(self, x):
-            return self.dead(0 * self.live(x))
-
-    text = str(lsuv_(Dead(), seeded(16, 4)))
+def test_a_dead_layer_is_reported_and_the_others_converge() -> None:
+    live, dead = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    text = str(lsuv_(Net(lambda m, x: m.dead(0 * m.live(x)), live=live, dead=dead), seeded(16, 4)))
     assert "dead has not converged: its output is constant" in text
     assert "live  output std" in text
 
 
-def test_non_finite_input_ends_and_is_reported():
+def test_non_finite_input_ends_and_is_reported() -> None:
     text = str(lsuv_(nn.Sequential(nn.Linear(4, 4)), torch.full((8, 4), float("nan"))))
     assert "0 has not converged: its output's std is nan" in text
 
 
-def test_a_layer_that_does_not_run_is_left_and_said():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.unused = nn.Linear(4, 4)
-    model.forward = lambda x: model[0](x)
+def test_a_layer_that_does_not_run_is_left_and_said() -> None:
+    model = Net(lambda m, x: m.used(x), used=nn.Linear(4, 4), unused=nn.Linear(4, 4))
     before = model.unused.weight.detach().clone()
     assert "unused did not run on the batch" in str(lsuv_(model, seeded(16, 4)))
     assert torch.equal(model.unused.weight, before)
@@ -74,24 +46,22 @@ def test_a_layer_that_does_not_run_is_left_and_said():
         lsuv_(model, seeded(16, 4), where="unused")
 
 
-def test_undo_and_modes_and_buffers():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    edited = lsuv_(model, seeded(16, 4))
-    assert model.training
-    assert torch.equal(model[1].running_mean, state["1.running_mean"])
-    edited.undo_()
-    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+def test_modes_and_buffers_stay() -> None:
+    model = VERBS[0].model()
+    before = model[1].running_mean.clone()
+    lsuv_(model, seeded(4, 2, 5, 5))
+    assert all(module.training for module in model.modules())
+    assert torch.equal(model[1].running_mean, before)
 
 
-def test_nothing_to_scale():
-    with pytest.raises(NoMatchError, match="not a linear or convolutional layer"):
-        lsuv_(nn.Sequential(nn.ReLU()), seeded(2, 2))
-
-
-def test_a_lazy_layer_is_refused():
-    with pytest.raises(NoMatchError, match="it is lazy; run one batch first"):
-        lsuv_(nn.Sequential(nn.LazyLinear(3)), seeded(2, 3))
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [(nn.ReLU(), "not a linear or convolutional layer"), (nn.LazyLinear(3), "it is lazy; run one batch first")],
+    ids=["ReLU", "lazy"],
+)
+def test_nothing_to_scale(layer: nn.Module, message: str) -> None:
+    with pytest.raises(NoMatchError, match=message):
+        lsuv_(nn.Sequential(layer), seeded(2, 2))
 
 
 def test_a_tied_weight_is_scaled_once() -> None:

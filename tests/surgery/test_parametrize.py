@@ -7,22 +7,16 @@ import torch
 from torch import nn
 
 import gonio
-from catalog import PARAMETRIZATIONS, ParametrizationCase, seeded
+from catalog import PARAMETRIZATIONS, VERBS, ParametrizationCase, seeded
 from foreign import transformers
 from gonio import init
 from gonio import parametrizations as P
-from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
+from gonio.errors import NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
 from laws.support import first_of_kind, over
-from surgery.test_init import network
 from surgery.test_swap import TOKENS, encoder, slow_and_fast
 
-
-def test_twice_is_refused():
-    model = network()
-    gonio.parametrize_(model, P.Sphere(), where="4")
-    with pytest.raises(AlreadyAppliedError, match=r"cannot change '4'; found Sphere on 'weight' there already"):
-        gonio.parametrize_(model, P.Sphere(), where="4")
+network = VERBS[0].model
 
 
 def test_the_template_is_copied_for_each_layer():
@@ -34,33 +28,32 @@ def test_the_template_is_copied_for_each_layer():
     assert template not in found
 
 
-def test_a_tie_to_an_unselected_layer_is_refused():
+def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
+    return model
+
+
+def test_a_tie_to_an_unselected_layer_is_refused() -> None:
     with pytest.raises(NotApplicableError, match=r"it shares its weight with 1\.weight, which is not selected"):
-        gonio.parametrize_(model, P.Sphere(), where="0")
+        gonio.parametrize_(tied(), P.Sphere(), where="0")
 
 
-def test_tied_layers_stay_tied():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
+def test_tied_layers_stay_tied() -> None:
+    model = tied()
     gonio.parametrize_(model, P.Sphere())
     assert len(list(model.parameters())) == 3
     assert torch.equal(model[0].weight, model[1].weight)
 
 
-def test_added_parameters_reach_the_optimizer():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    edited = gonio.parametrize_(model, P.WeightNorm(), optimizer=optimizer)
-    assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
-    edited.undo_()
-    assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
-
-
-def test_a_vector_cannot_be_parametrized():
-    with pytest.raises(NoMatchError, match="its weight is not a matrix"):
-        gonio.parametrize_(network(), P.Sphere(), where=nn.BatchNorm2d)
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [(nn.BatchNorm2d(4), "its weight is not a matrix"), (nn.LazyLinear(3), "it is lazy; run one batch first")],
+    ids=["vector", "lazy"],
+)
+def test_layers_without_a_matrix_are_refused(layer: nn.Module, message: str) -> None:
+    with pytest.raises(NoMatchError, match=message):
+        gonio.parametrize_(nn.Sequential(layer), P.Sphere(), where="0")
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -78,44 +71,36 @@ def test_a_parametrization_reaches_what_is_read(fast: bool) -> None:
     assert_restored(before, Snapshot.of(model, TOKENS))
 
 
-class TestTransposedLinear:
-    """Hugging Face's Conv1D stores (in, out); it is known by its name, without importing transformers."""
+class Conv1D(nn.Module):
+    """Hugging Face's: its weight is (in, out)."""
 
-    @pytest.fixture
-    def layer(self) -> nn.Module:
-        class Conv1D(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight, self.bias = nn.Parameter(seeded(6, 4)), nn.Parameter(torch.zeros(4))
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(seeded(6, 4)), nn.Parameter(torch.zeros(4))
 
-            def forward(self, x):
-                return torch.addmm(self.bias, x, self.weight)
-
-        Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
-        return Conv1D()
-
-    def test_filters_are_columns(self, layer: nn.Module) -> None:
-        model = nn.Sequential(layer)
-        gonio.init_(model, init.orthogonal_, gain=1.0)
-        torch.testing.assert_close(layer.weight.T @ layer.weight, torch.eye(4), rtol=1e-5, atol=1e-5)
-        edited = gonio.parametrize_(model, P.Sphere(radius=2.0))
-        torch.testing.assert_close(layer.weight.norm(dim=0), torch.full((4,), 2.0))
-        expected = model(seeded(3, 6))
-        gonio.fold_(model, example=seeded(3, 6))
-        torch.testing.assert_close(model(seeded(3, 6)), expected)
-        assert type(layer).__name__ == "Conv1D"
-        assert edited.changes
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
 
 
-def test_lazy_layers_are_refused():
-    with pytest.raises(NoMatchError, match="it is lazy; run one batch first"):
-        gonio.parametrize_(nn.Sequential(nn.LazyLinear(3)), P.Sphere())
+def test_filters_of_a_transposed_linear_layer_are_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by its name, without importing transformers."""
+    monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
+    layer, x = Conv1D(), seeded(3, 6)
+    model = nn.Sequential(layer)
+    gonio.init_(model, init.orthogonal_, gain=1.0)
+    torch.testing.assert_close(layer.weight.T @ layer.weight, torch.eye(4), rtol=1e-5, atol=1e-5)
+    assert gonio.parametrize_(model, P.Sphere(radius=2.0)).changes
+    torch.testing.assert_close(layer.weight.norm(dim=0), torch.full((4,), 2.0))
+    expected = model(x)
+    gonio.fold_(model, example=x)
+    torch.testing.assert_close(model(x), expected)
+    assert type(layer).__name__ == "Conv1D"
 
 
 @over(first_of_kind(PARAMETRIZATIONS))
 def test_a_model_on_the_meta_device(case: ParametrizationCase) -> None:
     """Built without memory, parametrized, then given the tensors of a real one."""
-    model, x = network().eval(), seeded(2, 3, 4, 4)
+    model, x = network().eval(), VERBS[0].inputs()
     with torch.device("meta"):
         deferred = network().eval()
     before = [type(module) for module in deferred.modules()]

@@ -12,35 +12,36 @@ import torch
 from torch import nn
 
 import gonio
-from catalog import seeded
+from catalog import VERBS, seeded
 from foreign import timm
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
+from surgery.net import Net
 
 TOKENS = seeded(2, 5, 8)
-LINEAR = {"magnitude": gnn.magnitude.Sphere()}
+SPHERE = {"magnitude": gnn.magnitude.Sphere()}
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 8),
-        nn.Tanh(),
-        nn.Linear(8, 2),
-    )
+network = VERBS[0].model
 
 
-def test_twice_is_refused():
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: gonio.swap_(m, gnn.DecoupledConv2d.from_conv), "swap_: cannot be applied twice to '0'; found a Dec"),
+        (
+            lambda m: gonio.parametrize_(m, P.Sphere(), where="4"),
+            "twice to '4'; found Sphere on 'weight' there already",
+        ),
+    ],
+)
+def test_twice_is_refused(edit, message: str) -> None:
     model = network()
-    gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
-    with pytest.raises(AlreadyAppliedError, match=r"swap_: cannot change '0'; found a DecoupledConv2d there"):
-        gonio.swap_(model, gnn.DecoupledConv2d.from_conv)
+    edit(model)
+    with pytest.raises(AlreadyAppliedError, match=message):
+        edit(model)
 
 
 def test_a_layer_of_another_kind_is_refused():
@@ -59,19 +60,13 @@ def test_a_factory_that_fails_late_leaves_the_first_layers():
     first = model[4]
 
     def fails_on_the_second(linear: nn.Linear) -> nn.Module:
-        if linear.out_features == 2:
+        if linear.out_features == 3:
             raise RuntimeError("second")
         return nn.Identity()
 
     with pytest.raises(RuntimeError, match="second"):
         gonio.swap_(model, fails_on_the_second)
     assert model[4] is first
-
-
-def test_the_mode_is_kept():
-    model = network().eval()
-    gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
-    assert not model[1].training
 
 
 def test_an_optimizer_of_another_model_is_refused_and_nothing_changes():
@@ -88,14 +83,16 @@ def test_hooks_that_stay_behind_are_said():
     assert "its forward hooks stayed" in str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
 
 
-def test_a_layer_class_is_no_converter():
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"found DecoupledConv2d, which is a layer class, not a converter\. Use DecoupledConv2d\.from_conv\.",
-    ):
-        gonio.swap_(network(), gnn.DecoupledConv2d)
-    with pytest.raises(InvalidArgumentError, match=r"found ReLU, .* Pass a function, e\.g\. lambda layer: ReLU\(…\)\."):
-        gonio.swap_(network(), nn.ReLU)
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (gnn.DecoupledConv2d, r"which is a layer class, not a converter\. Use DecoupledConv2d\.from_conv\."),
+        (nn.ReLU, r"found ReLU, .* Pass a function, e\.g\. lambda layer: ReLU\(…\)\."),
+    ],
+)
+def test_a_layer_class_is_no_converter(layer: type[nn.Module], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        gonio.swap_(network(), layer)
 
 
 @pytest.mark.parametrize("annotation", [nn.Linear, nn.Linear | None, nn.Module, Any, Callable[..., Any], object, None])
@@ -132,7 +129,7 @@ def slow_and_fast(model: nn.Module, **arguments) -> tuple[torch.Tensor, torch.Te
 
 def test_an_attention_output_projection_is_left_out() -> None:
     model = encoder()
-    text = str(gonio.swap_(model, gnn.DecoupledLinear.from_linear, **LINEAR))
+    text = str(gonio.swap_(model, gnn.DecoupledLinear.from_linear, **SPHERE))
     assert "layers.0.self_attn.out_proj stays: its parent reads its weight and does not call it" in text
     assert isinstance(model.layers[0].linear1, gnn.DecoupledLinear)
     with pytest.raises(NoMatchError, match=r"out_proj \(its parent reads its weight"):
@@ -146,7 +143,7 @@ def test_the_fast_path_of_a_transformer_does_not_pass_by_what_was_put_in(argumen
     model = encoder()
     before = Snapshot.of(model, TOKENS)
     plain, _ = slow_and_fast(model, **arguments)
-    edited = gonio.swap_(model, gnn.DecoupledLinear.from_linear, where="*.linear1", **LINEAR)
+    edited = gonio.swap_(model, gnn.DecoupledLinear.from_linear, where="*.linear1", **SPHERE)
     slow, fast = slow_and_fast(model, **arguments)
     assert (slow - plain).abs().max() > 1e-3
     torch.testing.assert_close(fast, slow)
@@ -156,16 +153,8 @@ def test_the_fast_path_of_a_transformer_does_not_pass_by_what_was_put_in(argumen
 
 
 def test_a_layer_that_a_plain_list_holds_too_is_said() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(1, 1, 1)
-            self.stages = [self.first]
-
-        def forward(self, x):
-            return self.stages[0](x)
-
-    model = Listed()
+    model = Net(lambda m, x: m.stages[0](x), first=nn.Conv2d(1, 1, 1))
+    model.stages = [model.first]
     text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
     assert "stages still holds the module that was first: no edit reaches it there" in text
 
@@ -177,33 +166,28 @@ class Doubled(nn.Conv2d):
 
 def test_a_subclass_that_the_factory_refuses_stays_or_is_an_error_where_it_was_asked_for() -> None:
     model = nn.Sequential(nn.Conv2d(1, 1, 1), Doubled(1, 1, 1))
-    text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
-    assert "1 stays: from_conv: cannot be applied to 'Doubled'; this subclass of Conv2d computes something else" in text
-    model = nn.Sequential(nn.Conv2d(1, 1, 1), Doubled(1, 1, 1))
     with pytest.raises(NotApplicableError, match="this subclass of Conv2d computes something else") as caught:
         gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="type:Conv2d")
     assert caught.value.__notes__ == ["at 1"]
     assert type(model[0]) is nn.Conv2d
+    text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
+    assert "1 stays: from_conv: cannot be applied to 'Doubled'; this subclass of Conv2d computes something else" in text
     with pytest.raises(NotApplicableError, match="computes something else"):
         gonio.swap_(nn.Sequential(Doubled(1, 1, 1)), gnn.DecoupledConv2d.from_conv)
 
 
-def test_a_parametrized_layer_is_not_replaced_without_its_parametrization() -> None:
+@pytest.mark.parametrize("where", ["0", "1"])
+def test_a_parametrized_layer_is_not_replaced_without_its_parametrization(where: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1))
     gonio.parametrize_(model, P.Sphere(), where="0")
-    with pytest.raises(NotApplicableError, match="its weight is computed by a parametrization"):
-        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="0")
     torch.nn.utils.parametrizations.weight_norm(model[1])
     with pytest.raises(NotApplicableError, match="its weight is computed by a parametrization"):
-        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where="1")
+        gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where=where)
 
 
 def test_a_layer_inside_one_that_is_dropped_is_an_error() -> None:
-    def plain(block: nn.Sequential) -> nn.Module:
-        return nn.Sequential(nn.ReLU())
-
     def either(module: nn.Sequential | nn.Linear) -> nn.Module:
-        return plain(module) if isinstance(module, nn.Sequential) else nn.Linear(2, 2)
+        return nn.Sequential(nn.ReLU()) if isinstance(module, nn.Sequential) else nn.Linear(2, 2)
 
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     message = r"cannot replace layer '0\.0' \(Linear\): a selected layer around it was replaced by one that does not"
@@ -213,14 +197,8 @@ def test_a_layer_inside_one_that_is_dropped_is_an_error() -> None:
 
 
 def test_a_factory_must_make_modules() -> None:
-    def nothing(linear: nn.Linear):
-        return None
-
-    with pytest.raises(InvalidArgumentError, match=r"makes modules \(.*nothing\); found a NoneType for '0'"):
-        gonio.swap_(nn.Sequential(nn.Linear(2, 2)), nothing)
-
-
-# --- norms of timm with their activation inside -------------------------------------------------------
+    with pytest.raises(InvalidArgumentError, match=r"makes modules \(.*lambda.*\); found a NoneType for '0'"):
+        gonio.swap_(nn.Sequential(nn.Linear(2, 2)), lambda layer: None, where="0")
 
 
 def norm_act(**options: Any) -> nn.Module:
@@ -234,6 +212,7 @@ def norm_act(**options: Any) -> nn.Module:
 
 
 def timm_network() -> nn.Sequential:
+    """Norms of timm with their activation inside."""
     first, second = norm_act(act_layer=nn.SiLU), norm_act(apply_act=False)
     return nn.Sequential(nn.Conv2d(3, 4, 1), first, nn.Conv2d(4, 4, 1), second).eval()
 
@@ -261,33 +240,27 @@ def test_undo_is_exact() -> None:
     assert_restored(before, Snapshot.of(model, X))
 
 
+@torch.no_grad()
 def test_a_mixture_of_batch_statistics_alone_is_the_same_function() -> None:
-    model = timm_network().double()
-    x = X.double()
-    expected = model(x).detach()
+    model, x = timm_network().double(), X.double()
+    expected = model(x)
     gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
-    with torch.no_grad():
-        for layer in (model[1][0], model[3]):
-            for logits in (layer.mean_logits, layer.var_logits):
-                logits.copy_(torch.tensor([-1000.0, -1000.0, 0.0]))
-    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-12, atol=1e-12)
+    for layer in (model[1][0], model[3]):
+        for logits in (layer.mean_logits, layer.var_logits):
+            logits.copy_(torch.tensor([-1000.0, -1000.0, 0.0]))
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_factory_of_ones_own_gets_the_layer_as_it_is() -> None:
-    taken = []
-
-    def keep(layer):
-        taken.append(layer)
-        return copy.deepcopy(layer)
-
     model = timm_network()
-    gonio.swap_(model, keep, where="1")
+    taken = []
+    gonio.swap_(model, lambda layer: taken.append(layer) or copy.deepcopy(layer), where="1")
     assert type(taken[0]).__name__ == type(model[1]).__name__ == "BatchNormAct2d"
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_modes_and_gradients_stay(frozen: bool) -> None:
-    model = timm_network().requires_grad_(not frozen).train()
+@pytest.mark.parametrize("training", [False, True])
+def test_modes_and_gradients_stay(training: bool) -> None:
+    model = timm_network().requires_grad_(training).train(training)
     gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
-    assert all(module.training for module in model.modules())
-    assert all(parameter.requires_grad is not frozen for parameter in model.parameters())
+    assert all(module.training is training for module in model.modules())
+    assert all(parameter.requires_grad is training for parameter in model.parameters())

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing import spawn
 
 import gonio
-from catalog import VERBS, VerbCase, seeded
+from catalog import VERBS, VerbCase
 from gonio import nn as gnn
 from gonio.errors import NotApplicableError
 from gonio.surgery import calibrate_
 from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
-from surgery.processes import EDITS, WORLD, edit_on_rank, network
+from surgery.processes import EDITS, WORLD, X, edit_on_rank, network, spawned
 
 
 def wrapper(model: nn.Module) -> nn.Module:
@@ -65,9 +63,7 @@ def test_wrappers_in_wrappers_are_looked_through() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor] | str]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    spawn(edit_on_rank, args=(str(folder),), nprocs=WORLD)
-    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return spawned(edit_on_rank, tmp_path_factory.mktemp("gloo"))
 
 
 STRUCTURAL = set(EDITS) - {"init_", "calibrate_"}
@@ -95,12 +91,12 @@ def test_an_edit_after_wrapping_is_right_or_refused(ranks, name: str, wrapped: s
         assert reason in found
         return
     assert not isinstance(found, str), found
-    model, x = network(), seeded(4, 2, 5, 5)
+    model = network()
     with torch.no_grad():
-        before = model(x)
-        edit = EDITS[name] if name != "calibrate_" else lambda m: calibrate_(m, [x + 3] * WORLD)  # of both processes
+        before = model(X)
+        edit = EDITS[name] if name != "calibrate_" else lambda m: calibrate_(m, [X + 3] * WORLD)  # of both processes
         edit(model)
-        assert_near(found[0], model(x), torch.float32, what="output after the edit")
+        assert_near(found[0], model(X), torch.float32, what="output after the edit")
     assert_near(found[1], before, torch.float32, what="output after the undo")
 
 
