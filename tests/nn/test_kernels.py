@@ -8,6 +8,7 @@ from torch import Tensor
 
 from catalog import seeded
 from gonio import nn as gnn
+from gonio.execution import ordinary_eager
 from gonio.nn import kernels
 from gonio.nn.kernels import LONG, Rows, has_rows
 from tolerances import close
@@ -89,7 +90,7 @@ def test_second_forms_are_for_eager_execution_alone() -> None:
     x, seen = torch.ones(2), []
 
     def noted(x: Tensor) -> Tensor:
-        seen.append(kernels.ordinary_eager(x))
+        seen.append(ordinary_eager(x))
         return x * 1
 
     noted(x)
@@ -103,7 +104,7 @@ def test_second_forms_are_for_eager_execution_alone() -> None:
     assert seen == [True, False, False, False, False, False]
 
     def chosen(x: Tensor) -> Tensor:
-        return x * (2 if kernels.ordinary_eager(x) else 3)
+        return x * (2 if ordinary_eager(x) else 3)
 
     torch._dynamo.reset()
     assert torch.compile(chosen, backend="eager", fullgraph=True)(x).tolist() == [3, 3]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.nn import kernels
 from gonio.nn.plots import draw_angular
@@ -46,7 +47,7 @@ def bounded_asin(cosine: Tensor, rounded_as: torch.dtype | None = None) -> Tenso
         True
     """
     floor = FLOOR[rounded_as or cosine.dtype]
-    if kernels.ordinary_eager(cosine):
+    if ordinary_eager(cosine):
         return kernels.bounded_asin(cosine, floor)
     edge = math.sqrt(1 - floor)
     beyond = (cosine - edge).clamp_min(0) + (cosine + edge).clamp_max(0)

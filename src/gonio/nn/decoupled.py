@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.execution import inside_backward
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.magnitude import Coefficients, Linear, Magnitude, Number, Tanh, scaled
@@ -153,7 +154,7 @@ class Decoupled(RunningStatistics):
             mean = totals / count.clamp_min(1)
         else:
             mean = totals / max(count, 1)
-        if not kernels.inside_backward():  # a checkpointed forward is computed again in backward, and counts once
+        if not inside_backward():  # a checkpointed forward is computed again in backward, and counts once
             self._track({"mean_norm": mean}, count)
         return mean
 

@@ -1,8 +1,8 @@
-"""Second forms of operations of this package, for ordinary eager execution, and the predicate that chooses them.
+"""Second forms of operations of this package; :func:`gonio.execution.ordinary_eager` chooses them.
 
 Each computes the same as a plain form elsewhere, which compilers, exports, function transforms and forward-mode
 differentiation get. Each says what it saves of a whole training step of a ResNet-18 or of the digits network, on one
-processor core. Private functions of torch are used in this file alone.
+processor core. Private operations of torch are used in this file only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.nn.running import total
 from gonio.nn.switchable_function import (
@@ -40,8 +40,6 @@ from gonio.nn.switchable_function import (
 
 __all__ = [
     "bounded_asin",
-    "inside_backward",
-    "ordinary_eager",
     "product_with_squares",
     "scale_",
     "scales_in_place",
@@ -52,21 +50,6 @@ __all__ = [
 
 Number = float | Tensor
 LARGE = 2**16  # entries of an output
-
-
-def ordinary_eager(x: Tensor) -> bool:
-    """Whether operations on `x` run now, one by one, under reverse-mode differentiation at most."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch._subclasses.FakeTensor):
-        return False
-    # private: no public function tells
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
-
-
-def inside_backward() -> bool:
-    """Whether this call is the recomputation of a checkpointed forward, which happens inside backward."""
-    if torch.compiler.is_compiling():
-        return False  # a compiled graph recomputes below this level
-    return bool(torch._C._current_graph_task_id() != -1)  # private: no public function tells
 
 
 # --- decoupled layers -----------------------------------------------------------------------------

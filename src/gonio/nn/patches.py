@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gonio.execution import ordinary_eager
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.norms import least_norm, widen
 from gonio.nn import kernels
@@ -165,7 +166,7 @@ class ConvMap(LinearMap):
 
     def over_patches(self, squares: Tensor) -> Tensor:
         """Sums over the windows of the kernel, in the grouped layout."""
-        if self._pools and kernels.ordinary_eager(squares):
+        if self._pools and ordinary_eager(squares):
             return self.group(kernels.window_sum(squares, self.kernel, self.stride, self.padding))
         return self.group(self._multiply(squares, squares.new_ones(self.groups, 1, *self.kernel)))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import inside_backward, ordinary_eager
 from gonio.nn import kernels
 from gonio.nn.conversion import check_plain
 from gonio.nn.running import RunningStatistics, several_ranks, total
@@ -118,13 +119,13 @@ class SwitchableNorm(RunningStatistics):
         fixed = self.running_mean is not None and not self.training
         join = self.training and self.use_batch and self.synchronize and several_ranks()
         defined = self._defined(positions, fixed=fixed, join=join)
-        function = kernels.switchable_norm_by_rows if kernels.ordinary_eager(x) else switchable_norm
+        function = kernels.switchable_norm_by_rows if ordinary_eager(x) else switchable_norm
         logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
         running = self._running(accumulator(x), fixed=fixed)
         settings = Settings(self.eps, join, defined)
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once
-        if batch is not None and self.running_mean is not None and defined[2] and not kernels.inside_backward():
+        if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
             mean, var = batch.squeeze(1)
             self._track({"running_mean": mean, "running_var": var}, count)
         return out if x.dim() > 2 else out.squeeze(-1)

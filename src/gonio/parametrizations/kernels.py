@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import matrix_vector, safe_norm
-from gonio.parametrizations.torch_internals import is_plain_eager, weight_norm_kernel
+from gonio.parametrizations.torch_internals import weight_norm_kernel
 
 __all__ = ["STALE", "DividedBySpectralNorm", "apply_to", "rescaled"]
 
@@ -28,7 +29,7 @@ STALE = 0.5
 
 def apply_to(*tensors: Tensor) -> bool:
     """Whether the functions of this file may be used."""
-    return tensors[0].is_cpu and is_plain_eager(*tensors)
+    return tensors[0].is_cpu and ordinary_eager(*tensors)
 
 
 # --- filters of given norms -----------------------------------------------------------------------

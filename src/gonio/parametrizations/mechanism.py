@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
+from gonio.execution import is_sharded
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.torch_internals import is_sharded, redirect_fsdp_
+from gonio.parametrizations.torch_internals import redirect_fsdp_
 
 __all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
 

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.execution import is_sharded
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations import kernels
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
-from gonio.parametrizations.torch_internals import is_sharded, sharded_like
+from gonio.parametrizations.torch_internals import sharded_like
 
 __all__ = ["SpectralNorm", "tick_", "tick_on_step"]
 

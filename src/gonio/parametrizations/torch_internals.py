@@ -8,37 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["is_plain_eager", "is_sharded", "redirect_fsdp_", "sharded_like", "weight_norm_kernel"]
-
-
-def is_plain_eager(*tensors: Tensor) -> bool:
-    """Whether these are plain tensors in eager mode, outside function transforms and forward-mode derivatives."""
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    for x in tensors:  # noqa: SIM110 - a generator takes longer than all of the above
-        if type(x) is not Tensor and type(x) is not nn.Parameter:
-            return False
-    return True
+__all__ = ["redirect_fsdp_", "sharded_like", "weight_norm_kernel"]
 
 
 def weight_norm_kernel(raw: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     """Filters on dim 0 scaled to `norms`, of shape (n, 1, …), and the norms they had; NaN for a zero filter."""
     weight, found = torch._weight_norm_interface(raw, norms, 0)
     return weight, found
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; without an import of `torch.distributed.tensor`, which takes half a second."""
-    return hasattr(tensor, "device_mesh")
 
 
 def sharded_like(raw: Any, weight: Tensor) -> Tensor:

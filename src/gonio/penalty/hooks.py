@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NoActivationError
+from gonio.execution import inside_backward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,16 +116,11 @@ def _inert_hook(path: str) -> OutputHook:
 
 
 def _why_ignored(module: nn.Module) -> str | None:
-    if _inside_backward():
+    if inside_backward():
         return "recomputed in the backward"
     if not module.training:
         return "in evaluation mode"
     return None if torch.is_grad_enabled() else "without gradients"
-
-
-def _inside_backward() -> bool:
-    """Whether the autograd engine is running."""
-    return torch._C._current_graph_task_id() != -1  # private: torch has no public function for it
 
 
 def _explanation(live: bool, ignored: set[str]) -> tuple[str, str]:

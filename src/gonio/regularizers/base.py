@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout, unview
-from gonio.regularizers.kernels import WithGradient, use_plain
+from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
 from gonio.regularizers.sharding import with_placed_gradient
 
@@ -122,7 +123,7 @@ class WeightRegularizer(Regularizer):
         """
         with full_precision(weight):
             weight = _widened(weight)
-            if not (torch.is_grad_enabled() and weight.requires_grad) or use_plain(weight):
+            if not (torch.is_grad_enabled() and weight.requires_grad) or not ordinary_eager(weight):
                 return self._evaluate(weight, layout, state)
             with torch.no_grad():
                 found = self._with_gradient(weight.detach(), layout, state)
@@ -158,7 +159,7 @@ class WeightRegularizer(Regularizer):
             state: see :meth:`evaluate`.
         """
         weight, found = weight.detach(), None
-        if weight.dtype in (torch.float32, torch.float64) and not use_plain(weight):
+        if weight.dtype in (torch.float32, torch.float64) and ordinary_eager(weight):
             with torch.no_grad(), full_precision(weight):
                 found = self._with_gradient(weight, layout, state)
         if found is None:

@@ -2,8 +2,8 @@
 
 Note [Plain forms]
     Each function here has a plain form in torch operations, beside the docstring of its formula. The plain form serves
-    the compiler, torch.func, forward-mode differentiation and sharded tensors (:func:`use_plain`), and is
-    differentiated where a backward is itself differentiated.
+    the compiler, torch.func, forward-mode differentiation and sharded tensors (see
+    :func:`gonio.execution.ordinary_eager`), and is differentiated where a backward is itself differentiated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import threshold
 
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import matrix_vector
-from gonio.regularizers.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,22 +36,11 @@ __all__ = [
     "multiplied",
     "stretch_and_gradient",
     "total",
-    "use_plain",
     "worst_entry_and_gradient",
 ]
 
 
 HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than the copy of the rest costs
-
-
-def use_plain(x: Tensor) -> bool:
-    """Whether a function of `x` must be computed in its plain form; see Note [Plain forms]."""
-    return (
-        torch.compiler.is_compiling()
-        or is_sharded(x)
-        or torch._C._are_functorch_transforms_active()  # private: no public function tells
-        or forward_ad.unpack_dual(x).tangent is not None
-    )
 
 
 class WithGradient(torch.autograd.Function):
@@ -81,7 +69,7 @@ def gram(a: Tensor) -> Tensor:
     Not differentiable, except in the plain form.
     """
     count, rows, _ = a.shape
-    if use_plain(a) or count > 1:
+    if not ordinary_eager(a) or count > 1:
         return a @ a.mT
     a = a[0]  # one product is faster than a batch of one
     if not a.is_cpu or rows < HALVED_FROM:

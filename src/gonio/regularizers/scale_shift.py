@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import is_sharded
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import AddGradient, Evaluation, WeightRegularizer, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
 from gonio.regularizers.l2 import check_before_norm
-from gonio.regularizers.sharding import is_sharded
 
 __all__ = ["ScaleShift"]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, require
-from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total, use_plain
+from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total
 from gonio.regularizers.sharding import identity_like
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class SelfOrthogonality(OutputRegularizer):
         if self.standardize:
             x = _standardized(x.flatten(2), process_group, center=self.center, least=least)
         pairs = Pairs(self.gamma, self.center, self.mean_ratio, self.reduction, groups, process_group, least)
-        if use_plain(x):
+        if not ordinary_eager(x):
             value, mean, spread = _terms_of_signs(_soft_signs(x.flatten(2), pairs), pairs)
             return Evaluation(value, {"mean": mean.detach(), "spread": spread.detach()})
         value, mean, spread, _ = SelfOrthogonalityTerms.apply(x, pairs, _terms_of_signs)

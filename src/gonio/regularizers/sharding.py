@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["identity_like", "is_sharded", "replicated", "replicated_like", "with_placed_gradient"]
+from gonio.execution import is_sharded
 
-
-def is_sharded(x: Tensor) -> bool:
-    """Whether `x` is a DTensor."""
-    return type(x) not in (Tensor, nn.Parameter) and hasattr(x, "device_mesh")
+__all__ = ["identity_like", "replicated", "replicated_like", "with_placed_gradient"]
 
 
 def replicated_like(x: Tensor, reference: Tensor) -> Tensor:

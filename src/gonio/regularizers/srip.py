@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from gonio.errors import SecondDerivativeError
+from gonio.execution import is_sharded
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, require
 from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
-from gonio.regularizers.sharding import is_sharded, replicated, replicated_like
+from gonio.regularizers.sharding import replicated, replicated_like
 
 __all__ = ["SRIP"]
 

@@ -1,0 +1,47 @@
+"""How torch executes an operation: the one predicate that chooses between a plain form and a faster second one.
+
+Compilers, exports, tracers, function transforms (`torch.func`), forward-mode differentiation and tensor subclasses
+(sharded and fake tensors) get the plain form of every formula. This file isolates the private functions of torch
+that tell them apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+__all__ = ["inside_backward", "is_sharded", "ordinary_eager"]
+
+
+def ordinary_eager(*tensors: Tensor) -> bool:
+    """Whether operations on these tensors run one by one, under reverse-mode differentiation at most.
+
+    Example:
+        >>> from gonio.execution import ordinary_eager
+        >>> ordinary_eager(torch.ones(2)), torch.func.vmap(lambda x: x * ordinary_eager(x))(torch.ones(2))
+        (True, tensor([0., 0.]))
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110 - a generator takes longer than all of the above
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return False
+    return True
+
+
+def inside_backward() -> bool:
+    """Whether the autograd engine is running, as in the recomputation of a checkpointed forward."""
+    if torch.compiler.is_compiling():
+        return False  # a compiled graph recomputes below this level
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; without an import of `torch.distributed.tensor`, which takes half a second."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "device_mesh")
