@@ -301,6 +301,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return study
 
 
+def test_whole_numbers_keep_their_checksum(tmp_path: Path) -> None:
+    study = Study.create(tmp_path, plan_of(seeds=1))
+    study.add_costs([("baseline", "parameters", 0, 40), ("r0", "parameters", 0, 50)])
+    study.add(study.plan.recipes[0], RunRecord("baseline", 0, "finished", 90, seconds=2), {})
+    amount = study.results().effects[0].parameters
+    assert (study.damaged(), amount and amount.ratio, len(study.runs())) == ([], 1.25, 1)
+
+
 def copy_of(study: Study, folder: Path) -> Study:
     shutil.copytree(study.path, folder)
     return Study(folder, study.plan)

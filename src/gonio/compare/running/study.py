@@ -135,13 +135,13 @@ class Study:
     def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
         """Commit one run; after the return no crash can lose it."""
         content = record.to_dict()
-        seconds = content.pop("seconds")
+        seconds = _real(content.pop("seconds"))
         used = json.dumps(dict(versions))
         _insert(self.path, "runs", (entry.hash, record.seed, record.status, json.dumps(content), seconds, used))
 
     def add_costs(self, rows: Sequence[CostRow]) -> None:
         """Commit measured cost ratios, all or none."""
-        _insert(self.path, "costs", *rows)
+        _insert(self.path, "costs", *[(hash_, kind, block, float(number)) for hash_, kind, block, number in rows])
 
     def without_costs(self) -> list[RecipeEntry]:
         """The recipes, baseline excluded, whose cost has not been measured; none for a script."""
@@ -229,7 +229,7 @@ class Trials:
     def add(self, entry: RecipeEntry, trial: Trial, versions: Mapping[str, str]) -> None:
         """Commit one trial."""
         content = trial.record.to_dict()
-        seconds = content.pop("seconds")
+        seconds = _real(content.pop("seconds"))
         values, record, used = (json.dumps(part) for part in (dict(trial.values), content, dict(versions)))
         row = (entry.hash, trial.number, values, trial.record.status, record, seconds, used)
         _insert(self._folder, "trials", row)
@@ -280,6 +280,11 @@ class Trials:
             default_score=first.record.score if first else None,
             seconds=sum(trial.record.seconds or 0.0 for trial in trials),
         )
+
+
+def _real(number: float | None) -> float | None:
+    """As SQLite returns it from a REAL column."""
+    return None if number is None else float(number)
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:
@@ -395,6 +400,7 @@ def _has_checksums(database: sqlite3.Connection, table: str) -> bool:
 
 
 def _checksum(row: Sequence[Any]) -> str:
+    """Over the values as SQLite returns them: a REAL column returns a float for an int."""
     return hashlib.sha256(json.dumps(list(row), default=repr).encode()).hexdigest()
 
 
