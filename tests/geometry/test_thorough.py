@@ -61,40 +61,33 @@ def of_layers(function: Callable[[list[Tensor]], Tensor]) -> Function:
     return of_representable
 
 
-# name: (function of a matrix, least number of rows, whether it takes stacks of matrices)
-OF_MATRICES: dict[str, tuple[Function, int, bool]] = {
-    "safe_norm": (one(geometry.safe_norm, -1), 1, True),
-    "normalize": (one(geometry.normalize), 1, True),
-    "filter_norms": (one(geometry.filter_norms), 1, True),
-    "cosines": (one(geometry.cosines), 1, True),
-    "angles": (one(geometry.angles), 1, True),
-    "angle_between": (rolled_angle, 1, True),
-    "coherence": (one(geometry.coherence), 2, True),
-    "alignment": (one(geometry.alignment), 1, True),
-    "alignment_zscore": (one(geometry.alignment_zscore), 1, True),
-    "sign_similarity": (one(geometry.sign_similarity), 1, True),
-    "singular_values": (one(geometry.singular_values), 1, True),
-    "spectral_norm": (one(geometry.spectral_norm, steps=4), 1, True),
-    "stable_rank": (scale_invariant(one(geometry.stable_rank)), 1, True),
-    "effective_rank": (scale_invariant(one(geometry.effective_rank)), 1, True),
-    "spectrum": (scale_invariant(fields(geometry.spectrum, "values", "stable_rank", "effective_rank")), 1, True),
-    "orthogonality_defect": (
-        # its gradient grows as the cube of the weight, beyond float16 from 30 on
-        lambda x: fields(geometry.orthogonality_defect, *DEFECTS)(x / x.detach().abs().amax().clamp_min(1)),
-        1,
-        True,
+OF_STACKS = ["normalize", "filter_norms", "cosines", "angles", "coherence", "alignment", "alignment_zscore"]
+OF_STACKS += ["sign_similarity", "singular_values"]
+# name: a function of a matrix or of a stack of matrices
+OF_MATRICES: dict[str, Function] = {
+    **{name: one(getattr(geometry, name)) for name in OF_STACKS},
+    "safe_norm": one(geometry.safe_norm, -1),
+    "angle_between": rolled_angle,
+    "spectral_norm": one(geometry.spectral_norm, steps=4),
+    "stable_rank": scale_invariant(one(geometry.stable_rank)),
+    "effective_rank": scale_invariant(one(geometry.effective_rank)),
+    "spectrum": scale_invariant(fields(geometry.spectrum, "values", "stable_rank", "effective_rank")),
+    # its gradient grows as the cube of the weight, beyond float16 from 30 on
+    "orthogonality_defect": lambda x: fields(geometry.orthogonality_defect, *DEFECTS)(
+        x / x.detach().abs().amax().clamp_min(1)
     ),
-    "matrix_view": (one(geometry.matrix_view, view="last_two"), 1, True),
-    "unview": (lambda x: [geometry.unview(geometry.matrix_view(x), x.shape)], 1, True),
-    "least_scale": (of_layers(geometry.least_scale), 1, False),
-    "scale_imbalance": (of_layers(geometry.scale_imbalance), 1, False),
+    "matrix_view": one(geometry.matrix_view, view="last_two"),
+    "unview": lambda x: [geometry.unview(geometry.matrix_view(x), x.shape)],
+    "least_scale": of_layers(geometry.least_scale),
+    "scale_imbalance": of_layers(geometry.scale_imbalance),
 }
 # Discontinuous or unbounded by definition: their values alone.
-WITHOUT_GRADIENT: dict[str, tuple[Function, int, bool]] = {
-    "sign_hash": (one(geometry.sign_hash, 16), 1, True),
-    "near_duplicates": (fields(partial(geometry.near_duplicates, cosine=0.9), "cosines"), 1, False),
-    "condition_number": (lambda x: [1 / geometry.condition_number(x)], 1, True),
+WITHOUT_GRADIENT: dict[str, Function] = {
+    "sign_hash": one(geometry.sign_hash, 16),
+    "near_duplicates": fields(partial(geometry.near_duplicates, cosine=0.9), "cosines"),
+    "condition_number": lambda x: [1 / geometry.condition_number(x)],
 }
+OF_ONE_MATRIX = {"least_scale", "scale_imbalance", "near_duplicates"}
 OF_CONVOLUTIONS = {
     "conv_spectral_norm": lambda w, size, layout: geometry.conv_spectral_norm(w, size, layout=layout),
     "conv_spectral_norm_bound": lambda w, size, layout: geometry.conv_spectral_norm_bound(w, size=size, layout=layout),
@@ -117,27 +110,15 @@ def check_finite(values: Sequence[Tensor], x: Tensor | None = None) -> None:
             assert gradient.isfinite().all(), gradient
 
 
-@pytest.mark.parametrize("name", OF_MATRICES)
+@pytest.mark.parametrize("name", [*OF_MATRICES, *WITHOUT_GRADIENT])
 def test_of_matrices(name: str) -> None:
-    function, rows, groups = OF_MATRICES[name]
+    function = OF_MATRICES.get(name) or WITHOUT_GRADIENT[name]
 
     @THOROUGH
-    @given(awkward_matrices(rows=rows, groups=groups))
+    @given(awkward_matrices(rows=2 if name == "coherence" else 1, groups=name not in OF_ONE_MATRIX))
     def check(matrix: Tensor) -> None:
-        matrix.requires_grad_()
-        check_finite(function(matrix), matrix)
-
-    check()
-
-
-@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
-def test_without_gradient(name: str) -> None:
-    function, rows, groups = WITHOUT_GRADIENT[name]
-
-    @THOROUGH
-    @given(awkward_matrices(rows=rows, groups=groups))
-    def check(matrix: Tensor) -> None:
-        check_finite(function(matrix))
+        matrix.requires_grad_(name in OF_MATRICES)
+        check_finite(function(matrix), matrix if name in OF_MATRICES else None)
 
     check()
 
@@ -220,5 +201,4 @@ def test_layout_of(case: tuple[nn.Module, str], seed: int) -> None:
 
 def test_every_public_function_is_here() -> None:
     public = {name for name in geometry.__all__ if inspect.isfunction(getattr(geometry, name))}
-    covered = {*OF_MATRICES, *WITHOUT_GRADIENT, *OF_CONVOLUTIONS, ESTIMATE, *OF_NUMBERS, "layout_of"}
-    assert public == covered
+    assert public == {*OF_MATRICES, *WITHOUT_GRADIENT, *OF_CONVOLUTIONS, ESTIMATE, *OF_NUMBERS, "layout_of"}

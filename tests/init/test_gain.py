@@ -92,17 +92,32 @@ def test_every_activation_equals_a_million_samples(name: str, kind: str) -> None
     assert gain(activation, kind=kind) == pytest.approx(sampled_gain(function, kind), rel=0.01)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_the_quadrature_is_accurate_to_nine_digits(name: str) -> None:
-    """Against panels five times as fine, whose ends include the same kinks."""
+def moments(function, kinks: tuple[float, ...] = ()) -> tuple[float, float]:
+    """E f, E f² for standard normal input, by panels five times as fine as the library's, with ends at the kinks."""
     node, weight = np.polynomial.legendre.leggauss(16)
-    middles = np.arange(-16.0 + 0.05, 16.0, 0.1)
-    z = (middles[:, None] + 0.05 * node).ravel()
-    w = np.tile(0.05 * weight, len(middles)) * np.exp(-z * z / 2) / sqrt(2 * pi)
-    value = ACTIVATIONS[name](torch.from_numpy(z)).numpy()
-    mean = float((w * value).sum())
-    assert gain(name) == pytest.approx(1 / sqrt(float((w * value**2).sum())), rel=1e-9)
-    assert gain(name, kind="std") == pytest.approx(1 / sqrt(float((w * (value - mean) ** 2).sum())), rel=1e-9)
+    edges = np.union1d(np.arange(-160, 161) / 10, kinks)
+    middle, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
+    z = (middle[:, None] + half[:, None] * node).ravel()
+    w = (half[:, None] * weight).ravel() * np.exp(-z * z / 2) / sqrt(2 * pi)
+    value = function(torch.from_numpy(z)).numpy()
+    return float((w * value).sum()), float((w * value**2).sum())
+
+
+PIECEWISE = {
+    "jump": (nn.Threshold(0.3, 1.0), (0.3,)),
+    "kinks": (nn.Hardtanh(-0.7, 0.3), (-0.7, 0.3)),
+    "sign": (torch.sign, (0.0,)),
+    "shrinkage": (nn.Hardshrink(0.123), (-0.123, 0.123)),
+}
+
+
+@pytest.mark.parametrize("name", [*sorted(ACTIVATIONS), *PIECEWISE])
+def test_the_quadrature_is_accurate_to_nine_digits(name: str) -> None:
+    """Also with kinks and jumps anywhere."""
+    activation, kinks = PIECEWISE.get(name) or (ACTIVATIONS[name], ())
+    mean, square = moments(activation, kinks)
+    assert gain(activation) == pytest.approx(1 / sqrt(square), rel=1e-9)
+    assert gain(activation, kind="std") == pytest.approx(1 / sqrt(square - mean**2), rel=1e-9)
 
 
 def test_where_torch_differs() -> None:
@@ -128,41 +143,6 @@ def test_refusals() -> None:
         with pytest.raises(InvalidArgumentError, match="gain must be a finite number, the name of an activation"):
             resolve_gain(wrong)
     assert resolve_gain(torch.tensor(2.0)) == 2.0
-
-
-def normal_moments(low: float, high: float) -> tuple[float, float, float]:
-    """∫ z^k φ(z) dz from low to high, for k = 0, 1, 2."""
-    density = [exp(-z * z / 2) / sqrt(2 * pi) if abs(z) < 40 else 0.0 for z in (low, high)]
-    edge = [z * p if abs(z) < 40 else 0.0 for z, p in zip((low, high), density, strict=True)]
-    mass = (erf(high / sqrt(2)) - erf(low / sqrt(2))) / 2
-    return mass, density[0] - density[1], mass + edge[0] - edge[1]
-
-
-def of_pieces(pieces: list[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """Mean and mean square of a + b·z on pieces (low, high, a, b), for standard normal z."""
-    mean = square = 0.0
-    for low, high, a, b in pieces:
-        m0, m1, m2 = normal_moments(low, high)
-        mean += a * m0 + b * m1
-        square += a * a * m0 + 2 * a * b * m1 + b * b * m2
-    return mean, square
-
-
-INF = float("inf")
-PIECEWISE = {
-    "jump": (nn.Threshold(0.3, 1.0), [(-INF, 0.3, 1.0, 0.0), (0.3, INF, 0.0, 1.0)]),
-    "kinks": (nn.Hardtanh(-0.7, 0.3), [(-INF, -0.7, -0.7, 0.0), (-0.7, 0.3, 0.0, 1.0), (0.3, INF, 0.3, 0.0)]),
-    "sign": (torch.sign, [(-INF, 0.0, -1.0, 0.0), (0.0, INF, 1.0, 0.0)]),
-    "shrinkage": (nn.Hardshrink(0.123), [(-INF, -0.123, 0.0, 1.0), (0.123, INF, 0.0, 1.0)]),
-}
-
-
-@pytest.mark.parametrize("name", PIECEWISE)
-def test_kinks_and_jumps_anywhere_are_exact(name: str) -> None:
-    activation, pieces = PIECEWISE[name]
-    mean, square = of_pieces(pieces)
-    assert gain(activation) == pytest.approx(1 / sqrt(square), rel=1e-9)
-    assert gain(activation, kind="std") == pytest.approx(1 / sqrt(square - mean**2), rel=1e-9)
 
 
 def test_a_steep_activation_and_one_that_draws_numbers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,25 +20,16 @@ from gonio.init.gain import ACTIVATIONS
 pytestmark = pytest.mark.slow
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-FILLS: dict[str, tuple[Callable[..., Tensor], dict[str, st.SearchStrategy[Any]]]] = {
-    "variance_scaling_": (
-        init.variance_scaling_,
-        {
-            "preserve": st.sampled_from(["norm", "rms", "both"]),
-            "distribution": st.sampled_from(["normal", "uniform", "truncated_normal", "rademacher"]),
-        },
-    ),
-    "xavier_": (init.xavier_, {"distribution": st.sampled_from(["normal", "uniform"])}),
-    "he_": (init.he_, {"preserve": st.sampled_from(["norm", "rms"])}),
-    "lecun_": (init.lecun_, {}),
-    "orthogonal_": (
-        init.orthogonal_,
-        {
-            "preserve": st.sampled_from([None, "norm", "rms"]),
-            "view": st.sampled_from(["filters", "taps", "last_two"]),
-        },
-    ),
-    "delta_orthogonal_": (init.delta_orthogonal_, {}),
+VIEWS = ["filters", "taps", "last_two"]
+DISTRIBUTIONS = ["normal", "uniform", "truncated_normal", "rademacher"]
+# name: the options of the function
+FILLS: dict[str, dict[str, list[Any]]] = {
+    "variance_scaling_": {"preserve": ["norm", "rms", "both"], "distribution": DISTRIBUTIONS},
+    "xavier_": {"distribution": ["normal", "uniform"]},
+    "he_": {"preserve": ["norm", "rms"]},
+    "lecun_": {},
+    "orthogonal_": {"preserve": [None, "norm", "rms"], "view": VIEWS},
+    "delta_orthogonal_": {},
 }
 GAINS = st.one_of(st.floats(-4, 4), st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from(list(ACTIVATIONS.values())))
 
@@ -61,14 +51,14 @@ def weights(draw: st.DrawFn, *, isometric: bool) -> tuple[Tensor, Layout]:
 
 @pytest.mark.parametrize("name", FILLS)
 def test_fills(name: str) -> None:
-    function, options = FILLS[name]
+    options = st.fixed_dictionaries({key: st.sampled_from(values) for key, values in FILLS[name].items()})
 
     @THOROUGH
-    @given(weights(isometric=name == "delta_orthogonal_"), GAINS, st.integers(0, 2**32), st.fixed_dictionaries(options))
+    @given(weights(isometric=name == "delta_orthogonal_"), GAINS, st.integers(0, 2**32), options)
     def check(case: tuple[Tensor, Layout], gain: Any, seed: int, chosen: dict[str, Any]) -> None:
         weight, layout = case
         generator = torch.Generator().manual_seed(seed)
-        assert function(weight, gain=gain, layout=layout, generator=generator, **chosen) is weight
+        assert getattr(init, name)(weight, gain=gain, layout=layout, generator=generator, **chosen) is weight
         assert weight.isfinite().all()
 
     check()

@@ -1,13 +1,16 @@
-"""A module of a few layers whose forward is a function, for tests that need another one each."""
+"""Small models: layers with a function as forward, and norms as after training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Net"]
+from catalog import seeded
+
+__all__ = ["Net", "trained"]
 
 
 class Net(nn.Module):
@@ -21,3 +24,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.compute(self, x)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Norms away from their defaults, as after training; in evaluation mode."""
+    with torch.no_grad():
+        for seed, norm in enumerate(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
+            values = seeded(4, norm.num_features, seed=seed)
+            norm.weight.copy_((0.3 * values[0]).exp())
+            norm.bias.copy_(0.3 * values[1])
+            norm.running_mean.copy_(0.3 * values[2])
+            norm.running_var.copy_((0.5 * values[3]).exp())
+    return model.eval()

@@ -22,7 +22,6 @@ from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import surgery as S
-from gonio.errors import InvalidArgumentError
 
 __all__ = [
     "CALIBRATED",
@@ -74,9 +73,6 @@ def spawned(run_rank: Callable[[int, str], None], folder: Path) -> list[Any]:
     return found
 
 
-# --- calibrate_ ---------------------------------------------------------------------------------------
-
-
 def batch_norms() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
 
@@ -92,8 +88,9 @@ def batch(samples: int, seed: int) -> Tensor:
     return scale + scale * seeded(samples, 3, 4, 4, seed=seed)
 
 
+Batches = tuple[tuple[int, ...], tuple[int, ...]]
 # name -> (model, samples of each batch by process)
-CALIBRATED: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tuple[int, ...]]]] = {
+CALIBRATED: dict[str, tuple[Callable[[], nn.Module], Batches]] = {
     "equal": (batch_norms, ((4, 4), (4, 4))),
     "numbers differ": (batch_norms, ((4, 2, 3), (5,))),
     "one process has none": (batch_norms, ((4, 2), ())),
@@ -101,7 +98,7 @@ CALIBRATED: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tupl
     "joined": (switchable, ((5, 2), (1, 3))),
     "joined with an empty batch": (switchable, ((5, 2), (3, 0))),
 }
-REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], tuple[int, ...]]]] = {
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Batches]] = {
     "joined, numbers differ": (switchable, ((4, 2, 3), (5,))),
     "no batch at all": (batch_norms, ((), ())),
 }
@@ -129,7 +126,7 @@ def prepared(name: str) -> nn.Module:
     return {**CALIBRATED, **REFUSED}[name][0]()
 
 
-def _calibrated(name: str, rank: int) -> dict[str, dict[str, Tensor]]:
+def _calibrated(name: str, rank: int) -> dict[str, Any]:
     found = {}
     for variance in ("total", "mean"):
         model = prepared(name)
@@ -138,20 +135,14 @@ def _calibrated(name: str, rank: int) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _refusal(name: str, rank: int) -> str:
-    try:
-        S.calibrate_(prepared(name), mine(name, rank))
-    except InvalidArgumentError as error:
-        return str(error)
-    return "nothing was refused"
+def _all_calibrated(rank: int) -> dict[str, Any]:
+    refused = {name: _attempt(lambda name=name: S.calibrate_(prepared(name), mine(name, rank))) for name in REFUSED}
+    return {name: _calibrated(name, rank) for name in CALIBRATED} | {k: str(v) for k, v in refused.items()}
 
 
 def calibrate_on_rank(rank: int, folder: str) -> None:
-    calibrated = lambda: {name: _calibrated(name, rank) for name in CALIBRATED}  # noqa: E731
-    on_rank(rank, folder, lambda: calibrated() | {name: _refusal(name, rank) for name in REFUSED})
+    on_rank(rank, folder, lambda: _all_calibrated(rank))
 
-
-# --- edits of wrapped models --------------------------------------------------------------------------
 
 X = VERBS[0].inputs()
 FIXED = gnn.magnitude.Tanh(radius=1.0, radius_in="absolute")
@@ -222,7 +213,7 @@ def _edited() -> dict[str, list[Tensor] | str]:
     return found
 
 
-def _attempt(work: Callable[[], list[Tensor]]) -> list[Tensor] | str:
+def _attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # the parent decides whether it was expected

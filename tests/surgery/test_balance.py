@@ -16,7 +16,7 @@ from foreign import torchvision_resnet18
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery import balance_, fold_
 from networks import ResNet18, images
-from surgery.net import Net
+from surgery.net import Net, trained
 
 
 def relu_chain(depth: int = 20, width: int = 12, *, orders: int = 7) -> nn.Sequential:
@@ -32,39 +32,31 @@ def relu_chain(depth: int = 20, width: int = 12, *, orders: int = 7) -> nn.Seque
     return nn.Sequential(*layers[:-1])
 
 
-class Residual(nn.Module):
-    """Every connection that balance_ claims to understand, in one network."""
+def residual() -> nn.Module:
+    """Every connection that `balance_` claims to understand, in one network."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.conv1 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
-        self.prelu = nn.PReLU(8)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2)
-        self.norm = nn.BatchNorm2d(4)
-        self.pool = nn.MaxPool2d(2)
-        self.drop = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(4 * 16, 10)
-        self.fc2 = nn.Linear(10, 3)
+    def forward(m, x):
+        x = F.leaky_relu(m.stem(x))
+        x = torch.relu(x + m.conv2(m.prelu(m.conv1(x))))
+        x = m.drop(torch.flatten(m.pool(F.relu(m.norm(m.up(x)))), 1))
+        return m.fc2(F.relu(m.fc1(x)))
 
-    def forward(self, x):
-        x = F.leaky_relu(self.stem(x))
-        x = torch.relu(x + self.conv2(self.prelu(self.conv1(x))))
-        x = self.pool(F.relu(self.norm(self.up(x))))
-        x = self.drop(torch.flatten(x, 1))
-        return self.fc2(F.relu(self.fc1(x)))
-
-
-def residual():
-    torch.manual_seed(0)
-    model = Residual().double().eval()
+    layers = {
+        "stem": nn.Conv2d(3, 8, 3, padding=1),
+        "conv1": nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        "prelu": nn.PReLU(8),
+        "conv2": nn.Conv2d(8, 8, 3, padding=1),
+        "up": nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2),
+        "norm": nn.BatchNorm2d(4),
+        "pool": nn.MaxPool2d(2),
+        "drop": nn.Dropout(0.5),
+        "fc1": nn.Linear(4 * 16, 10),
+        "fc2": nn.Linear(10, 3),
+    }
     with torch.no_grad():
-        model.stem.weight.mul_(1000)
-        model.fc1.weight.mul_(0.01)
-        model.norm.running_mean.normal_()
-        model.norm.weight.uniform_(0.5, 2)
-    return model
+        layers["stem"].weight.mul_(1000)
+        layers["fc1"].weight.mul_(0.01)
+    return trained(Net(forward, **layers)).double()
 
 
 X = seeded(5, 3, 4, 4, dtype=torch.float64)
@@ -197,19 +189,6 @@ def test_dead_channels_stay_finite():
     assert all(torch.isfinite(w).all() for w in weights(model))
 
 
-def resnet(model: nn.Module | None = None) -> nn.Module:
-    """A ResNet-18 in float64 whose norms have trained: no statistic or parameter at its default."""
-    model = (ResNet18() if model is None else model).double().eval()
-    with torch.no_grad():
-        for seed, norm in enumerate(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-            values = seeded(4, norm.num_features, seed=seed, dtype=torch.float64)
-            norm.weight.copy_(values[0].exp())
-            norm.bias.copy_(values[1])
-            norm.running_mean.copy_(values[2])
-            norm.running_var.copy_((0.5 * values[3]).exp())
-    return model
-
-
 def groups(model: nn.Module) -> list[tuple[list[nn.BatchNorm2d], list[nn.Module]]]:
     """Read off the architecture by hand: the norms that make each tensor, and the layers that read it."""
     found = []
@@ -244,7 +223,7 @@ def parts(model: nn.Module, *, per_channel: bool) -> list[tuple[Tensor, Tensor]]
 @pytest.mark.parametrize("level", ["neuron", "layer"])
 def test_a_resnet_18_reaches_the_closed_form(level: str, make: Callable[[], nn.Module]) -> None:
     r"""Each tensor's terms are :math:`s^2 P + Q/s^2`, whose least value is :math:`2\sqrt{PQ}`."""
-    model, x = resnet(make()), images(2).double()
+    model, x = trained(make()).double(), images(2).double()
     before = model(x).detach()
     least = sum(float(2 * (made * read).sqrt().sum()) for made, read in parts(model, per_channel=level == "neuron"))
     start = sum(float(made.sum() + read.sum()) for made, read in parts(model, per_channel=True))
@@ -257,7 +236,7 @@ def test_a_resnet_18_reaches_the_closed_form(level: str, make: Callable[[], nn.M
 
 def test_a_folded_resnet_18_rests_where_every_channel_is_balanced() -> None:
     """Without norms the scales hang together and there is no closed form; at the least sum rows equal columns."""
-    model, x = resnet(), images(2).double()
+    model, x = trained(ResNet18()).double(), images(2).double()
     fold_(model, example=x)
     before, start = model(x).detach(), sum(squares(model))
     assert "has not converged" not in str(balance_(model, example=x))
@@ -314,7 +293,7 @@ OPTIMIZERS = {
 }
 
 
-def trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def optimized(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = relu_chain(3, 6, orders=3)
     optimizer = OPTIMIZERS[name](model.parameters())
     for _ in range(7):
@@ -334,7 +313,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_step_of_an_adaptive_optimizer_is_the_same(name: str) -> None:
-    model, optimizer = trained(name)
+    model, optimizer = optimized(name)
     expected = step(*copy.deepcopy((model, optimizer)))
     balance_(model, optimizer=optimizer)
     for found, wanted in zip(step(model, optimizer), expected, strict=True):
@@ -342,7 +321,7 @@ def test_the_next_step_of_an_adaptive_optimizer_is_the_same(name: str) -> None:
 
 
 def test_the_next_step_of_adam_is_another_one_if_its_moments_stay() -> None:
-    model, optimizer = trained("Adam")
+    model, optimizer = optimized("Adam")
     expected = step(*copy.deepcopy((model, optimizer)))
     balance_(model)
     found = step(model, optimizer)

@@ -14,7 +14,7 @@ from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import measure
 from gonio.surgery import calibrate_
-from surgery.processes import CALIBRATED, buffers, calibrate_on_rank, joined, prepared, spawned
+from surgery.processes import CALIBRATED, REFUSED, buffers, calibrate_on_rank, joined, prepared, spawned
 from tolerances import close, exact
 
 BATCHES = [seeded(8, 3, 4, 4, seed=1), 3 + 2 * seeded(4, 3, 4, 4, seed=2), seeded(2, 3, 4, 4, seed=3)]
@@ -224,6 +224,7 @@ def test_without_joining_the_average_variance_is_that_of_smaller_batches(ranks: 
 @pytest.mark.slow
 def test_what_would_wait_for_ever_is_refused_in_every_process(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
+        assert all(rank[name].startswith("InvalidArgumentError: ") for name in REFUSED)
         message = "needs as many batches in each; found 1 processes with one more batch than the other 1"
         assert message in rank["joined, numbers differ"]
         assert "averages over batches; found no batch" in rank["no batch at all"]

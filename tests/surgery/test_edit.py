@@ -15,7 +15,7 @@ from catalog import VERBS, VerbCase, seeded
 from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from gonio.surgery import Edit, UndoError, calibrate_, fold_, sites
+from gonio.surgery import Edit, UndoError, fold_, sites
 from laws.snapshot import Snapshot, assert_restored
 from laws.support import over, perturbed
 from laws.test_verbs import model_of
@@ -105,14 +105,6 @@ def test_parameters_that_moved_by_becoming_others_are_said() -> None:
     model.to("meta")
     with pytest.raises(UndoError, match="is another object now"):
         edited.undo_()
-
-
-def test_buffers_that_were_made_anew_get_their_values_back() -> None:
-    model = network()
-    edited = calibrate_(model, [X + 3])
-    model.double()  # makes new buffers
-    edited.undo_()
-    assert torch.equal(model[1].running_mean, torch.zeros(4, dtype=torch.float64))
 
 
 def test_edits_of_a_part_and_of_the_whole_are_undone_latest_first() -> None:

@@ -22,7 +22,7 @@ from gonio.nn import angular, magnitude
 from gonio.surgery import equivalent, fold, fold_
 from laws.snapshot import Snapshot, assert_restored
 from networks import ResNet18, images
-from surgery.net import Net
+from surgery.net import Net, trained
 
 X = seeded(3, 6, 8, 8, dtype=torch.float64)
 # A fold may move the outputs by this much, relative. The halves are checked against the float64 model, where both
@@ -41,18 +41,6 @@ FOLDED: dict[str, Callable[[], P.Parametrization] | None] = {
 def deviation(found: Tensor, expected: Tensor) -> float:
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).abs().max() / expected.abs().max())
-
-
-def trained(model: nn.Module) -> nn.Module:
-    """Norms away from their defaults, as after training."""
-    with torch.no_grad():
-        for seed, norm in enumerate(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-            values = seeded(4, norm.num_features, seed=seed)
-            norm.weight.copy_((0.3 * values[0]).exp())
-            norm.bias.copy_(0.3 * values[1])
-            norm.running_mean.copy_(0.3 * values[2])
-            norm.running_var.copy_((0.5 * values[3]).exp())
-    return model.eval()
 
 
 @pytest.mark.parametrize("template", FOLDED)
