@@ -74,30 +74,8 @@ def test_a_where_that_is_no_selector_is_refused(where, message: str) -> None:
 )
 def test_nothing_suitable_says_what_there_is(where, message: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-<<<<<<< HEAD
-    with pytest.raises(
-        NoMatchError, match=r"where=9 matches no suitable module; it selects no module\. Suitable modules: 0"
-    ):
-        select(model, "9", verb="demo_", can_act=_only_linear)
-
-
-def test_what_matches_but_cannot_be_acted_on_is_named_with_the_reason():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(NoMatchError, match=r"it selects only 1 \(no weight\)"):
-        select(model, nn.ReLU, verb="demo_", can_act=_only_linear)
-
-
-def _only_linear(module):
-    return None if isinstance(module, nn.Linear) else "no weight"
-
-
-def test_the_name_of_a_class_without_its_prefix_gets_a_hint():
-    with pytest.raises(NoMatchError, match=r"where='Linear', a glob over paths \(for the class write 'type:Linear'\)"):
-        select(nn.Sequential(nn.Linear(2, 2)), "Linear", verb="demo_", can_act=_only_linear)
-=======
     with pytest.raises(NoMatchError, match=message):
         select(model, where, verb="demo_", can_act=lambda m: None if isinstance(m, nn.Linear) else "no weight")
->>>>>>> prune-tests
 
 
 def paths(model):
