@@ -79,6 +79,15 @@ _Direction = Annotated[
     str, typer.Option("--direction", help="Whether a larger (max) or smaller (min) score of a script is better.")
 ]
 _Sesoi = Annotated[float, typer.Option("--sesoi", help="Smallest effect of interest on a script's score.", min=0)]
+_RunTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--run-timeout",
+        help="Stop a run after this many seconds; it counts as failed. Default: never.",
+        min=1,
+        metavar="SECONDS",
+    ),
+]
 _Study = Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")]
 
 
@@ -137,7 +146,8 @@ class _Request:
         words += ["--script", self.script] if self.script is not None else []
         for name, value in asdict(self.score).items():
             words += [f"--{name}", str(value)] if value != getattr(_Score, name) else []
-        words += ["--seeds", str(len(self.seeds))] if len(self.seeds) != _SEEDS else []
+        count = self.seeds.stop - self.seeds.start  # len() of a huge range overflows
+        words += ["--seeds", str(count)] if count != _SEEDS else []
         words += ["--first-seed", str(self.seeds.start)] if self.seeds.start else []
         words += ["--tune", str(self.extra.tune)] if self.extra.tune else []
         words += ["--robust"] if self.extra.robust else []
@@ -165,6 +175,7 @@ def compare(
     unit: _Unit = _Score.unit,
     direction: _Direction = _Score.direction,
     sesoi: _Sesoi = _Score.sesoi,
+    run_timeout: _RunTimeout = None,
     study: _Study = _STUDY,
 ) -> None:
     """Train recipes and the unchanged model with equal budgets, and test the differences.
@@ -180,7 +191,7 @@ def compare(
     if dry_run:
         _show_plan(plan, study, jobs)
     else:
-        _run(plan, study, _engine(engine, jobs, cpus, gpus), self_test=self_test)
+        _run(plan, study, _engine(engine, jobs, cpus, gpus), run_timeout=run_timeout, self_test=self_test)
 
 
 def _plan(request: _Request, study: Path) -> Plan:
@@ -228,7 +239,7 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
     return Local(jobs)
 
 
-def _run(plan: Plan, study: Path, engine: Engine, *, self_test: bool) -> None:
+def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None, self_test: bool) -> None:
     """Run the study, show the verdicts and write the page."""
     from gonio import compare as comparing
     from gonio.report import text, write_html
@@ -239,7 +250,7 @@ def _run(plan: Plan, study: Path, engine: Engine, *, self_test: bool) -> None:
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = comparing.watcher_for(sys.stderr)
-    results = comparing.run(plan, study, engine=engine, watcher=watcher).results()
+    results = comparing.run(plan, study, engine=engine, watcher=watcher, run_timeout=run_timeout).results()
     show(text(results))
     print_out(f"\npage: {write_html(results, study / 'report.html')}")
     if self_test:

@@ -68,6 +68,10 @@ def status(study: Annotated[Path, typer.Argument(help="The study's folder.", met
     _check_folder(study)
     opened = Study.open(study)
     print_out(_grid(opened.plan, opened.runs()))
+    for tuned in opened.trials.summary():
+        lost = f", {tuned.failed} failed" if tuned.failed else ""
+        trials = opened.plan.tuning.trials if opened.plan.tuning else 0
+        print_out(f"tuning of {plain(tuned.recipe)}: {tuned.trials} of {trials} trials{lost}")
 
 
 def _check_folder(study: Path) -> None:

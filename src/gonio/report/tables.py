@@ -17,6 +17,7 @@ from gonio.report.wording import (
     reached,
     threat_text,
     verdict_text,
+    won,
 )
 
 __all__ = ["ATTACKS", "Table", "attacks", "costs", "evidence", "hidden_gradients", "tables", "tuning", "verdicts"]
@@ -83,8 +84,7 @@ def evidence(results: Results) -> Table:
 
     def row(e: Effect) -> tuple[str, ...]:
         rho = "–" if e.rho is None else f"{e.rho:.2f}".replace("-", "−")
-        better = "–" if e.improvement is None else f"{100 * e.improvement:.0f} %"
-        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho, scale.score(e.mde), better)
+        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho, scale.score(e.mde), won(e))
 
     detectable = f"detectable effect, {scale.unit}"
     head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")

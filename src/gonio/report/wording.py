@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from gonio.compare.judging.results import Amount, Effect, Ratio, Reach, Results
+from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Ratio, Reach, Results
 from gonio.escaping import plain
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "threat_text",
     "tuning_text",
     "verdict_text",
+    "won",
 ]
 
 # Symbol and tone: a verdict is never shown by colour alone.
@@ -34,6 +35,7 @@ _MARKS = {
     "no useful effect": ("=", "even"),
     "no evidence": ("?", "even"),
     "underpowered": ("…", "even"),
+    UNTRAINED: ("!", "bad"),
 }
 
 
@@ -99,6 +101,14 @@ def verdict_text(effect: Effect) -> str:
 def count(n: int, one: str, many: str = "") -> str:
     """A number with its noun."""
     return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def won(effect: Effect) -> str:
+    """The pairs in which the recipe is better, of those that differ; ties are counted apart."""
+    if effect.improvement is None:
+        return "–"
+    tied = f", {count(effect.ties, 'tie')}" if effect.ties else ""
+    return f"{effect.wins} of {effect.n}{tied}"
 
 
 def duration(seconds: float) -> str:
@@ -167,6 +177,8 @@ def headline(results: Results) -> str:
     effects, scale = results.effects, Scale.of(results)
     if not effects:
         return "There are no results yet."
+    if any(effect.verdict == UNTRAINED for effect in effects):
+        return next(effect.reason for effect in effects if effect.verdict == UNTRAINED)
     if len(effects) == 1:
         return _single(effects[0], scale)
     helps = [e for e in effects if e.verdict == "helps"]
