@@ -75,7 +75,8 @@ def rows_at(matrix: Tensor, rows: Tensor) -> Tensor:
 def row_directions(rows: Tensor) -> Tensor:
     """Unit vectors; rows whose squares would overflow are divided by their largest entry first."""
     largest = rows.abs().amax(-1, keepdim=True)
-    return normalize(rows / largest.masked_fill(~(largest > LARGE), 1) if bool((largest > LARGE).any()) else rows)
+    large = largest > LARGE
+    return normalize(rows / largest.masked_fill(~large, 1) if bool(large.any()) else rows)
 
 
 def row_norms(matrix: Tensor) -> Tensor:

@@ -45,10 +45,8 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
 
     .. math:: p(\theta) = \frac{\Gamma(d/2)}{\sqrt\pi\,\Gamma((d-1)/2)} \sin^{d-2}\theta
 
-    Symmetric about :math:`\pi/2`, around which it narrows as :math:`1/\sqrt d`: in high dimensions any
-    two random directions are nearly orthogonal. Uniform for :math:`d = 2`.
-
-    `theta` is in radians; outside :math:`[0, \pi]` the density is 0.
+    Uniform for :math:`d = 2`; in high dimensions random directions are nearly orthogonal, with a width of
+    :math:`1/\sqrt d`. `theta` is in radians; outside :math:`[0, \pi]` the density is 0.
 
     Raises: InvalidArgumentError if `dim` is below 2 (in one dimension the angle is 0 or π).
 

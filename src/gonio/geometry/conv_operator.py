@@ -79,16 +79,6 @@ def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
     """
     dims = weight.ndim - 2
     stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
-    _check(weight, layout, stride, dilation)
-    kernel = weight.shape[2:]
-    offsets = torch.cartesian_prod(*(torch.arange(k) for k in kernel)).reshape(-1, dims)
-    offsets = (offsets * torch.tensor(dilation)).to(weight.device)
-    taps = widen(weight).unflatten(0, (layout.groups, -1)).flatten(3).movedim(-1, 1)  # (groups, taps, out, in)
-    return Taps(taps, offsets) if prod(stride) == 1 else _polyphase(taps, offsets, stride)
-
-
-def _check(weight: Tensor, layout: Layout, stride: Sequence[int], dilation: Sequence[int]) -> None:
-    dims = weight.ndim - 2
     if dims < 1 or layout.blocks != 1 or len(stride) != dims or len(dilation) != dims:
         raise InvalidArgumentError(
             "the norm of a convolution needs its weight (out, in/groups, *kernel) and its layout",
@@ -101,6 +91,10 @@ def _check(weight: Tensor, layout: Layout, stride: Sequence[int], dilation: Sequ
             f"padding_mode={layout.padding_mode!r}, which repeats pixels and can have a larger norm",
             "Use spectral_norm(operator_matrix(weight, size, layout)) on a small grid instead.",
         )
+    offsets = torch.cartesian_prod(*(torch.arange(k) for k in weight.shape[2:])).reshape(-1, dims)
+    offsets = (offsets * torch.tensor(dilation)).to(weight.device)
+    taps = widen(weight).unflatten(0, (layout.groups, -1)).flatten(3).movedim(-1, 1)  # (groups, taps, out, in)
+    return Taps(taps, offsets) if prod(stride) == 1 else _polyphase(taps, offsets, stride)
 
 
 def _polyphase(taps: Tensor, offsets: Tensor, stride: Sequence[int]) -> Taps:

@@ -69,16 +69,15 @@ def singular_values(matrix: Tensor) -> Tensor:
             return wide.new_zeros((*matrix.shape[:-2], min(matrix.shape[-2:])), dtype=widen(matrix).dtype)
         scale = wide.detach().abs().amax((-2, -1), keepdim=True)
         scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 overflows
-        return (_singular_values(wide / scale) * scale.squeeze(-1)).to(widen(matrix).dtype)
-
-
-def _singular_values(matrix: Tensor) -> Tensor:
-    n, d = matrix.shape[-2:]
-    eigenvalues = torch.linalg.eigvalsh(matrix @ matrix.mT if n <= d else matrix.mT @ matrix).flip(-1)
-    if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
-        return torch.linalg.svdvals(matrix)
-    zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
-    return eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+        wide = wide / scale
+        n, d = matrix.shape[-2:]
+        eigenvalues = torch.linalg.eigvalsh(wide @ wide.mT if n <= d else wide.mT @ wide).flip(-1)
+        if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
+            values = torch.linalg.svdvals(wide)
+        else:
+            zero = eigenvalues <= 0  # only if every eigenvalue is 0: otherwise the limit applies
+            values = eigenvalues.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+        return (values * scale.squeeze(-1)).to(widen(matrix).dtype)
 
 
 @dataclass(frozen=True)
@@ -266,10 +265,7 @@ class SpectrumEstimate:
 
 
 def shared_gram(matrices: Tensor) -> GramMatrix | None:
-    """The Gram matrix from which :func:`spectrum_estimate` computes the singular values, if it does.
-
-    It serves :func:`~gonio.geometry.pairs.pair_statistics` too.
-    """
+    """The Gram matrix that `spectrum_estimate` and `pair_statistics` both use; None if the former uses none."""
     groups, n, d = matrices.shape
     if groups > 1 or min(n, d) < SHARED or not _affordable(matrices) or matrices.device.type != "cpu":
         return None

@@ -204,8 +204,7 @@ def he_(
         >>> bool((weight.var() * 512 - 2).abs() < 0.05)
         True
 
-    References: [1] K. He et al., "Delving deep into rectifiers", 2015, Eqs. (10), (14).
-        https://arxiv.org/abs/1502.01852
+    References: [1] As [2] of :func:`variance_scaling_`, Eqs. (10), (14).
     Differs: The same numbers as ``torch.nn.init.kaiming_normal_(nonlinearity="relu")`` except for transposed
         convolutions, and for ``preserve="norm"`` with groups or stride, where torch's fans are wrong.
     """

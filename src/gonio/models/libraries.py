@@ -84,17 +84,11 @@ def from_torchvision(spec: str, name: str) -> Found:
 
 @dataclass(frozen=True)
 class Configured:
-    """A factory of models of one class of transformers from one configuration.
+    """A factory of models of one class of transformers from one configuration."""
 
-    Attributes:
-        spec: the name it was resolved from, for messages.
-        model: the class.
-        config: builds the configuration from keywords that replace its values.
-    """
-
-    spec: str
+    spec: str  # the name it was resolved from, for messages
     model: Callable[..., nn.Module]
-    config: Callable[..., Any]
+    config: Callable[..., Any]  # takes keywords that replace values of the configuration
 
     def __call__(self, **sizes: int) -> nn.Module:
         """A model with random weights.
@@ -128,10 +122,8 @@ class Configured:
 def from_transformers(spec: str, name: str) -> tuple[Configured, dict[str, str]]:
     """The model of transformers with this name.
 
-    Args:
-        spec: the full name, for messages.
-        name: a model class (`BertModel`) or a model type (`bert`), both with the default sizes of the
-            library, or the path of a `config.json` or of a folder that contains one.
+    `name` is a model class (`BertModel`) or a model type (`bert`), both with the default sizes of the library, or the
+    path of a `config.json` or of a folder that contains one.
 
     Raises:
         UnknownNameError: for an unknown class or type.
@@ -161,16 +153,11 @@ def _from_file(library: ModuleType, spec: str, path: Path) -> tuple[Configured, 
         raise NotApplicableError(
             "resolve()", spec, "its configuration is of a quantised model", "Name the original model."
         )
-    kind = str(data.get("model_type", ""))
-    names = _class_names(library)
-    model = _model_class(library, spec, next((a for a in _architectures(data) if a in names), kind))
+    names, listed = _class_names(library), data.get("architectures")
+    known = [name for name in listed if isinstance(name, str) and name in names] if isinstance(listed, list) else []
+    model = _model_class(library, spec, known[0] if known else str(data.get("model_type", "")))
     kept = {key: value for key, value in data.items() if key not in _RUN_SETTINGS and not key.startswith("_")}
     return _sized(Configured(spec, model, lambda **sizes: model.config_class.from_dict({**kept, **sizes})), model)
-
-
-def _architectures(data: Mapping[str, Any]) -> list[str]:
-    found = data.get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def _read(path: Path) -> dict[str, Any]:

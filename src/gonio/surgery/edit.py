@@ -88,7 +88,7 @@ class Edit:
             raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
 
     def note(self, text: str) -> None:
-        """Add a remark on the whole edit to its table."""
+        """Add a remark on the whole edit."""
         self.notes.append(text)
 
     def note_stays(self, stay: Mapping[str, str]) -> None:
