@@ -26,13 +26,13 @@ class Net(nn.Module):
         return self.compute(self, x)
 
 
-def trained(model: nn.Module) -> nn.Module:
+def trained(model: nn.Module, *, spread: float = 0.3) -> nn.Module:
     """Norms away from their defaults, as after training; in evaluation mode."""
     with torch.no_grad():
         for seed, norm in enumerate(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
             values = seeded(4, norm.num_features, seed=seed)
-            norm.weight.copy_((0.3 * values[0]).exp())
-            norm.bias.copy_(0.3 * values[1])
-            norm.running_mean.copy_(0.3 * values[2])
+            norm.weight.copy_((spread * values[0]).exp())
+            norm.bias.copy_(spread * values[1])
+            norm.running_mean.copy_(spread * values[2])
             norm.running_var.copy_((0.5 * values[3]).exp())
     return model.eval()

@@ -223,7 +223,7 @@ def parts(model: nn.Module, *, per_channel: bool) -> list[tuple[Tensor, Tensor]]
 @pytest.mark.parametrize("level", ["neuron", "layer"])
 def test_a_resnet_18_reaches_the_closed_form(level: str, make: Callable[[], nn.Module]) -> None:
     r"""Each tensor's terms are :math:`s^2 P + Q/s^2`, whose least value is :math:`2\sqrt{PQ}`."""
-    model, x = trained(make()).double(), images(2).double()
+    model, x = trained(make(), spread=1.0).double(), images(2).double()
     before = model(x).detach()
     least = sum(float(2 * (made * read).sqrt().sum()) for made, read in parts(model, per_channel=level == "neuron"))
     start = sum(float(made.sum() + read.sum()) for made, read in parts(model, per_channel=True))
@@ -236,7 +236,7 @@ def test_a_resnet_18_reaches_the_closed_form(level: str, make: Callable[[], nn.M
 
 def test_a_folded_resnet_18_rests_where_every_channel_is_balanced() -> None:
     """Without norms the scales hang together and there is no closed form; at the least sum rows equal columns."""
-    model, x = trained(ResNet18()).double(), images(2).double()
+    model, x = trained(ResNet18(), spread=1.0).double(), images(2).double()
     fold_(model, example=x)
     before, start = model(x).detach(), sum(squares(model))
     assert "has not converged" not in str(balance_(model, example=x))

@@ -24,30 +24,32 @@ def rows(batch):
     return batch.double().transpose(0, 1).flatten(1)
 
 
+def calibrated(norm: nn.Module, batches, **options) -> nn.Module:
+    calibrate_(nn.Sequential(norm), batches, **options)
+    return norm
+
+
 def test_total_is_the_variance_of_all_values_together():
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    calibrate_(model, BATCHES)
+    norm = calibrated(nn.BatchNorm2d(3), BATCHES)
     everything = torch.cat([rows(batch) for batch in BATCHES], 1)
-    torch.testing.assert_close(model[0].running_mean.double(), everything.mean(1), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(model[0].running_var.double(), everything.var(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_mean.double(), everything.mean(1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(norm.running_var.double(), everything.var(1), rtol=1e-6, atol=0)
 
 
 def test_mean_is_the_average_of_the_batches_variances_weighted_by_their_size():
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    calibrate_(model, BATCHES, variance="mean")
+    norm = calibrated(nn.BatchNorm2d(3), BATCHES, variance="mean")
     n = torch.tensor([rows(batch).shape[1] for batch in BATCHES]).double()
     each = torch.stack([rows(batch).var(1) for batch in BATCHES])
-    torch.testing.assert_close(model[0].running_var.double(), (n / n.sum()) @ each, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), (n / n.sum()) @ each, rtol=1e-6, atol=0)
 
 
 def test_a_mean_far_above_the_spread_costs_no_digits():
     """Sums of squares about 0 would leave two digits of the variance of the batches' means."""
     batches = [(1e7 + 1e-3 * (k + seeded(8, 3, 4, 4, seed=k, dtype=torch.float64))) for k in range(3)]
-    model = nn.Sequential(nn.BatchNorm2d(3)).double()
-    calibrate_(model, batches)
+    norm = calibrated(nn.BatchNorm2d(3).double(), batches)
     everything = torch.cat([rows(batch) for batch in batches], 1) - 1e7
-    torch.testing.assert_close(model[0].running_var, everything.var(1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(model[0].running_mean - 1e7, everything.mean(1), rtol=0, atol=1e-8)
+    torch.testing.assert_close(norm.running_var, everything.var(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm.running_mean - 1e7, everything.mean(1), rtol=0, atol=1e-8)
 
 
 def test_one_batch_then_eval_equals_training_mode_up_to_the_unbiased_factor():
@@ -102,14 +104,10 @@ def test_the_batches_of_an_instance_norm_are_its_samples():
     x = torch.arange(1.0, 5)[:, None, None, None] * (1 + seeded(4, 3, 5, 5))
     torchs = nn.InstanceNorm2d(3, track_running_stats=True, momentum=1.0)
     torchs(x)
-    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
-    calibrate_(model, [x[:1], x[1:]], variance="mean")
-    torch.testing.assert_close(model[0].running_mean, torchs.running_mean)
-    torch.testing.assert_close(model[0].running_var, torchs.running_var)
-    expected = {name: value.clone() for name, value in model[0].named_buffers()}
-    calibrate_(model, list(x), variance="mean")  # one sample each, without the dimension of the batch
-    for name, value in model[0].named_buffers():
-        torch.testing.assert_close(value, expected[name])
+    for batches in ([x[:1], x[1:]], list(x)):  # one sample each, without the dimension of the batch
+        norm = calibrated(nn.InstanceNorm2d(3, track_running_stats=True), batches, variance="mean")
+        torch.testing.assert_close(norm.running_mean, torchs.running_mean)
+        torch.testing.assert_close(norm.running_var, torchs.running_var)
 
 
 def test_a_switchable_norm_after_a_convolution_sees_what_it_saw_in_training():
@@ -176,10 +174,8 @@ def test_wrapped_models_are_calibrated_as_the_plain_one(wrap) -> None:
 
 
 def test_empty_batches_count_nothing():
-    model, expected = nn.Sequential(gnn.SwitchableNorm2d(3)), nn.Sequential(gnn.SwitchableNorm2d(3))
-    calibrate_(model, [BATCHES[0], BATCHES[1][:0]])
-    calibrate_(expected, BATCHES[:1])
-    assert torch.equal(model[0].running_var, expected[0].running_var)
+    found = calibrated(gnn.SwitchableNorm2d(3), [BATCHES[0], BATCHES[1][:0]])
+    assert torch.equal(found.running_var, calibrated(gnn.SwitchableNorm2d(3), BATCHES[:1]).running_var)
 
 
 @pytest.mark.parametrize(
