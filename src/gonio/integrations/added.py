@@ -19,7 +19,7 @@ class AddedPenalty:
         self._owner, self._methods = owner, methods
 
     def undo_(self) -> None:
-        """Give the object its own methods back. A second call does nothing."""
+        """Restore the methods of the object's class. A second call has no effect."""
         for method in self._methods:
             vars(self._owner).pop(method, None)
 
@@ -29,6 +29,15 @@ def replaced_(owner: Any, **methods: Callable[..., Any]) -> AddedPenalty:
 
     Raises:
         AlreadyAppliedError: if one of them was replaced by this function before.
+
+    Example:
+        >>> from gonio.integrations.added import replaced_
+        >>> layer = nn.Identity()
+        >>> added = replaced_(layer, forward=lambda x: x + 1)
+        >>> before = layer(torch.zeros(1))
+        >>> added.undo_()
+        >>> before, layer(torch.zeros(1))
+        (tensor([1.]), tensor([0.]))
     """
     if any(hasattr(getattr(owner, method, None), _MARK) for method in methods):
         raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")

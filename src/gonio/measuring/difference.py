@@ -83,6 +83,11 @@ class Differences(Table[TensorDifference]):
     Attributes:
         before, after: the names of the sources.
         tensors: one :class:`TensorDifference` each, in the order of `before`, then those only in `after`.
+
+    Example:
+        >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
+        >>> found, found["a"].norm_ratio
+        (<Differences of 1 tensors>, 2.0)
     """
 
     ROW: ClassVar = TensorDifference

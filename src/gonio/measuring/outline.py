@@ -53,6 +53,11 @@ class Outline(Table[TensorHeader]):
 
     Attributes:
         source: the name of the model or file. `notes`: how it was read.
+
+    Example:
+        >>> found = gonio.measuring.outline({"a.weight": torch.zeros(2, 3)})
+        >>> found, found["a"].shape
+        (<Outline of state dict: 1 tensors, 6 numbers>, (2, 3))
     """
 
     ROW: ClassVar = TensorHeader

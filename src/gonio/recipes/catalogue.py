@@ -105,7 +105,7 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
     Example:
         >>> from gonio.recipes.catalogue import catalogue
         >>> catalogue("init")["he_"].options["gain"].default
-        1.0
+        'relu'
     """
     match verb:
         case "init":
