@@ -65,7 +65,7 @@ def train(model: nn.Module, rule: R.Regularizer, x: Tensor, *, add: bool = False
             (loss + penalty()).backward()
         optimizer.step()
         seen += [torch.tensor(sum(penalty.values().values()), dtype=x.dtype), *map(_whole, model.parameters())]
-    penalty.remove()
+    penalty.undo_()
     return seen
 
 

@@ -138,7 +138,7 @@ def test_nothing_seen_is_an_error(prepare: str, match: str) -> None:
         with torch.no_grad() if prepare == "no_grad" else torch.inference_mode():
             model(batch())
     if prepare == "removed":
-        penalty.remove()
+        penalty.undo_()
         model(batch())
     with pytest.raises(NoActivationError, match=match):
         penalty()
@@ -283,7 +283,7 @@ def test_no_hook_is_left() -> None:
 def test_weights_can_still_be_penalised_after_removal() -> None:
     model = Network()
     penalty = Penalty(model, [(None, R.L2(1.0))])
-    penalty.remove()
+    penalty.undo_()
     assert penalty() > 0
 
 

@@ -135,7 +135,7 @@ class _Attached:
             module.eval()
 
     def undo_(self) -> None:
-        self.penalty.remove()
+        self.penalty.undo_()
 
 
 def _plain(kind: type[nn.Module]) -> Callable[[str, nn.Module], bool]:

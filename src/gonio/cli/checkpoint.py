@@ -103,7 +103,7 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
     if used is not None:
         penalty = used.apply_(model, seed=checkpoint.seed).penalty
         if penalty is not None:
-            penalty.remove()
+            penalty.undo_()
     load_into_(model, checkpoint)
     return model
 

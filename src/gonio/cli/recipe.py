@@ -51,7 +51,7 @@ def apply(
     load_into_(built, found)
     applied = chosen.apply_(built, seed=seed)
     if applied.penalty is not None:
-        applied.penalty.remove()
+        applied.penalty.undo_()
         print_err("the recipe's penalty acts during training only; the checkpoint does not contain it")
     write(Checkpoint(output, built.state_dict(), chosen, seed))
     print_out(str(applied))

@@ -66,7 +66,7 @@ class OutputHook:
             return
         if len(self._kept) >= MOST_KEPT:
             found = f"it ran {MOST_KEPT} times since penalty() was last called, and every output was kept"
-            raise NoActivationError([self.path], found, "Call penalty() at each step, or penalty.remove().")
+            raise NoActivationError([self.path], found, "Call penalty() at each step, or penalty.undo_().")
         self._kept.append(self._own(module, output) if self._copies or self._without_bias else output)
         self._originals.append((output, output._version))
 

@@ -69,7 +69,7 @@ class Penalty:
         2.weight/Orthogonality
         2.output/SelfOrthogonality/mean
         2.output/SelfOrthogonality/spread
-        >>> penalty.remove()
+        >>> penalty.undo_()
 
     See also:
         :mod:`gonio.regularizers`.
@@ -232,7 +232,7 @@ class Penalty:
             for parameter in term.weight.parameters()
         }
 
-    def remove(self) -> None:
+    def undo_(self) -> None:
         """Remove every hook from the model. Terms on outputs cannot be computed afterwards."""
         for term in self._terms:
             term.remove()
@@ -243,7 +243,7 @@ class Penalty:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove()
+        self.undo_()
 
     def state_dict(self) -> dict[str, Any]:
         """The step count and the state of iterative regularizers and samplers, for resuming."""

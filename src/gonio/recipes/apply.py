@@ -47,7 +47,7 @@ class Applied:
             UndoError: if they were undone before.
         """
         if self.penalty is not None:
-            self.penalty.remove()
+            self.penalty.undo_()
         _undo_(self.edits)
 
     def __str__(self) -> str:

@@ -147,7 +147,7 @@ class Regex(Selector):
     def __post_init__(self) -> None:
         try:
             re.compile(self.pattern)
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             found = f"{self.pattern!r} ({error})"
             raise InvalidArgumentError("where takes a regular expression", found, "Correct the pattern.") from error
 
