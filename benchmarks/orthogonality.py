@@ -45,11 +45,12 @@ def _candidate(name: str, function: Callable[[Tensor], Tensor], shapes: Shapes) 
 
 
 def gram_srip(weight: Tensor) -> Tensor:
-    """One power iteration with the Gram matrix of the smaller side, from gonio's vector, held fixed."""
+    """Two products with the Gram matrix of the smaller side, from gonio's vector, which is held fixed."""
     w = weight.flatten(1)
     w = w if w.shape[0] <= w.shape[1] else w.T
     residual = w @ w.T - torch.eye(min(w.shape))
     vector = (torch.arange(1, len(w) + 1) * GOLDEN) % 1 - 0.5 + 1e-3
+    vector = (residual.detach() @ vector).detach()
     return (residual @ (vector / vector.norm())).norm()
 
 

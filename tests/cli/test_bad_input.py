@@ -31,7 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("plan count.yaml --model digits-cnn", 3, "penalty[1].where: the repetition number is too large"),
+        (
+            "plan count.yaml --model digits-cnn",
+            3,
+            "penalty[1].where: where takes a regular expression; found 'a{4294967295}'",
+        ),
         ("fold fine.pt --model digits-cnn -o o.pt --where re:a{4294967295}", 2, "the repetition number is too large"),
         ("measure fine.pt --config bad.toml", 3, "the repetition number is too large"),
         ("measure digits-cnn --batch " + "9" * 5000, 2, "--batch takes positive sizes"),

@@ -324,3 +324,20 @@ def test_words_that_do_not_go_together(folder: Path, words: list[str], message: 
     (folder / "own_fit.py").write_text(SCRIPT)
     result = invoke("compare", "scale-shift", *words)
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+ENDLESS = """
+import time
+from torch import nn
+def train(run):
+    run.apply_(nn.Sequential(nn.Linear(2, 2)))
+    time.sleep(600)
+"""
+
+
+def test_a_run_that_takes_too_long_fails(folder: Path) -> None:
+    (folder / "endless.py").write_text(ENDLESS, encoding="utf-8")
+    options = ["--script", "endless.py:train", "--seeds", "1", "--run-timeout", "1", "-o", "endless"]
+    result = shell("compare", "orthogonal-init", *options, cwd=folder)
+    assert result.returncode == 4, result.stderr
+    assert "took longer than 1 s and was stopped" in result.stderr + result.stdout

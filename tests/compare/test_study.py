@@ -153,7 +153,7 @@ def test_commits_are_durable(tmp_path: Path) -> None:
 def test_what_cannot_be_committed_is_rolled_back(tmp_path: Path) -> None:
     study = Study.create(tmp_path, plan_of())
     with pytest.raises(StudyError, match=r"cannot be used: NOT NULL constraint failed: costs\.ratio"):
-        study.add_costs([("r0", "step_time", 0, 2.0), ("r0", "step_time", 1, None)])  # type: ignore[list-item]
+        study.add_costs([("r0", "step_time", 0, 2.0), ("r0", "step_time", 1, float("nan"))])  # SQLite: NULL
     assert len(study.without_costs()) == 1
 
 

@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from gonio.compare import Threat
-from gonio.compare.judging.results import Amount, Reach, Robust, Tuned
+from gonio.compare.judging.results import UNTRAINED, Amount, Reach, Robust, Tuned
 from gonio.compare.planning.plan import Tuning
 from gonio.report import html, text, to_csv, to_latex, to_markdown
 from gonio.report.curves import curve_charts
 from gonio.report.tables import attacks, costs, hidden_gradients, tuning
-from gonio.report.wording import Scale, headline, mark, others, p_value, partial, reached, threat_text, tuning_text
+from gonio.report.wording import Scale, headline, mark, others, p_value, partial, reached, threat_text, tuning_text, won
 from report.samples import effect, results
 
 
@@ -164,7 +164,7 @@ def test_the_page_shows_them_and_escapes_what_it_shows() -> None:
 def test_the_page_shows_what_the_verdicts_rest_on() -> None:
     page = html(results(effects=(effect("orthogonal-init", failed=1, rho=-0.25, improvement=0.875),)))
     assert "Evidence" in page
-    for cell in ("−0.25", "0.30", "88 %"):
+    for cell in ("−0.25", "0.30", "7 of 8"):
         assert f'<td class="num">{cell}</td>' in page
 
 
@@ -224,3 +224,18 @@ def test_the_terminal_shows_attacks_and_confounding() -> None:
     nothing = Console(file=io.StringIO(), width=140)
     nothing.print(text(replace(full(), robustness=())))
     assert "under attack" not in nothing.file.getvalue()
+
+
+def test_a_baseline_that_does_not_train_is_the_headline() -> None:
+    reason = "The baseline does not train: its mean accuracy is 10 %, and a constant prediction has 10 %."
+    found = results(
+        effects=(effect("a", verdict=UNTRAINED, reason=reason), effect("b", verdict=UNTRAINED, reason=reason))
+    )
+    assert headline(found) == reason
+    assert reason in html(found)
+
+
+def test_ties_are_counted_apart() -> None:
+    tied = effect("a", differences=(0.0, 0.0, 1.0, -1.0), n=4, improvement=0.5)
+    assert won(tied) == "1 of 4, 2 ties"
+    assert won(effect("b", mean=None)) == "–"
