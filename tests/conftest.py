@@ -38,5 +38,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _fixed_seeds() -> None:
     """The global generators start equal in each test, so no test depends on its neighbours."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # benchmarks of whole steps set their own
     random.seed(0)
     numpy.random.seed(0)  # noqa: NPY002  the legacy global state is the one that foreign code reads

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["inside_backward", "is_sharded", "ordinary_eager"]
-
 
 def ordinary_eager(*tensors: Tensor) -> bool:
     """Whether operations on these tensors run one by one, under reverse-mode differentiation at most.

@@ -107,7 +107,7 @@ def test_refusals() -> None:
     P.attach(layer, "weight", P.Sphere())
     with pytest.raises(AlreadyAppliedError, match="found Sphere there already"):
         P.attach(layer, "weight", P.WeightNorm())
-    with pytest.raises(NotApplicableError, match="not a weight that this library knows how to read"):
+    with pytest.raises(NotApplicableError, match="it is not a weight with filters of a known layer"):
         P.attach(make("linear"), "bias", P.Sphere())
     with pytest.raises(NotApplicableError, match="not a Parameter of that layer"):
         P.attach(make("linear"), "scale", P.Sphere())
@@ -341,7 +341,7 @@ def test_an_unset_model_raises(member: str, how: str) -> None:
     if how == "compiled":
         torch._dynamo.reset()
         model = torch.compile(model, backend="aot_eager")
-    with pytest.raises(UnsetStateError, match=r"allocated by to_empty\(\) and never set"):
+    with pytest.raises(UnsetStateError, match=r"allocated by to_empty\(\) and is uninitialised"):
         model(seeded(2, 3, 8, 8))
 
 
