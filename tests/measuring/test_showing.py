@@ -21,7 +21,6 @@ import gonio
 from docs.pages import ROOT
 from gonio.errors import MissingExtraError
 from gonio.measuring import Suppression, Tracker, difference, measure, outline
-from gonio.measuring.showing import page
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
 from report.html_reader import Page
 from report.test_page import PAYLOADS, TAGS
@@ -170,15 +169,6 @@ def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
     moved = difference(model(), model()[:1]).to_frame()
     assert moved["name"].tolist() == [t.name for t in found.values()]
     assert moved["status"].tolist() == ["equal"] * 2 + ["not compared"] * (len(found) - 2)
-
-
-def test_a_page_without_jinja_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    page._environment.cache_clear()
-    for source in (measure(model()), difference(model(), model())):
-        with pytest.raises(MissingExtraError, match=r"^The page needs the package 'jinja2', .*'gonio\[lab\]'$"):
-            source.to_html()
-    page._environment.cache_clear()
 
 
 def test_columns_have_names_of_their_own_and_those_that_are_kept_exist() -> None:

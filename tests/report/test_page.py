@@ -14,7 +14,6 @@ import pytest
 from gonio.compare.planning.plan import BASELINE
 from gonio.errors import MissingExtraError
 from gonio.report import html, write_html
-from gonio.report.page import environment
 from report.html_reader import Page
 from report.samples import effect, geometry, plan, results, run
 
@@ -250,10 +249,7 @@ def test_writing_replaces_the_file_whole(tmp_path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment.cache_clear()
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=rf"'{package}'.*pip install 'gonio\[lab\]'"):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"'matplotlib'.*pip install 'gonio\[lab\]'"):
         html(results())
-    environment.cache_clear()

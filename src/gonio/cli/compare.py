@@ -244,9 +244,8 @@ def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None, 
     from gonio import compare as comparing
     from gonio.report import text, write_html
 
-    for package in ("jinja2", "matplotlib"):
-        if find_spec(package) is None:
-            raise MissingExtraError("the page of a study", package, "lab")
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("the page of a study", "matplotlib", "lab")
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = comparing.watcher_for(sys.stderr)

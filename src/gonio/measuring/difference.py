@@ -120,11 +120,7 @@ class Differences(Table[TensorDifference]):
         return "\n".join([head, "", *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self) -> str:
-        """One self-contained page without scripts and network access.
-
-        Raises:
-            MissingExtraError: without jinja2.
-        """
+        """One self-contained page without scripts and network access."""
         return render("differences.html.j2", whole=True, d=self, columns=COLUMNS)
 
     def _repr_html_(self) -> str:

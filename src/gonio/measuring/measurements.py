@@ -117,11 +117,7 @@ class Measurements(Table[TensorMeasurement]):
         return self._page(whole=False)
 
     def to_html(self) -> str:
-        """One self-contained page without scripts and network access.
-
-        Raises:
-            MissingExtraError: without jinja2.
-        """
+        """One self-contained page without scripts and network access."""
         return self._page(whole=True)
 
     def _page(self, *, whole: bool) -> str:

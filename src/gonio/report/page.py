@@ -15,7 +15,6 @@ import yaml
 
 from gonio.compare.judging.results import Results
 from gonio.compare.planning.plan import BASELINE
-from gonio.errors import MissingExtraError
 from gonio.escaping import plain, redact
 from gonio.report import wording
 from gonio.report.curves import learning_curves
@@ -43,7 +42,7 @@ def html(results: Results) -> str:
     bidirectional characters, home directories and credentials in URLs.
 
     Raises:
-        MissingExtraError: if matplotlib or jinja2 is not installed.
+        MissingExtraError: if matplotlib is not installed.
 
     Example:
         >>> page = gonio.report.html(gonio.report.example())
@@ -124,11 +123,8 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
 @cache
 def environment() -> Environment:
     """Jinja with autoescape, in which every value goes through :func:`redact` first."""
-    try:
-        import jinja2
-        from markupsafe import Markup
-    except ImportError as error:
-        raise MissingExtraError("The report page", "jinja2", "lab") from error
+    import jinja2  # only a page needs it
+    from markupsafe import Markup
 
     def shown(value: object) -> object:
         return value if isinstance(value, (Markup, int, jinja2.Undefined)) else redact(value)

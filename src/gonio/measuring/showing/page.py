@@ -12,28 +12,21 @@ from typing import Any
 
 import torch
 
-from gonio.errors import MissingExtraError
 from gonio.escaping import plain
 from gonio.geometry import random_angle_density
 from gonio.measuring.figures.tensor import TensorMeasurement
 
 
 def render(template: str, *, whole: bool, **values: Any) -> str:
-    """A template of this folder with these values: one self-contained page, or a fragment with its own style.
-
-    Raises:
-        MissingExtraError: if jinja2 is not installed.
-    """
+    """A template of this folder with these values: one self-contained page, or a fragment with its own style."""
     made: str = _environment().get_template(template).render(whole=whole, **values)
     return made
 
 
 @cache
 def _environment() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise MissingExtraError("The page", "jinja2", "lab") from error
+    import jinja2  # only a page needs it
+
     folder = resources.files("gonio.measuring.showing") / "templates"
     made = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
