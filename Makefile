@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compare test test-slow sweep lint bench docs clean
+.PHONY: compare test test-slow sweep lint bench docs site clean
 
 compare: $(VENV)/.lab
 	$(BIN)/gonio compare
@@ -34,8 +34,14 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.tables
 
+# Run the pages and write the outputs that they show anew.
 docs: $(VENV)/.dev
-	$(BIN)/python docs/build_reference.py
+	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md
+
+# The pages, notebooks and docstrings as a site; needs no network.
+site: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d site/.doctrees docs site
+
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,5 +53,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ $(VENV)/.lab
 
+$(VENV)/.docs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@ $(VENV)/.dev $(VENV)/.lab
+
 clean:
-	rm -rf $(VENV) gonio-study .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site docs/reference gonio-study .mypy_cache .pytest_cache .ruff_cache

@@ -1,25 +1,38 @@
 """The code blocks of a markdown page, executed in order in one folder, by sybil.
 
-- ```python blocks of a page share one namespace;
+- ```python blocks of a page share one namespace, which is empty at first;
+- a ```text block directly below another block is what that block prints; `…` stands for any text;
 - lines of ```console and ```bash blocks that start with `gonio` (after an optional `$ `) run as
   commands and must succeed, or exit with the code that a trailing `# exits N` states;
 - `make` lines are held against the Makefile by `make -n`; other commands (pip, git, cd) are not run.
+
+`make docs` runs the pages and writes the outputs anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
-from typing import Any
 
 from sybil import Document, Example, Sybil
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+from foreign import timm, torchvision, transformers
 
 __all__ = ["ROOT", "commands", "is_long", "run_page"]
+
+Output = Callable[[Example, str], None]
 
 ROOT = Path(__file__).resolve().parents[2]
 GONIO = [sys.executable, "-c", "import sys; from gonio.cli import main; sys.argv[0] = 'gonio'; sys.exit(main())"]
@@ -43,35 +56,81 @@ def is_long(words: list[str]) -> bool:
     return words[0] == "gonio" and words[1:2] in (["compare"], ["report"], ["status"]) and "--dry-run" not in words
 
 
-def execute(words: list[str], folder: Path, *, code: int) -> None:
-    """Run one command line of a page as a reader would, in the page's folder."""
+def execute(words: list[str], folder: Path, *, code: int) -> str:
+    """Run one command line of a page as a reader would, in the page's folder; its standard output."""
     if words[0] == "make":
         if shutil.which("make") is None:
-            return
+            return ""
         line, folder = ["make", "-n", *words[1:]], ROOT
     else:
         line = [*GONIO, *words[1:]]
     result = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     said = f"{shlex.join(words)} exited with {result.returncode}, not {code}\n{result.stdout}{result.stderr}"
     assert result.returncode == code, said
+    return result.stdout
 
 
-def _sybil(folder: Path, *, long: bool) -> Sybil:
+def check(example: Example, printed: str) -> None:
+    """The page shows what its block printed."""
+    shown = str(example.parsed)
+    same = OutputChecker().check_output(shown.replace("…", "..."), printed, ELLIPSIS | NORMALIZE_WHITESPACE)
+    assert same, f"{example.path}:{example.line}: the page shows\n{shown}\nand its block prints\n{printed}"
+
+
+def _sybil(folder: Path, *, long: bool, output: Output) -> Sybil:
+    printed, end = "", -1
+
+    def python(example: Example) -> None:
+        nonlocal printed, end
+        with contextlib.redirect_stdout(io.StringIO()) as buffer:
+            PythonEvaluator()(example)
+        printed, end = buffer.getvalue(), example.end
+
+    def text(example: Example) -> None:
+        if end >= 0 and not example.document.text[end : example.start].strip("`\n "):
+            output(example, printed)
+
     def console(example: Example) -> None:
-        for words, code in commands(str(example.parsed)):
-            if long or not is_long(words):
-                execute(words, folder, code=code)
+        nonlocal printed, end
+        found = [(words, code) for words, code in commands(str(example.parsed)) if long or not is_long(words)]
+        printed = "".join([execute(words, folder, code=code) for words, code in found])
+        end = example.end if printed and all(words[0] == "gonio" for words, _ in found) else -1
 
-    shells = [CodeBlockParser(language=name, evaluator=console) for name in ("console", "bash")]
-    return Sybil(parsers=[PythonCodeBlockParser(), SkipParser(), *shells], path=str(ROOT))
+    blocks = {"python": python, "text": text, "console": console, "bash": console}
+    parsers = [CodeBlockParser(language=name, evaluator=run) for name, run in blocks.items()]
+    return Sybil(parsers=[*parsers, SkipParser()], path=str(ROOT))
 
 
-def run_page(page: Path, folder: Path, *, long: bool = False, names: dict[str, Any] | None = None) -> int:
+def run_page(page: Path, folder: Path, *, long: bool = False, output: Output = check) -> int:
     """Execute a page; the number of blocks that ran. Raises what the first wrong block raises."""
-    document: Document = _sybil(folder, long=long).parse(page)
-    document.namespace.update(names or {})
+    document: Document = _sybil(folder, long=long, output=output).parse(page)
+    for name, load in (("timm", timm), ("torchvision", torchvision), ("transformers", transformers)):
+        if re.search(rf"^import {name}$", document.text, flags=re.M):
+            load()
     count = 0
     for example in document.examples():
         example.evaluate()
         count += 1
     return count
+
+
+def write_outputs(page: Path) -> None:
+    """Run a page and replace each output that it shows, unless `…` in it still stands for what was printed."""
+    text, found = page.read_text(encoding="utf-8"), list[tuple[int, int, str]]()
+
+    def collect(example: Example, printed: str) -> None:
+        if not OutputChecker().check_output(str(example.parsed).replace("…", "..."), printed, ELLIPSIS):
+            found.append((example.start, example.end, printed))
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        run_page(page, Path(folder), output=collect)
+    for start, end, printed in reversed(found):
+        lines = "\n".join(line.rstrip() for line in printed.rstrip("\n").splitlines())
+        text = f"{text[:start]}```text\n{lines}\n```{text[end:].removeprefix('```')}"
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "100"
+    for name in sys.argv[1:]:
+        write_outputs(Path(name).resolve())

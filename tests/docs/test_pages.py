@@ -6,15 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional
 
-import gonio
 from docs.pages import ROOT, commands, is_long, run_page
-from foreign import timm, torchvision, transformers
 
-NAMES = {"torch": torch, "nn": nn, "F": functional, "gonio": gonio}
 PAGES = [
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "reference"),
@@ -31,27 +25,19 @@ def over(pages: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in pages])
 
 
-def prepare(page: Path) -> None:
-    """Make importable what a page imports from libraries of models."""
-    text = page.read_text(encoding="utf-8")
-    for name, load in (("timm", timm), ("torchvision", torchvision), ("transformers", transformers)):
-        if re.search(rf"^import {name}$", text, flags=re.M):
-            load()
-
-
 @over(PAGES)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(page)
     monkeypatch.chdir(tmp_path)
-    run_page(page, tmp_path, names=dict(NAMES))
+    monkeypatch.setenv("COLUMNS", "100")
+    run_page(page, tmp_path)
 
 
 @pytest.mark.slow
 @over([page for page in PAGES if trains(page)])
 def test_page_with_its_comparisons(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(page)
     monkeypatch.chdir(tmp_path)
-    run_page(page, tmp_path, long=True, names=dict(NAMES))
+    monkeypatch.setenv("COLUMNS", "100")
+    run_page(page, tmp_path, long=True)
 
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -90,6 +76,17 @@ def test_a_wrong_block_is_found(tmp_path: Path) -> None:
     page = _page(tmp_path, "```python\nassert 1 == 2, 'wrong block'\n```\n")
     with pytest.raises(AssertionError, match="wrong block"):
         run_page(page, tmp_path)
+
+
+def test_a_wrong_output_is_found(tmp_path: Path) -> None:
+    page = _page(tmp_path, "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
+    with pytest.raises(AssertionError, match="the page shows\n3"):
+        run_page(page, tmp_path)
+
+
+def test_a_missing_import_is_found(tmp_path: Path) -> None:
+    with pytest.raises(NameError, match="torch"):
+        run_page(_page(tmp_path, "```python\ntorch.ones(2)\n```\n"), tmp_path)
 
 
 def test_a_wrong_command_is_found(tmp_path: Path) -> None:

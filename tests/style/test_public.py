@@ -1,4 +1,4 @@
-"""Public names: documented with an executed example; versions and reference pages agree."""
+"""Public names are documented with an executed example; the version is the changelog's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +14,10 @@ import pytest
 
 import gonio
 from gonio.errors import MissingExtraError
-from style.reference import builder
 from style.source import ROOT
 
-PACKAGES = builder.packages()
+PACKAGES = ["gonio", "gonio.nn.angular", "gonio.nn.magnitude"]
+PACKAGES += [f"gonio.{name}" for name in gonio.__all__ if inspect.ismodule(getattr(gonio, name))]
 
 
 def package(name: str) -> ModuleType:
@@ -42,7 +40,9 @@ def lacking(member: Any) -> str | None:
     """What the documentation of a public name lacks, or None."""
     if not (inspect.isroutine(member) or inspect.isclass(member)):
         return None
-    document = inspect.getdoc(member) if builder.written(member) else None
+    document = inspect.getdoc(member) or ""
+    if dataclasses.is_dataclass(member) and document.startswith(f"{member.__name__}("):
+        document = ""  # dataclasses make up one of their own
     if not document:
         return "a docstring"
     return None if ">>>" in document or speaks_for_itself(member) else "an executed Example"
@@ -50,7 +50,8 @@ def lacking(member: Any) -> str | None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_public_names_are_documented(name: str) -> None:
-    found = {key: lacking(member) for key, member in builder.members(package(name))}
+    module = package(name)
+    found = {key: lacking(member) for key, member in ((key, getattr(module, key)) for key in module.__all__)}
     missing = {key: what for key, what in found.items() if what}
     assert not missing, f"{name}: {missing}"
 
@@ -68,12 +69,6 @@ def test_version_is_the_changelogs() -> None:
     versions = re.findall(r"^## \[?(\d+\.\d+\.\d+\S*?)\]?(?:\s|$)", changelog.read_text("utf-8"), flags=re.M)
     assert versions, "CHANGELOG.md has no entry"
     assert versions[0] == gonio.__version__, f"{versions[0]} in CHANGELOG.md, {gonio.__version__} in gonio"
-
-
-def test_reference_pages_are_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "build_reference.py"), "--check"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_search_finds_missing_documentation() -> None:

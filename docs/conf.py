@@ -1,0 +1,69 @@
+"""The site: `make site` builds it from these pages, the notebooks and the docstrings, without a network."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from inspect import ismodule
+from pathlib import Path
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+import gonio
+
+FOLDER = Path(__file__).resolve().parent
+
+project, author, copyright = "gonio", "The authors of gonio", "2026, the authors of gonio"
+release = version = installed_version("gonio")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
+html_extra_path = ["llms.txt"]
+
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 4
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 90
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs"]
+
+
+def write_reference(app: Sphinx) -> None:
+    """One page per public package; a name that `gonio` itself exports is described on its page only."""
+    folder = FOLDER / "reference"
+    folder.mkdir(exist_ok=True)
+    packages = {f"gonio.{name}": getattr(gonio, name) for name in gonio.__all__ if ismodule(getattr(gonio, name))}
+    packages |= {"gonio.nn.angular": gonio.nn.angular, "gonio.nn.magnitude": gonio.nn.magnitude}
+    pages = {"gonio": "   :members:\n", "index": ""}
+    for name, package in sorted(packages.items()):
+        hidden = [item for item in package.__all__ if item in gonio.__all__ or ismodule(getattr(package, item))]
+        pages[name] = f"   :members:\n   :exclude-members: {', '.join(hidden)}\n"
+    for name, options in pages.items():
+        text = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{options}```\n"
+        if name == "index":
+            text = "# API reference\n\n```{toctree}\n" + "\n".join(key for key in pages if key != "index") + "\n```\n"
+        page = folder / f"{name}.md"
+        if not page.exists() or page.read_text(encoding="utf-8") != text:  # Sphinx reads what is newer
+            page.write_text(text, encoding="utf-8")
+
+
+def inline_math(self: HTML5Translator, node: nodes.math) -> None:
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_math(self: HTML5Translator, node: nodes.math_block) -> None:
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """MathML instead of MathJax: current browsers show it offline, without a script."""
+    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
+    app.connect("builder-inited", write_reference)
