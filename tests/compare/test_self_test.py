@@ -23,9 +23,9 @@ from gonio.compare import (
     self_test,
     self_test_plan,
 )
+from gonio.compare.judging.results import summarise
 from gonio.compare.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.compare.judging.statistics import holm, paired_t, sign_flip
-from gonio.compare.judging.summary import summarise
 from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
 from style.source import ROOT

@@ -11,8 +11,8 @@ from scipy import stats
 
 from compare.plans import plan_of
 from gonio.compare import RunRecord
+from gonio.compare.judging.results import summarise
 from gonio.compare.judging.statistics import correlation, detectable, holm, improvement, least_p, paired_t, sign_flip
-from gonio.compare.judging.summary import summarise
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -15,7 +15,7 @@ from torch import Tensor
 from compare.plans import plan_of, runs_of
 from gonio.compare import RecipeEntry, Results, RunRecord, Threat
 from gonio.compare.judging.cost import _time_ratios, measure_costs, peak_bytes
-from gonio.compare.judging.summary import reach_of, robust_of, summarise
+from gonio.compare.judging.results import reach_of, robust_of, summarise
 from gonio.compare.planning.planner import make_plan
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]

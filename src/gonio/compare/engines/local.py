@@ -1,4 +1,4 @@
-"""Runs as processes of this machine, which die with the comparison and never with each other."""
+"""The interface of an engine, and the one of this machine: processes that end with the comparison, not together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from gonio.compare.engines.engine import Future
 from gonio.errors import InvalidArgumentError
 
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms instead of 3 s.
@@ -27,6 +26,48 @@ _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
 _POLL = 1.0  # seconds between two looks at a worker whose fork server is dead
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 10.0  # seconds that a process has to end after its result has arrived
+
+
+class NodeLost(Exception):
+    """The machine that computed a call is gone; the call itself can be repeated."""
+
+
+class Future(Protocol):
+    """One function call in a process of its own."""
+
+    def result(self) -> Any:
+        """Wait for the JSON-able result.
+
+        Raises:
+            ChildProcessError: the process ended without one; gives the cause.
+            NodeLost: its machine is gone.
+        """
+
+    def stop(self) -> None:
+        """Kill the process now."""
+
+
+class Engine(Protocol):
+    """Starts calls and waits for them. It retries nothing and writes nothing; the caller does both.
+
+    Attributes:
+        shares_files: whether its processes see the caller's files.
+    """
+
+    shares_files: bool
+
+    @property
+    def slots(self) -> int:
+        """How many calls may run at a time, now."""
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Call `function`, which must be importable, in a process of its own."""
+
+    def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
+        """Wait until at least one of the calls has ended, or `timeout` seconds; returns those that have ended."""
+
+    def close(self) -> None:
+        """Release the engine's resources; its calls have ended or were stopped."""
 
 
 class Local:
@@ -78,6 +119,15 @@ def default_jobs() -> int:
         True
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one."""
+    worker = Worker(function, *arguments)
+    try:
+        return worker.result()
+    finally:
+        worker.stop()
 
 
 class Worker:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, cast
 
-from gonio.compare.engines.engine import Future, NodeLost
+from gonio.compare.engines.local import Future, NodeLost
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
