@@ -131,11 +131,7 @@ def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Worker:
-    """One function call in one new process, which returns a JSON-able result.
-
-    Args:
-        function: importable, as are its arguments' types.
-    """
+    """One call of an importable function in one new process, which returns a JSON-able result."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         context = get_context("forkserver")
@@ -162,11 +158,7 @@ class Worker:
                 raise
 
     def result(self) -> Any:
-        """Wait for the result.
-
-        Raises:
-            ChildProcessError: the process died without one; gives the cause.
-        """
+        """As :meth:`Future.result`."""
         while not self.ended:
             connection.wait(self.handles, _POLL)
         try:
@@ -184,10 +176,8 @@ class Worker:
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """Objects for :func:`multiprocessing.connection.wait`; `ended` may change when one of them is ready.
-
-        Both: a process that the function started may keep the pipe open after the worker's death.
-        """
+        """Objects for :func:`multiprocessing.connection.wait`; `ended` may change when one of them is ready."""
+        # both: a process that the function started may keep the pipe open after the worker's death
         return (self.receiver,) if self._orphaned else (self.receiver, self._process.sentinel)
 
     @property
@@ -251,10 +241,9 @@ def _adopt_orphans() -> None:
 def _descendants(pid: int) -> list[int]:
     """The processes that a process started, directly or not, also in sessions of their own; empty without /proc."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
+            children.setdefault(int(_stat(path.name)[1]), []).append(int(path.name))
     found = [pid]
     for each in found:
         found += children.get(each, [])
@@ -267,11 +256,16 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _stat(pid: int | str) -> list[str]:
+    """State, parent and more of a process, from /proc."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def _alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _stat(pid)[0] != "Z"
     except ProcessLookupError:
         return False
     except OSError:  # no /proc
@@ -294,10 +288,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT; a process started in the block inherits this for good.
+    """Block SIGINT, which a terminal sends to every process and only the parent handles.
 
-    Ctrl-C is sent to every process of the terminal, but only the parent handles it. In the parent a signal during the
-    block arrives at its end.
+    A process started in the block inherits this for good. In the parent a signal during the block arrives at its end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

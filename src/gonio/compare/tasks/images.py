@@ -26,6 +26,7 @@ _LARGEST = 2 * 1024**3  # bytes of all images as float32; every run holds them i
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _SIZE = 64  # pixels, if the images differ in size
 _SPLITS = ("train", "val", "test")
+_BUILD = "Build the task yourself and name it as file.py:factory."
 
 _NOTES = (
     "The default learning rate and number of epochs are guesses for images in general. They run unless the study "
@@ -54,10 +55,6 @@ class Labelled:
         if len({image.shape for image in shaped}) > 1:
             shaped = [_cropped(image) for image in shaped]
         return cls(torch.stack(shaped), torch.tensor(labels))
-
-    def split(self, index: Tensor) -> Split:
-        """The examples with these indices."""
-        return Split(self.images[index], self.labels[index])
 
 
 def image_folder(path: str) -> Task:
@@ -124,13 +121,14 @@ def image_task(name: str, found: Sequence[Labelled]) -> Task:
 
 
 def _three(found: Sequence[Labelled]) -> list[Split]:
-    if len(found) == 3:
-        return [Split(part.images, part.labels) for part in found]
     first = found[0]
-    if len(found) == 2:
-        kept, held = _stratified(first.labels, (1 - _HELD_BACK,))
-        return [first.split(kept), first.split(held), Split(found[1].images, found[1].labels)]
-    return [first.split(index) for index in _stratified(first.labels, _SHARES)]
+    if len(found) == 3:
+        parts = [(part.images, part.labels) for part in found]
+    else:
+        shares = _SHARES if len(found) == 1 else (1 - _HELD_BACK,)
+        parts = [(first.images[index], first.labels[index]) for index in _stratified(first.labels, shares)]
+        parts += [(part.images, part.labels) for part in found[1:]]
+    return [Split(*part) for part in parts]
 
 
 def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
@@ -244,7 +242,7 @@ def _datasets(name: str) -> ModuleType:
         return importlib.import_module("torchvision.datasets")
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"the task 'torchvision:{name}'", "torchvision", "models") from error
-    except Exception as error:  # installed, but for another torch: operators or symbols are missing
+    except Exception as error:  # installed, but for another torch
         raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
 
 
@@ -252,22 +250,22 @@ def _parts(kind: Any, name: str, root: Path) -> list[Labelled]:
     """The training and the test part, and the validation part if there is one."""
     known = inspect.signature(kind).parameters
     if "train" in known:
-        return [_read(kind, name, root, {"train": flag}) for flag in (True, False)]
+        return [_read(kind, name, root, train=flag) for flag in (True, False)]
     if "split" not in known:
         raise InvalidArgumentError(
             f"the task 'torchvision:{name}' needs a training and a test part",
             "a data set that takes neither train= nor split=",
-            "Build the task yourself and name it as file.py:factory.",
+            _BUILD,
         )
     try:
-        return [_read(kind, name, root, {"split": split}) for split in ("train", "val", "test")]
-    except ValueError as error:  # torchvision raises it for an unknown split
-        if isinstance(error, InvalidArgumentError):
-            raise
-        return [_read(kind, name, root, {"split": split}) for split in ("train", "test")]
+        return [_read(kind, name, root, split=split) for split in _SPLITS]
+    except InvalidArgumentError:
+        raise
+    except ValueError:  # torchvision raises it for an unknown split
+        return [_read(kind, name, root, split=split) for split in ("train", "test")]
 
 
-def _read(kind: Any, name: str, root: Path, which: dict[str, Any]) -> Labelled:
+def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Labelled:
     """One part as tensors; nothing is downloaded."""
     try:
         part = kind(root, **which)
@@ -287,6 +285,6 @@ def _pair(item: Any, name: str) -> tuple[Tensor, int]:
         raise InvalidArgumentError(
             f"the task 'torchvision:{name}' needs images with class numbers",
             f"a {type(image).__name__} and a {type(label).__name__}",
-            "Build the task yourself and name it as file.py:factory.",
+            _BUILD,
         )
     return to_tensor(image), label
