@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gonio.compare import Lines, Plan, Study, make_plan, make_script_plan, run
-from gonio.compare.engines import NodeLost, Ray
+from gonio.compare.engines import NodeLost, Ray, ray
 from gonio.compare.engines.local import Worker
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
@@ -140,17 +143,38 @@ def test_the_runs_of_a_killed_node_are_run_again(second_node: Any, cluster: Any,
     driver = threading.Thread(target=lambda: study.append(run(plan, tmp_path / "s", engine=engine, watcher=Lines(log))))
     driver.start()
     wait_until(lambda: second_node.node_id in nodes_of(where))
+    (where / f"lost-{second_node.node_id}").touch()
     cluster.remove_node(second_node, allow_graceful=False)
     (where / "go").touch()
     driver.join(PATIENCE)
     assert not driver.is_alive()
     assert [record.status for record in study[0].runs()] == ["finished"] * 4
     assert [record.score for record in study[0].runs()] == [0.0, 1.0, 2.0, 3.0]
-    assert "its node was lost" in log.getvalue()
-    assert "it is run again" in log.getvalue()
+    assert re.search(r"(its node was lost \(|its worker ended with a node).*it is run again", log.getvalue())
 
 
-# Waits on whatever node it is until it may go on, and says where that is.
+@pytest.mark.parametrize(("lost", "error"), [(True, NodeLost), (False, ChildProcessError)])
+def test_a_worker_that_ends_with_its_node_is_no_crash(
+    monkeypatch: pytest.MonkeyPatch, lost: bool, error: type[Exception]
+) -> None:
+    """A node that shuts down ends its workers first, and is known to be gone a moment later."""
+    library = pytest.importorskip("ray", reason="ray is not installed")
+    monkeypatch.setattr(ray, "_GONE", 0.5)
+    seen = itertools.count()
+
+    def nodes() -> list[dict[str, Any]]:
+        return [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": not lost or next(seen) < 3}]
+
+    def get(reference: Any) -> None:
+        raise library.exceptions.WorkerCrashedError
+
+    task = ray._Task(SimpleNamespace(nodes=nodes, get=get, exceptions=library.exceptions), None)  # type: ignore[arg-type]
+    with pytest.raises(error, match="its worker ended with a node" if lost else "WorkerCrashedError"):
+        task.result()
+
+
+# Waits on whatever node it is until it may go on, and says where that is. The worker of a node that is killed lives a
+# moment longer; it must not go on, or its run would not be lost.
 SLOW = """
 import time
 from pathlib import Path
@@ -165,7 +189,7 @@ def train(run):
 
     node = ray.get_runtime_context().get_node_id()
     (WHERE / f"node-{{node}}-{{run.seed}}").touch()
-    while not (WHERE / "go").exists():
+    while (WHERE / f"lost-{{node}}").exists() or not (WHERE / "go").exists():
         time.sleep(0.05)
     return float(run.seed)
 """

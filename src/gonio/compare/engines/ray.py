@@ -16,6 +16,7 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableE
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
 _POLL = 1.0  # seconds until an interruption is noticed
+_GONE = 3.0  # seconds after a worker's end in which the end of its node becomes known
 
 
 class Ray:
@@ -117,6 +118,17 @@ class _Task:
     def __init__(self, ray: ModuleType, reference: Any) -> None:
         self._ray = ray
         self.reference = reference
+        self._nodes = self._alive()
+
+    def _alive(self) -> set[str]:
+        return {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+
+    def _node_lost(self) -> bool:
+        """Whether a node is gone that was there at the start: one that shuts down ends its workers before itself."""
+        deadline = time.monotonic() + _GONE
+        while not (gone := self._nodes - self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return bool(gone)
 
     def result(self) -> Any:
         """As :meth:`gonio.compare.engines.Future.result`."""
@@ -128,6 +140,8 @@ class _Task:
         except errors.OutOfMemoryError as error:
             raise ChildProcessError(f"the node ran out of memory and ended the run ({_first_line(error)})") from error
         except errors.RayError as error:
+            if isinstance(error, errors.WorkerCrashedError) and self._node_lost():
+                raise NodeLost("its worker ended with a node") from error
             said = f"{type(error).__name__}: {_first_line(error)}"
             raise ChildProcessError(f"the process of this run died ({said})") from error
 
