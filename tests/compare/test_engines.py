@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from compare.plans import Ended
 from gonio.compare import Lines, Plan, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import NodeLost, Ray, ray
 from gonio.compare.engines.local import Worker
@@ -241,26 +242,13 @@ class Losing:
 
     def start(self, function: Any, *arguments: Any) -> Any:
         self.losses -= 1
-        return _Job(None if self.losses >= 0 else (function, arguments))
+        return Ended(None if self.losses >= 0 else function(*arguments))
 
     def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
         return list(futures)
 
     def close(self) -> None:
         self.closed = True
-
-
-class _Job:
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    def result(self) -> Any:
-        if self.call is None:
-            raise NodeLost("its node was lost")
-        function, arguments = self.call
-        return function(*arguments)
-
-    def stop(self) -> None: ...
 
 
 @pytest.mark.parametrize(("losses", "statuses"), [(2, ["finished"]), (3, ["failed"])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from gonio.compare import Bar, Lines, RunRecord, watcher_for
@@ -22,33 +23,16 @@ class Clock:
         return self.now
 
 
-def test_lines_come_at_most_every_ten_seconds_and_every_tenth() -> None:
+@pytest.mark.parametrize(("total", "seconds", "every"), [(40, 1, 10), (10, 60, 1), (200, 6, 20)])
+def test_lines_come_at_most_every_ten_seconds_and_every_tenth(total: int, seconds: int, every: int) -> None:
     stream, clock = io.StringIO(), Clock()
-    lines = Lines(stream, clock)
-    lines.start(total=40, done=0)
-    for _ in range(40):
-        clock.now += 1
-        lines.run_ended(DONE)
-    assert stream.getvalue().splitlines() == [
-        "40 runs",
-        "10 of 40 runs, about 30 s left",
-        "20 of 40 runs, about 20 s left",
-        "30 of 40 runs, about 10 s left",
-        "40 of 40 runs",
-    ]
-
-
-def test_slow_runs_are_reported_by_the_tenth() -> None:
-    stream, clock = io.StringIO(), Clock()
-    lines = Lines(stream, clock)
-    lines.start(total=100, done=0)
-    for _ in range(20):
-        clock.now += 60
-        lines.run_ended(DONE)
-    assert stream.getvalue().splitlines()[1:] == [
-        "10 of 100 runs, about 5400 s left",
-        "20 of 100 runs, about 4800 s left",
-    ]
+    watcher = Lines(stream, clock)
+    watcher.start(total=total, done=0)
+    for _ in range(total):
+        clock.now += seconds
+        watcher.run_ended(DONE)
+    between = [f"{n} of {total} runs, about {seconds * (total - n)} s left" for n in range(every, total, every)]
+    assert stream.getvalue().splitlines() == [f"{total} runs", *between, f"{total} of {total} runs"]
 
 
 def test_a_continued_study_says_so_and_estimates_from_its_own_runs() -> None:

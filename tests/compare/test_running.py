@@ -19,6 +19,7 @@ import pytest
 
 from cli.shell import COMMAND, write_task
 from compare.own_training import noisy
+from compare.plans import Ended
 from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
 from gonio.compare import Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import Local
@@ -114,7 +115,7 @@ class Slow:
     def start(self, function: Any, *arguments: Any) -> Any:
         self.calls += 1
         self.waits = 0
-        return _Done(function(*arguments))
+        return Ended(function(*arguments))
 
     def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         self.waits += 1
@@ -122,16 +123,6 @@ class Slow:
         return list(futures) if self.calls < 4 or self.waits > 10 else []
 
     def close(self) -> None: ...
-
-
-class _Done:
-    def __init__(self, found: Any) -> None:
-        self.found = found
-
-    def result(self) -> Any:
-        return self.found
-
-    def stop(self) -> None: ...
 
 
 def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

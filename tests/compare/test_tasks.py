@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional as F
 
 from foreign import torchvision
-from gonio.compare import make_plan
 from gonio.compare.tasks import bytes_, digits, points, resolve
 from gonio.compare.tasks.bytes import _texts, bits_per_byte, next_byte_loss
 from gonio.compare.tasks.digits import shifted
@@ -347,10 +346,3 @@ def test_splits_hold_every_solid_equally_often_and_no_cloud_twice() -> None:
         assert torch.allclose(split.inputs.norm(dim=1).amax(1), torch.ones(len(split)), atol=1e-6)
     assert len({c.numpy().tobytes() for split in task.splits.values() for c in split.inputs}) == 2000
     assert task.digest() == points().digest()
-
-
-def test_the_notes_of_an_image_task_hold_for_a_tuned_study_too(tmp_path: Path) -> None:
-    fill(tmp_path)
-    notes = make_plan([], task=f"imagefolder:{tmp_path}", seeds=1, tune=2).notes
-    assert not any("Nothing was tuned" in note for note in notes)
-    assert any("unless the study tunes the learning rate" in note for note in notes)
