@@ -297,17 +297,8 @@ def test_words_that_do_not_go_together(folder: Path, words: list[str], message: 
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-ENDLESS = """
-import time
-from torch import nn
-def train(run):
-    run.apply_(nn.Sequential(nn.Linear(2, 2)))
-    time.sleep(600)
-"""
-
-
 def test_a_run_that_takes_too_long_fails(folder: Path) -> None:
-    (folder / "endless.py").write_text(ENDLESS, encoding="utf-8")
+    (folder / "endless.py").write_text(SCRIPT.replace("return", "import time\n    time.sleep(600)\n    return"))
     options = ["--script", "endless.py:train", "--seeds", "1", "--run-timeout", "1", "-o", "endless"]
     result = shell("compare", "orthogonal-init", *options, cwd=folder)
     assert result.returncode == 4, result.stderr

@@ -24,10 +24,6 @@ from gonio.compare.engines.local import Worker
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
 
-def test_the_result_comes_back() -> None:
-    assert Worker(sorted, [3, 1, 2]).result() == [1, 2, 3]
-
-
 def test_a_worker_has_the_folder_that_its_parent_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Worker(os.getcwd).result() == str(tmp_path)
@@ -55,13 +51,6 @@ def test_the_environment_of_the_parent_stays_as_it_was(monkeypatch: pytest.Monke
 def test_a_death_has_a_cause(function: object, argument: int, cause: str) -> None:
     with pytest.raises(ChildProcessError, match=rf"the process of this run died \({cause}\)"):
         Worker(function, argument).result()  # type: ignore[arg-type]
-
-
-def test_stopping_ends_a_worker_at_once() -> None:
-    worker = Worker(time.sleep, 60)
-    began = time.monotonic()
-    worker.stop()
-    assert time.monotonic() - began < 5
 
 
 HERE = Path(__file__).parent
@@ -222,12 +211,6 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(NotApplicableError, match=r"no Ray cluster answers there.*Start one with `ray start --head`"):
         Ray()
-
-
-@pytest.mark.parametrize("options", [{"cpus": 0}, {"gpus": -1}, {"jobs": 0}])
-def test_resources_are_positive(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="a run needs cpus above 0, gpus from 0 on and at least one job"):
-        Ray(**options)
 
 
 class Losing:

@@ -67,23 +67,15 @@ def test_recipes_with_one_seed_see_the_same_random_numbers(tmp_path: Path) -> No
 def test_the_penalty_is_the_recipes_and_0_without_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False)
     plain = run_of(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"found no call of run.apply_. Call it first"):
+        plain.penalty  # noqa: B018
     plain.apply_(model)
     assert plain.penalty().item() == 0
+    with pytest.raises(InvalidArgumentError, match="found a second call"):
+        plain.apply_(nn.Linear(2, 2))
     decayed = run_of(tmp_path, DECAY)
     decayed.apply_(model)
     assert decayed.penalty().item() == pytest.approx(0.5 * model.weight.square().sum().item() / 2, rel=1e-6)
-
-
-def test_a_penalty_before_the_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"found no call of run.apply_. Call it first"):
-        run_of(tmp_path).penalty  # noqa: B018
-
-
-def test_a_second_model_is_an_error(tmp_path: Path) -> None:
-    one = run_of(tmp_path)
-    one.apply_(nn.Linear(2, 2))
-    with pytest.raises(InvalidArgumentError, match="found a second call"):
-        one.apply_(nn.Linear(2, 2))
 
 
 def test_a_rule_that_takes_nothing_is_an_error_in_the_run_too(tmp_path: Path) -> None:
@@ -275,15 +267,6 @@ def test_default_recipes_that_do_not_fit_are_left_out_and_noted() -> None:
 def test_mistakes(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         make_script_plan([], **{"script": f"{OWN}:train", **options})  # type: ignore[arg-type]
-
-
-def test_the_script_is_part_of_the_plan(tmp_path: Path) -> None:
-    path = tmp_path / "mine_own.py"
-    path.write_text("def train(run):\n    from torch import nn\n    run.apply_(nn.Linear(2, 2))\n    return 1.0\n")
-    first = make_script_plan([], script=f"{path}:train", seeds=1)
-    path.write_text(path.read_text() + "# changed\n")
-    assert make_script_plan([], script=f"{path}:train", seeds=1).hash != first.hash
-    assert Plan.from_dict(first.to_dict()) == first
 
 
 def test_a_smaller_score_can_be_better(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from compare.plans import plan_of
 from gonio.compare import Run, Study, make_script_plan, run, self_test_plan
 from gonio.compare.judging.results import Ratio, RunRecord
 from gonio.compare.running.study import locked, transaction
-from gonio.errors import PlanChangedError, StudyError, StudyLockedError
+from gonio.errors import PlanChangedError, StudyError
 from gonio.report.wording import seen
 
 
@@ -78,15 +78,6 @@ def test_another_plan_is_refused_and_leaves_the_study_as_it_was(tmp_path: Path) 
     with pytest.raises(PlanChangedError, match=r"study '.*': cannot be used; task is digits in the study and x"):
         Study.create(tmp_path, plan_of(task="x"))
     assert (tmp_path / "plan.json").read_bytes() == before
-
-
-def test_a_second_process_is_refused_and_told_who_holds_the_study(tmp_path: Path) -> None:
-    with (
-        locked(tmp_path),
-        pytest.raises(StudyLockedError, match=r"process \d+ is running it\. Wait until"),
-    ):
-        Study.create(tmp_path, plan_of())
-    Study.create(tmp_path, plan_of())
 
 
 def test_reading_needs_no_lock(tmp_path: Path) -> None:

@@ -48,13 +48,9 @@ class Future(Protocol):
 
 
 class Engine(Protocol):
-    """Starts calls and waits for them. It retries nothing and writes nothing; the caller does both.
+    """Starts calls and waits for them. It retries nothing and writes nothing; the caller does both."""
 
-    Attributes:
-        shares_files: whether its processes see the caller's files.
-    """
-
-    shares_files: bool
+    shares_files: bool  # whether its processes see the caller's files
 
     @property
     def slots(self) -> int:

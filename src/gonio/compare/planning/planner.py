@@ -205,9 +205,8 @@ def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
 
 def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
     """The recipes, each of which matches the model, and a note on each default recipe that does not."""
-    loaded = _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes)
     fitting, notes = [], []
-    for recipe in loaded:
+    for recipe in _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes):
         try:
             recipe.plan(model)
             fitting.append(recipe)
@@ -242,32 +241,22 @@ def _left_out(name: str) -> str:
 
 
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """The seeds from their number (0, 1, …) or from a sequence.
-
-    Raises:
-        InvalidArgumentError: none, too many, one twice, one that is too large, or one that tuning or attacks use.
-    """
+    """The seeds from their number (0, 1, …) or from a sequence."""
     wanted = range(seeds) if isinstance(seeds, int) else seeds
     count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
     if count > _MOST_SEEDS:
-        raise InvalidArgumentError(
-            f"a comparison has at most {_MOST_SEEDS:,} seeds", str(count), "Ten to twenty are usual."
-        )
+        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
+        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
     found = tuple(wanted)
-    beyond = [seed for seed in found if abs(seed) > _LARGEST_SEED]
-    if beyond:
-        raise InvalidArgumentError(
-            f"a seed must be at most {_LARGEST_SEED} (2^62)", str(beyond[0]), "Choose a smaller first seed."
-        )
+    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
+        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
+        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
     if not found or len(set(found)) < len(found):
-        raise InvalidArgumentError(
-            "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
-        )
-    taken = sorted({TUNING_SEED, ATTACK_SEED}.intersection(found))
-    if taken:
-        raise InvalidArgumentError(
-            "the seeds of a comparison must not be those of tuning and of attacks", str(taken[0]), "Choose another."
-        )
+        needs = "a comparison needs at least one seed, none of them twice"
+        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
+    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+        other = "the seeds of a comparison must not be those of tuning and of attacks"
+        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
     return found
 
 
@@ -309,15 +298,11 @@ def _check_training(training: Training, task: Task) -> None:
     for name in ("epochs", "batch_size", "lr"):
         _positive(name, getattr(training, name))
     if training.optimizer not in OPTIMIZERS:
-        raise InvalidArgumentError(
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}", repr(training.optimizer), "Choose one of them."
-        )
+        names = f"optimizer must be one of {', '.join(OPTIMIZERS)}"
+        raise InvalidArgumentError(names, repr(training.optimizer), "Choose one of them.")
     if training.batch_size > len(task.train):
-        raise InvalidArgumentError(
-            f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}",
-            str(training.batch_size),
-            "Choose a smaller one.",
-        )
+        most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
+        raise InvalidArgumentError(most, str(training.batch_size), "Choose a smaller one.")
 
 
 def _positive(name: str, value: float) -> float:

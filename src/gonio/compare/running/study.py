@@ -280,14 +280,7 @@ def _record(text: str, seconds: float | None) -> RunRecord:
 
 @contextmanager
 def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection for one transaction: committed at the end of the block, rolled back by an exception.
-
-    Args:
-        create: make the database if there is none.
-
-    Raises:
-        StudyError: the database cannot be used, is of a newer gonio, or its folder is gone.
-    """
+    """A connection for one transaction: committed at the end of the block, rolled back by an exception."""
     path = folder / DATABASE
     # an archived study may lie where nothing can be written, not even SQLite's own files
     fixed = path.exists() and not os.access(folder, os.W_OK)
@@ -397,13 +390,7 @@ def _checksum(row: Sequence[Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a study's folder, which must exist.
-
-    The operating system releases it when the process dies.
-
-    Raises:
-        StudyLockedError: another process holds it.
-    """
+    """Hold the lock of a study's folder, which must exist; the operating system releases it when the process dies."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
