@@ -189,7 +189,7 @@ class Study:
         """Record a look at the results of so many runs, if the study can be written to."""
         if count and count not in self.looks() and os.access(self.path, os.W_OK):
             with suppress(StudyError), transaction(self.path) as database:  # a full disk does not hide results
-                database.execute("BEGIN")
+                database.execute("BEGIN IMMEDIATE")
                 _add_table(database, "looks")
                 _insert(database, "looks", (count,))
 
@@ -308,7 +308,7 @@ def prepare(folder: Path) -> None:
         whole = database.execute("PRAGMA user_version").fetchone()[0] == VERSION
         if whole and _has_checksums(database, "looks"):
             return
-        database.execute("BEGIN")
+        database.execute("BEGIN IMMEDIATE")  # after a read, another process's commit would make the write fail
         for table in _COLUMNS:
             _add_table(database, table)
         database.execute(f"PRAGMA user_version = {VERSION}")
