@@ -112,7 +112,7 @@ class Scheduler:
         total = len(self._study.plan.grid) + (tuning.trials * len(self._study.plan.recipes) if tuning else 0)
         self._watcher.start(total, total - trials - runs)
         for name in self._study.discarded:
-            self._watcher.stage(f"damaged in the database, and made again: {name}")
+            self._watcher.stage(f"damaged in the database, and removed: {name}")
         for jobs_of in (trial_jobs, transfer_jobs, run_jobs):
             self._compute(jobs_of(self._study))
 
