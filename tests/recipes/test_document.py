@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gonio.errors import RecipeError
@@ -47,6 +47,7 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
 
 
 @given(st.dictionaries(PRINTABLE, DATA, max_size=4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # it measures the machine's load
 def test_what_is_dumped_is_read_back(data: dict[str, object]) -> None:
     assert parse(dump(data), origin="f.yaml").data == data
 
@@ -268,7 +269,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["name", "source", *VERBS, "other"]), ANYTHING | st.lists(ANYTHING, max_size=3)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_data_is_a_recipe_or_a_recipe_error(data: dict[str, object]) -> None:
     found = attempt(lambda: Recipe.from_dict(data))
     if isinstance(found, RecipeError):
@@ -287,7 +288,7 @@ RULES = st.builds(
 
 
 @given(st.lists(RULES, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_valid_rules_survive_every_form(rules: list[dict[str, object]]) -> None:
     recipe = Recipe.from_dict({"name": "valid", "penalty": rules})
     again = Recipe.from_yaml(recipe.to_yaml())
