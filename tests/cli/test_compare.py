@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.shell import COMMAND, invoke, shell, write_task
-from gonio.cli.compare import _Extra, _Request, _Score
+from gonio.cli.compare import _command
 
 pytest.importorskip("scipy")
 
@@ -171,21 +169,17 @@ def test_the_seeds_may_begin_elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("given", "words"),
     [
         ({}, ""),
-        ({"seeds": range(50, 56)}, " --seeds 6 --first-seed 50"),
-        ({"extra": _Extra(tune=5, robust=True)}, " --tune 5 --robust"),
-        ({"self_test": True, "recipes": ()}, " --self-test"),
-        ({"script": "my fit.py:train", "score": _Score("size", direction="min")},
-         " --script 'my fit.py:train' --metric size --direction min"),
+        ({"seeds": 6, "first_seed": 50}, " --seeds 6 --first-seed 50"),
+        ({"tune": 5, "robust": True, "output": Path("x y")}, " --tune 5 --robust -o 'x y'"),
+        ({"self_test": True}, " --self-test"),
+        ({"script": "my fit.py:train", "metric": "size"}, " --script 'my fit.py:train' --metric size"),
     ],
-)  # fmt: skip
-def test_the_command_on_the_page_repeats_the_study(changes: dict[str, object], words: str) -> None:
-    request = _Request(("a",), "digits", None, None, range(8), False, _Score(), _Extra())
-    changed = replace(request, **changes)
-    assert changed.command(Path("gonio-study")) == f"gonio compare{' a' if changed.recipes else ''}{words}"
-    assert changed.command(Path("x y")).endswith(" -o 'x y'")
+)
+def test_the_command_on_the_page_repeats_the_study(given: dict[str, object], words: str) -> None:
+    assert _command(["a"], given) == f"gonio compare a{words}"
 
 
 @pytest.mark.parametrize(
@@ -242,29 +236,6 @@ def test_an_interruption_has_its_code_and_can_be_resumed(
     assert "Traceback" not in said
     assert 1 <= len(_rows(folder / "gonio-study")) < 4
     assert invoke("status", "gonio-study").stdout.count("+") >= 2
-
-
-@pytest.mark.slow
-def test_a_study_that_runs_is_not_run_twice(folder: Path) -> None:
-    words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:slow", "--seeds", "2"]
-    process = subprocess.Popen([*COMMAND, *words, "--jobs", "1"], cwd=folder, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for_a_row(folder / "gonio-study")
-        second = shell(*words, cwd=folder)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-    assert second.returncode == 3
-    assert f"process {process.pid} is running it" in second.stderr
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(folder: Path) -> None:
-    locked = folder / "locked"
-    locked.mkdir(mode=0o500)
-    result = invoke("compare", "orthogonal-init", "--task", "tiny.py:tiny", "-o", locked / "study")
-    assert result.exit_code == 3
-    assert "Permission denied" in result.stderr
 
 
 def _rows(study: Path) -> list[tuple[object, ...]]:
@@ -326,17 +297,8 @@ def test_words_that_do_not_go_together(folder: Path, words: list[str], message: 
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-ENDLESS = """
-import time
-from torch import nn
-def train(run):
-    run.apply_(nn.Sequential(nn.Linear(2, 2)))
-    time.sleep(600)
-"""
-
-
 def test_a_run_that_takes_too_long_fails(folder: Path) -> None:
-    (folder / "endless.py").write_text(ENDLESS, encoding="utf-8")
+    (folder / "endless.py").write_text(SCRIPT.replace("return", "import time\n    time.sleep(600)\n    return"))
     options = ["--script", "endless.py:train", "--seeds", "1", "--run-timeout", "1", "-o", "endless"]
     result = shell("compare", "orthogonal-init", *options, cwd=folder)
     assert result.returncode == 4, result.stderr

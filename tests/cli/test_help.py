@@ -12,7 +12,7 @@ import pytest
 import gonio
 from cli.shell import invoke, shell
 from gonio.cli import app
-from gonio.cli.group import ExitCode
+from gonio.cli.app import ExitCode
 
 COMMANDS = sorted(command.name for command in app.registered_commands)
 HEAVY = ("torch", "numpy", "scipy", "yaml", "rich", "matplotlib", "jinja2", "sklearn", "sqlite3")

@@ -12,6 +12,7 @@ import pty
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import numpy
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
-from gonio.cli import output
+from gonio.cli.app import _lines
 from gonio.cli.options import Level
 from gonio.measuring.findings.finding import LEVELS
 
@@ -111,18 +112,13 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--batch", "4x1x8x8"], "--batch cannot be combined with two sources; found both"),
-        (["--fail-on", "warn"], "--fail-on cannot be combined with two sources; found both"),
-        (["--headers"], "--headers cannot be combined with two sources; found both"),
-        (["--engine", "ray"], "--engine cannot be combined with two sources; found both"),
-        (["--also", "operator_norm"], "--also cannot be combined with two sources; found both"),
-    ],
+    "words", ["--batch 4x1x8x8", "--fail-on warn", "--headers", "--engine ray", "--also operator_norm"]
 )
-def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: list[str], message: str) -> None:
-    result = invoke("measure", "fine.pt", "fine.pt", *words)
-    assert (result.exit_code, message in result.stderr) == (2, True)
+def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: str) -> None:
+    option, *value = words.split()
+    result = invoke("measure", "fine.pt", "fine.pt", option, *value)
+    assert result.exit_code == 2
+    assert f"{option} cannot be combined with two sources; found both" in result.stderr
 
 
 def test_two_sources_without_a_common_name_are_refused(folder: Path) -> None:
@@ -166,21 +162,18 @@ def test_a_wrong_batch_is_refused(folder: Path, source: str, batch: str, code: i
     assert not Path("CANARY").exists()
 
 
-@pytest.mark.parametrize(("level", "code"), [("info", 1), ("warn", 1), ("error", 1)])
-def test_a_finding_at_the_level_is_code_1(folder: Path, level: str, code: int) -> None:
+@pytest.mark.parametrize("level", get_args(Level))
+def test_a_finding_at_the_level_is_code_1(folder: Path, level: str) -> None:
     result = invoke("measure", "broken.pt", "--fail-on", level)
-    assert result.exit_code == code
+    assert result.exit_code == 1
     assert "at or above" in result.stderr
     assert "G001" in result.stdout
-
-
-def test_without_findings_or_without_the_option_the_code_is_0(folder: Path) -> None:
-    assert invoke("measure", "fine.pt", "--fail-on", "info").exit_code == 0
+    assert invoke("measure", "fine.pt", "--fail-on", level).exit_code == 0
     assert invoke("measure", "broken.pt").exit_code == 0
 
 
 def test_the_levels_are_those_of_the_findings() -> None:
-    assert tuple(Level) == LEVELS
+    assert get_args(Level) == LEVELS
     assert invoke("measure", "digits-cnn", "--fail-on", "catastrophe").exit_code == 2
 
 
@@ -207,7 +200,7 @@ def test_bad_input_is_one_message_and_a_code(folder: Path, source: str, code: in
 
 def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 100, 4))
-    show = output._lines("measuring", clock=lambda: next(seconds))
+    show = _lines("measuring", clock=lambda: next(seconds))
     for done in range(1, 9):
         show(done, 8)
     assert capsys.readouterr().err.splitlines() == [
@@ -260,12 +253,6 @@ def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
     )
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "")
-
-
-def test_names_in_a_checkpoint_cannot_drive_the_terminal(folder: Path) -> None:
-    torch.save({"a\x1b]0;owned\x07.weight": torch.ones(2, 3)}, "names.pt")
-    result = invoke("measure", "names.pt")
-    assert "\x1b" not in result.stdout + result.stderr
 
 
 def test_findings_are_seen_beside_a_file_too(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from gonio.compare import Plan, RecipeEntry, RunRecord, Training
+from gonio.compare.engines import NodeLost
 
 
 def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
@@ -36,3 +38,17 @@ def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
         elif score is not None:
             records.append(RunRecord(name, seed, "finished", score))
     return records
+
+
+class Ended:
+    """A call of an engine that runs it at once; without a result its machine was lost."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def result(self) -> Any:
+        if self.found is None:
+            raise NodeLost("its node was lost")
+        return self.found
+
+    def stop(self) -> None: ...

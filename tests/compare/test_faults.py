@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from compare.faults import KILLED, Layer, fail, faulty, kill
+from compare.plans import Ended
 from gonio.compare import Plan, Quiet, RunRecord, Study, make_script_plan, run
 from gonio.errors import StudyError
 from gonio.report.page import write_text
@@ -29,22 +30,12 @@ class Here:
     slots = 1
 
     def start(self, function: Any, *arguments: Any) -> Any:
-        return _Called(function(*arguments))
+        return Ended(function(*arguments))
 
     def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
         return list(futures)
 
     def close(self) -> None: ...
-
-
-class _Called:
-    def __init__(self, found: Any) -> None:
-        self.found = found
-
-    def result(self) -> Any:
-        return self.found
-
-    def stop(self) -> None: ...
 
 
 class Journal(Quiet):
@@ -124,25 +115,15 @@ def with_kill(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fault", [with_failure, with_kill])
-def test_some_operations(
-    fault: Callable[..., None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "counted").mkdir()
-    count = len(operations(plan, tmp_path / "counted", monkeypatch))
-    assert count > 150
-    for at in range(5, count, 37):
-        fault(plan, tmp_path / f"{at}", at, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [with_failure, with_kill])
-def test_every_operation(
-    fault: Callable[..., None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("first", "step"), [(5, 37), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_operations_that_fail(
+    fault: Callable[..., None], first: int, step: int, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "counted").mkdir()
     seen = operations(plan, tmp_path / "counted", monkeypatch)
+    assert len(seen) > 150
     assert {"open", "fsync", "replace", "flock", "sqlite commit", "sqlite committed", "sqlite connect"} <= set(seen)
-    for at in range(1, len(seen) + 2):
+    for at in range(first, len(seen) + 2, step):
         fault(plan, tmp_path / f"{at}", at, monkeypatch)
 
 

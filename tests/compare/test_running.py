@@ -1,4 +1,4 @@
-"""Whole studies in their own processes: jobs, accidents, signals and kills change nothing."""
+"""Whole studies in their own processes: jobs, accidents, signals and kills change nothing; and their progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cli.shell import COMMAND, write_task
 from compare.own_training import noisy
+from compare.plans import Ended
 from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
-from gonio.compare import Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.compare import Bar, Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run, watcher_for
 from gonio.compare.engines import Local
 from gonio.compare.engines.local import Worker, _alive
 from gonio.compare.running import scheduler
@@ -56,16 +58,6 @@ def test_results_do_not_depend_on_the_number_of_jobs(reference: tuple[RunRecord,
     assert all(effect.step_time and effect.memory for effect in study.results().effects)
 
 
-def test_the_same_command_again_runs_nothing(tmp_path: Path) -> None:
-    plan = plan_of(seeds=1, recipes=[])
-    run(plan, tmp_path)
-    before = os.stat(tmp_path / "study.db").st_mtime_ns
-    log = io.StringIO()
-    run(plan, tmp_path, watcher=Lines(log))
-    assert os.stat(tmp_path / "study.db").st_mtime_ns == before
-    assert log.getvalue() == ""
-
-
 def test_more_seeds_run_only_what_is_missing(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
     first = run(plan_of(seeds=1), tmp_path)
     before = seconds_of(first)
@@ -78,16 +70,6 @@ def test_more_seeds_run_only_what_is_missing(reference: tuple[RunRecord, ...], t
 
 def seconds_of(study: Study) -> dict[tuple[str, int], float | None]:
     return {(record.recipe, record.seed): record.seconds for record in study.runs()}
-
-
-def test_a_process_that_dies_loses_only_its_run(tmp_path: Path) -> None:
-    study = run(plan_of("dying_model", seeds=6, recipes=[]), tmp_path, jobs=3)
-    statuses = [record.status for record in study.runs()]
-    assert len(statuses) == 6
-    assert set(statuses) == {"finished", "failed"}
-    lost = next(record for record in study.runs() if record.status == "failed")
-    assert lost.error == "the process of this run died (signal SIGKILL)"
-    assert len(study.missing()) == statuses.count("failed") == study.results().failed
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
@@ -114,7 +96,7 @@ class Slow:
     def start(self, function: Any, *arguments: Any) -> Any:
         self.calls += 1
         self.waits = 0
-        return _Done(function(*arguments))
+        return Ended(function(*arguments))
 
     def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         self.waits += 1
@@ -122,16 +104,6 @@ class Slow:
         return list(futures) if self.calls < 4 or self.waits > 10 else []
 
     def close(self) -> None: ...
-
-
-class _Done:
-    def __init__(self, found: Any) -> None:
-        self.found = found
-
-    def result(self) -> Any:
-        return self.found
-
-    def stop(self) -> None: ...
 
 
 def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,23 +186,10 @@ def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_
     assert f"process {process.pid} is running it. Wait until that process ends" in errors
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    check_end(process, folder, code=75, says="was interrupted. Finished runs are stored")
-
-
-def test_ctrl_c_stops_the_workers_and_keeps_what_is_finished(tmp_path: Path) -> None:
-    folder = tmp_path / "study"
-    process = start(folder, model="slow_model", seeds=20)
-    wait_for_runs(folder, 1, process)
-    os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches the workers as well
-    check_end(process, folder, code=130, says="")
-
-
-def check_end(process: subprocess.Popen[str], folder: Path, *, code: int, says: str) -> None:
-    """The study ends at once, quietly, with this code, no process left, and the rows that it had."""
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == code, errors
+    assert process.returncode == 75, errors
     assert wait_for_silence(process.pid) == []
-    assert says in errors
+    assert "was interrupted. Finished runs are stored" in errors
     assert "Traceback" not in errors
     assert 1 <= len(Study.open(folder).runs()) < 60
 
@@ -418,3 +377,67 @@ def test_ctrl_c_twice_in_a_terminal(pause: float, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "study" / "study.db")) as database:
         (rows,) = database.execute("SELECT COUNT(*) FROM runs WHERE status = 'finished'").fetchone()
     assert 1 <= rows < 8
+
+
+DONE = RunRecord("r", 0, "finished", 1.0)
+LOST = RunRecord("r[red]", 3, "failed", error="ValueError: [bold]no[/bold]")
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("total", "seconds", "every"), [(40, 1, 10), (10, 60, 1), (200, 6, 20)])
+def test_lines_come_at_most_every_ten_seconds_and_every_tenth(total: int, seconds: int, every: int) -> None:
+    stream, clock = io.StringIO(), Clock()
+    watcher = Lines(stream, clock)
+    watcher.start(total=total, done=0)
+    for _ in range(total):
+        clock.now += seconds
+        watcher.run_ended(DONE)
+    between = [f"{n} of {total} runs, about {seconds * (total - n)} s left" for n in range(every, total, every)]
+    assert stream.getvalue().splitlines() == [f"{total} runs", *between, f"{total} of {total} runs"]
+
+
+def test_a_continued_study_says_so_and_estimates_from_its_own_runs() -> None:
+    stream, clock = io.StringIO(), Clock()
+    lines = Lines(stream, clock)
+    lines.start(total=10, done=6)
+    clock.now += 20
+    lines.run_ended(DONE)
+    assert stream.getvalue().splitlines() == ["10 runs, 6 done before", "7 of 10 runs, about 60 s left"]
+
+
+def test_a_failure_is_said_at_once() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream, Clock())
+    lines.start(total=40, done=0)
+    lines.run_ended(LOST)
+    assert stream.getvalue().splitlines()[1:] == ["r[red], seed 3: failed: ValueError: [bold]no[/bold]"]
+
+
+def test_bar_prints_failures_as_they_are() -> None:
+    stream = io.StringIO()
+    bar = Bar(Console(file=stream, force_terminal=True, width=120))
+    bar.start(total=2, done=0)
+    bar.run_ended(DONE)
+    bar.run_ended(LOST)
+    bar.stage("measuring")
+    bar.stop()
+    assert "r[red], seed 3: failed: ValueError: [bold]no[/bold]" in stream.getvalue()
+    assert "2/2" in stream.getvalue()
+
+
+def test_bar_only_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(watcher_for(Terminal()), Bar)
+    assert isinstance(watcher_for(io.StringIO()), Lines)

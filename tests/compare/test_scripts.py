@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pickle
@@ -19,7 +20,7 @@ from torch import nn
 from gonio import Recipe
 from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
 from gonio.compare.engines.local import Worker
-from gonio.compare.running.scripts import Outcome, run_script
+from gonio.compare.running.scripts import curve_of, run_script
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.report import html as html_of
 
@@ -66,23 +67,15 @@ def test_recipes_with_one_seed_see_the_same_random_numbers(tmp_path: Path) -> No
 def test_the_penalty_is_the_recipes_and_0_without_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False)
     plain = run_of(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"found no call of run.apply_. Call it first"):
+        plain.penalty  # noqa: B018
     plain.apply_(model)
     assert plain.penalty().item() == 0
+    with pytest.raises(InvalidArgumentError, match="found a second call"):
+        plain.apply_(nn.Linear(2, 2))
     decayed = run_of(tmp_path, DECAY)
     decayed.apply_(model)
     assert decayed.penalty().item() == pytest.approx(0.5 * model.weight.square().sum().item() / 2, rel=1e-6)
-
-
-def test_a_penalty_before_the_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"found no call of run.apply_. Call it first"):
-        run_of(tmp_path).penalty  # noqa: B018
-
-
-def test_a_second_model_is_an_error(tmp_path: Path) -> None:
-    one = run_of(tmp_path)
-    one.apply_(nn.Linear(2, 2))
-    with pytest.raises(InvalidArgumentError, match="found a second call"):
-        one.apply_(nn.Linear(2, 2))
 
 
 def test_a_rule_that_takes_nothing_is_an_error_in_the_run_too(tmp_path: Path) -> None:
@@ -98,14 +91,14 @@ def test_what_is_logged_twice_is_replaced_and_a_torn_line_is_left_out(tmp_path: 
     one.log(2, loss=3.0)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 3, "val')
-    assert Outcome(tmp_path).curve == {"step": [0.0, 2.0], "loss": [None, 3.0], "score": [1.0, None]}
+    assert curve_of(tmp_path) == {"step": [0.0, 2.0], "loss": [None, 3.0], "score": [1.0, None]}
 
 
 def test_long_logs_are_thinned(tmp_path: Path) -> None:
     one = run_of(tmp_path)
     for step in range(2001):
         one.log(step, loss=step)
-    curve = Outcome(tmp_path).curve
+    curve = curve_of(tmp_path)
     assert curve["step"] == curve["loss"] == [float(step) for step in range(0, 2001, 3)]
 
 
@@ -122,9 +115,7 @@ def test_a_run_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert (second.seed, second.recipe, second.folder) == (3, "decay", tmp_path)
     second.apply_(nn.Linear(2, 2))
     second.report(1.5)
-    found = Outcome(tmp_path).reported
-    assert found is not None
-    assert found["score"] == 1.5
+    assert json.loads((tmp_path / "outcome.json").read_text())["score"] == 1.5
 
 
 def test_mishaps_are_those_of_one_run(tmp_path: Path) -> None:
@@ -276,15 +267,6 @@ def test_default_recipes_that_do_not_fit_are_left_out_and_noted() -> None:
 def test_mistakes(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         make_script_plan([], **{"script": f"{OWN}:train", **options})  # type: ignore[arg-type]
-
-
-def test_the_script_is_part_of_the_plan(tmp_path: Path) -> None:
-    path = tmp_path / "mine_own.py"
-    path.write_text("def train(run):\n    from torch import nn\n    run.apply_(nn.Linear(2, 2))\n    return 1.0\n")
-    first = make_script_plan([], script=f"{path}:train", seeds=1)
-    path.write_text(path.read_text() + "# changed\n")
-    assert make_script_plan([], script=f"{path}:train", seeds=1).hash != first.hash
-    assert Plan.from_dict(first.to_dict()) == first
 
 
 def test_a_smaller_score_can_be_better(tmp_path: Path) -> None:

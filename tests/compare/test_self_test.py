@@ -23,9 +23,9 @@ from gonio.compare import (
     self_test,
     self_test_plan,
 )
+from gonio.compare.judging.results import summarise
 from gonio.compare.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.compare.judging.statistics import holm, paired_t, sign_flip
-from gonio.compare.judging.summary import summarise
 from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
 from style.source import ROOT
@@ -38,11 +38,12 @@ OWN = str(Path(__file__).with_name("own_training.py"))
 
 def results_of(table: np.ndarray, *, size: int = 8) -> Results:
     """A self-test's results with these scores, the baseline's first."""
-    plan = self_test_plan(plan_of(recipes=0), size=size)
+    entries = tuple(RecipeEntry(f"again-{i}" if i else "baseline", {}, f"{i}") for i in range(len(table)))
+    plan = replace(plan_of(), recipes=entries, seeds=tuple(range(4 * size)), self_test=True)
     runs = [
         RunRecord(entry.name, seed, "finished", float(score))
         for entry, scores in zip(plan.recipes, table, strict=True)
-        for seed, score in zip(plan.seeds, scores, strict=False)
+        for seed, score in enumerate(scores)
     ]
     return summarise(plan, runs, [], [])
 
@@ -193,18 +194,6 @@ def banks() -> list[np.ndarray]:
     return [np.array(bank["scores"]) for bank in json.loads(BANK.read_text(encoding="utf-8"))["banks"]]
 
 
-def bank_results(table: np.ndarray) -> Results:
-    """The bank as the results of a self-test's study."""
-    entries = tuple(RecipeEntry(f"again-{i}" if i else "baseline", {}, f"{i}") for i in range(len(table)))
-    plan = replace(plan_of(), recipes=entries, seeds=tuple(range(table.shape[1])), self_test=True)
-    runs = [
-        RunRecord(entry.name, seed, "finished", float(score))
-        for entry, row in zip(entries, table, strict=True)
-        for seed, score in enumerate(row)
-    ]
-    return summarise(plan, runs, [], [])
-
-
 def page() -> str:
     """The page's text on one line."""
     return re.sub(r"\s+", " ", (ROOT / "docs" / "howto" / "statistics.md").read_text(encoding="utf-8"))
@@ -233,38 +222,8 @@ def test_one_bank_passes_and_one_does_not(number: int, passes: bool) -> None:
     rate, coverage = false_verdicts(table, size=BANK_SIZE)
     dealt = chance(table)
     assert passes == bool(rate <= np.quantile(dealt[:, 0], 0.95) and coverage >= np.quantile(dealt[:, 1], 0.05))
-    found = self_test(bank_results(table), size=BANK_SIZE)
+    found = self_test(results_of(table, size=-(-table.shape[1] // 4)), size=BANK_SIZE)
     assert (found.passed, found.false_verdicts, found.coverage) == (passes, rate, coverage)
     assert len(found.claims) == (0 if passes else 1)
     assert f"up to {100 * found.allowed:.1f} % and down to" in page()
     assert f"down to {100 * found.coverage_allowed:.1f} %" in page()
-
-
-def test_the_banks_share_no_run_and_would_show_an_effect() -> None:
-    first, second = (
-        {(bank["arms"][0], seed) for seed in bank["seeds"]} for bank in json.loads(BANK.read_text())["banks"]
-    )
-    assert not first & second
-    table = banks()[1]
-    table[3] += 4 * table.std()
-    rate, _ = false_verdicts(table, size=BANK_SIZE)
-    assert rate > 0.5
-
-
-def test_the_page_states_what_studies_without_a_common_run_show() -> None:
-    counts = [disjoint_verdicts(table) for table in banks()]
-    wrong, studies = (sum(column) for column in zip(*counts, strict=True))
-    low, high = rate_interval(wrong, studies)
-    assert low < 0.05 < high
-    assert f"together give {studies} studies" in page()
-    assert f"{wrong} of the {studies} is wrong" in page()
-    assert f"{wrong / studies:.1%} (95 % interval {low:.1%} to {high:.1%})" in page()
-
-
-def test_the_baseline_of_further_seeds_is_no_better_than_the_copies() -> None:
-    content = json.loads(BANK.read_text(encoding="utf-8"))
-    further, first = content["further"], banks()[0]
-    assert not set(further["seeds"]) & set(content["banks"][0]["seeds"])
-    assert f"{len(further['scores'])} seeds after those of the first set" in page()
-    means = (float(np.mean(further["scores"])), first[0].mean(), first[1:].mean())
-    assert "mean of {:.2f}, against {:.2f} in the first set, whose copies have {:.2f}.".format(*means) in page()

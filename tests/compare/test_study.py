@@ -9,6 +9,7 @@ import random
 import shutil
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from compare.plans import plan_of
 from gonio.compare import Run, Study, make_script_plan, run, self_test_plan
 from gonio.compare.judging.results import Ratio, RunRecord
 from gonio.compare.running.study import locked, transaction
-from gonio.errors import PlanChangedError, StudyError, StudyLockedError
+from gonio.errors import PlanChangedError, StudyError
 from gonio.report.wording import seen
 
 
@@ -47,12 +48,8 @@ def test_failed_runs_are_kept_and_done_again(tmp_path: Path) -> None:
     study.add(entry, finished("r0", 0), {})
     assert (entry, 0) not in study.missing()
     assert study.results().effects[0].failed == 0
-
-
-def test_diverged_runs_are_results(tmp_path: Path) -> None:
-    study = Study.create(tmp_path, plan_of(seeds=1))
-    study.add(study.plan.recipes[1], RunRecord("r0", 0, "diverged", error="loss"), {})
-    assert [entry.name for entry, _ in study.missing()] == ["baseline"]
+    study.add(entry, RunRecord("r0", 0, "diverged", error="loss"), {})  # a result, and no accident
+    assert (entry, 0) not in study.missing()
 
 
 def test_costs_are_measured_once_per_recipe(tmp_path: Path) -> None:
@@ -83,64 +80,43 @@ def test_another_plan_is_refused_and_leaves_the_study_as_it_was(tmp_path: Path) 
     assert (tmp_path / "plan.json").read_bytes() == before
 
 
-def test_a_second_process_is_refused_and_told_who_holds_the_study(tmp_path: Path) -> None:
-    with (
-        locked(tmp_path),
-        pytest.raises(StudyLockedError, match=r"process \d+ is running it\. Wait until"),
-    ):
-        Study.create(tmp_path, plan_of())
-    Study.create(tmp_path, plan_of())
-
-
 def test_reading_needs_no_lock(tmp_path: Path) -> None:
     Study.create(tmp_path, plan_of())
     with locked(tmp_path):
         assert Study.open(tmp_path).runs() == ()
 
 
-def test_absent_study(tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match=r"there is no plan.json in it. Give the folder of a study"):
-        Study.open(tmp_path / "nowhere")
-    assert not (tmp_path / "nowhere").exists()
+def newer(study: Path) -> None:
+    with closing(sqlite3.connect(study / "study.db")) as database:
+        database.execute("PRAGMA user_version = 99")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("damage", "message"),
     [
-        ("{", "plan.json cannot be read: Expecting property name"),
-        ("{}", "plan.json cannot be read: 'recipes'"),
-        ("[]", "plan.json cannot be read"),
-        ('"\\ud800"', "plan.json cannot be read"),
+        (lambda study: shutil.rmtree(study), "there is no plan.json in it. Give the folder of a study"),
+        (lambda study: (study / "plan.json").write_text("{"), "plan.json cannot be read: Expecting property name"),
+        (lambda study: (study / "plan.json").write_text("{}"), "plan.json cannot be read: 'recipes'"),
+        (lambda study: (study / "plan.json").write_text("[]"), "plan.json cannot be read"),
+        (lambda study: (study / "plan.json").write_text('"\\ud800"'), "plan.json cannot be read"),
+        (
+            lambda study: (study / "plan.json").write_text(
+                (study / "plan.json").read_text().replace('"sesoi": 1.0', '"sesoi": 0.1')
+            ),
+            r"does not have the hash that it states\. It was edited",
+        ),
+        (
+            lambda study: (study / "study.db").write_bytes(b"no database at all" * 100),
+            "study.db cannot be used: file is not a database",
+        ),
+        (newer, "format 99, and this gonio reads up to 3. Use a newer gonio"),
     ],
 )
-def test_unreadable_plan(tmp_path: Path, text: str, message: str) -> None:
-    Study.create(tmp_path, plan_of())
-    (tmp_path / "plan.json").write_text(text)
+def test_what_is_no_study_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    Study.create(tmp_path / "study", plan_of())
+    damage(tmp_path / "study")
     with pytest.raises(StudyError, match=message):
-        Study.open(tmp_path)
-
-
-def test_edited_plan(tmp_path: Path) -> None:
-    Study.create(tmp_path, plan_of())
-    path = tmp_path / "plan.json"
-    path.write_text(path.read_text().replace('"sesoi": 1.0', '"sesoi": 0.1'))
-    with pytest.raises(StudyError, match=r"does not have the hash that it states\. It was edited"):
-        Study.open(tmp_path)
-
-
-def test_unreadable_database(tmp_path: Path) -> None:
-    Study.create(tmp_path, plan_of())
-    (tmp_path / "study.db").write_bytes(b"no database at all" * 100)
-    with pytest.raises(StudyError, match=r"study.db cannot be used: file is not a database"):
-        Study.open(tmp_path)
-
-
-def test_database_of_a_newer_version(tmp_path: Path) -> None:
-    Study.create(tmp_path, plan_of())
-    with closing(sqlite3.connect(tmp_path / "study.db")) as database:
-        database.execute("PRAGMA user_version = 99")
-    with pytest.raises(StudyError, match=r"format 99, and this gonio reads up to 3. Use a newer gonio"):
-        Study.open(tmp_path)
+        Study.open(tmp_path / "study")
 
 
 def test_commits_are_durable(tmp_path: Path) -> None:
@@ -180,6 +156,25 @@ def test_a_look_counts_once_for_each_number_of_runs(tmp_path: Path) -> None:
     assert shown.looks == Study.open(tmp_path).looks() == (1, 2)
     assert "The results were looked at 2 times, when there were 1 and 2 runs" in shown.notes[-1]
     assert seen(shown) == "looked at 2 times"
+
+
+def test_a_look_that_was_altered_is_named_and_counted_again(tmp_path: Path) -> None:
+    """Also in a study whose looks were written before they had checksums."""
+    study = Study.create(tmp_path, plan_of(seeds=2))
+    with transaction(tmp_path) as database:
+        database.execute("DROP TABLE looks")
+        database.execute("CREATE TABLE looks (runs INTEGER PRIMARY KEY)")
+        database.execute("INSERT INTO looks VALUES (1)")
+    assert (Study.open(tmp_path).looks(), study.damaged()) == ((1,), [])
+    study.add(study.plan.recipes[0], finished("baseline", 0), {})
+    study.add(study.plan.recipes[1], finished("r0", 0), {})
+    assert study.results().looks == (1, 2)
+    with transaction(tmp_path) as database:
+        assert database.execute("SELECT COUNT(checksum) FROM looks").fetchone() == (2,)
+        database.execute("UPDATE looks SET runs = 3 WHERE runs = 1")
+    assert (study.looks(), study.damaged()) == ((2,), ["looks: 3"])
+    assert Study.create(tmp_path, plan_of(seeds=2)).discarded == ("looks: 3",)
+    assert (study.looks(), study.damaged()) == ((2,), [])
 
 
 OWN = str(Path(__file__).with_name("own_training.py"))

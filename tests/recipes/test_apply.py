@@ -27,17 +27,12 @@ ALL_VERBS = recipe(
 )
 
 
-def test_verbs_run_in_their_fixed_order() -> None:
-    applied = ALL_VERBS.apply_(convnet())
-    assert [edit.verb for edit in applied.edits] == ["init_", "swap_", "parametrize_"]
-    assert applied.penalty is not None
-    text = str(applied)
-    assert text.index("init_") < text.index("swap_") < text.index("parametrize_") < text.index("Orthogonality")
-
-
-def test_every_verb_did_its_part() -> None:
+def test_verbs_run_in_their_fixed_order_and_each_does_its_part() -> None:
     model = convnet()
     applied = ALL_VERBS.apply_(model)
+    assert [edit.verb for edit in applied.edits] == ["init_", "swap_", "parametrize_"]
+    text = str(applied)
+    assert text.index("init_") < text.index("swap_") < text.index("parametrize_") < text.index("Orthogonality")
     rows = model.conv2.weight.detach().flatten(1)
     gram = rows @ rows.T
     assert torch.allclose(gram, torch.eye(6) * gram[0, 0], atol=1e-5)
@@ -108,25 +103,19 @@ def test_the_seed_decides_and_the_global_generator_does_not() -> None:
     assert not torch.equal(weights(1, 2), weights(2, 2))
 
 
+@pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("name", [*built_in_names(), None])
-def test_undo_after_use_restores_the_structure(name: str | None) -> None:
+def test_undo_restores_every_bit_and_after_use_the_structure(name: str | None, used: bool) -> None:
     model = model_for(name or "")
     before = state(model)
     applied = (Recipe.load(name) if name else ALL_VERBS).apply_(model)
-    model(torch.randn(4, 1, 8, 8))
-    if applied.penalty is not None:
-        applied.penalty()
+    if used:
+        model(torch.randn(4, 1, 8, 8))
+        if applied.penalty is not None:
+            applied.penalty()
     applied.undo_()
     after = state(model)
-    assert all(after[part] == before[part] for part in ("classes", "parameters", "keys", "hooks"))
-
-
-@pytest.mark.parametrize("name", [*built_in_names(), None])
-def test_undo_right_away_restores_every_bit(name: str | None) -> None:
-    model = model_for(name or "")
-    before = state(model)
-    (Recipe.load(name) if name else ALL_VERBS).apply_(model).undo_()
-    assert state(model) == before
+    assert all(after[part] == before[part] for part in before if not (used and part == "values"))
 
 
 def test_undo_happens_once() -> None:
@@ -209,45 +198,3 @@ def test_built_in_recipes_train_a_small_network(name: str) -> None:
         losses.append(loss.item())
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("name", built_in_names())
-def test_built_in_recipes_say_where_they_come_from(name: str) -> None:
-    found = Recipe.load(name)
-    assert "arXiv" in found.source
-    assert len(found.description) > 60
-
-
-class Block(nn.Module):
-    """A basic residual block with a projection shortcut."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
-        self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(y + self.downsample(x))
-
-
-def resnet() -> nn.Sequential:
-    stem = [nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
-    return nn.Sequential(*stem, Block(4, 8, 2), Block(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-
-
-@pytest.mark.parametrize("name", [name for name in built_in_names() if not name.endswith(("-1d", "-linear"))])
-def test_built_in_recipes_fit_a_residual_network(name: str) -> None:
-    model = resnet()
-    before = state(model)
-    applied = Recipe.load(name).apply_(model)
-    x = torch.randn(4, 3, 8, 8)
-    loss = model(x).square().mean()
-    total = loss if applied.penalty is None else loss + applied.penalty()
-    total.backward()
-    assert torch.isfinite(total)
-    applied.undo_()
-    assert state(model)["classes"] == before["classes"]

@@ -19,7 +19,7 @@ from cli.shell import invoke
 from compare.plans import plan_of
 from gonio.compare import Across, Results, RunRecord, Study, across
 from gonio.compare.judging.multi_task import interquartile_mean
-from gonio.compare.judging.summary import summarise
+from gonio.compare.judging.results import summarise
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import tex_cell
 from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text

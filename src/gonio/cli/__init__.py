@@ -5,6 +5,20 @@ alone takes a second to import. The top of a file imports typer and light module
 imports of what it runs.
 """
 
+from gonio.cli import compare, explain, measure, recipe, report
 from gonio.cli.app import app, main
 
 __all__ = ["app", "main"]
+
+for _name, _command in (
+    ("measure", measure.measure),
+    ("explain", explain.explain),
+    ("list", explain.list_names),
+    ("plan", recipe.plan),
+    ("apply", recipe.apply),
+    ("fold", recipe.fold),
+    ("compare", compare.compare),
+    ("report", report.report),
+    ("status", report.status),
+):
+    app.command(_name)(_command)

@@ -1,20 +1,225 @@
-"""The program `gonio`."""
+"""The program: its commands, its exit codes, and what it prints; results go to stdout, messages to stderr."""
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import signal
 import sys
-from typing import Annotated
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import gonio
-from gonio.cli import compare, explain, measure, recipe, report
-from gonio.cli.group import Commands
-from gonio.cli.output import print_out
+from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
+from gonio.escaping import plain
 
-__all__ = ["app", "main"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_FORMATS = {"html": "page", "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
+_WIDTH = 100  # columns of a table that does not go to a terminal
+_SECONDS = 10.0  # between two lines of progress
+
+
+def print_out(text: str, *, err: bool = False) -> None:
+    """Print without control characters."""
+    typer.echo(plain(text, longest=len(text)), err=err)
+
+
+print_err = partial(print_out, err=True)
+
+
+def show(table: RenderableType) -> None:
+    """Print to stdout with colours if it is a terminal (unless NO_COLOR is set), otherwise as plain text."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    stream = io.StringIO()
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    Console(file=stream, width=width, color_system=None).print(table)
+    print_out("\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines()))
+
+
+def save(text: str, target: str, what: str) -> None:
+    """Write a result to a file, with a message; `-` is stdout."""
+    if target == "-":
+        typer.echo(text, nl=not text.endswith("\n"))
+        return
+    Path(target).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+    print_err(f"{what} written to {target}")
+
+
+def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:
+    """Write a result in each format that has a target; whether any has one."""
+    for name, target in targets.items():
+        if target is not None:
+            save(writers[name](), target, _FORMATS[name])
+    return any(target is not None for target in targets.values())
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function of (done, total): a bar on a terminal, otherwise a line every ten seconds; on stderr."""
+    if not sys.stderr.isatty():
+        yield _lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    start = last = clock()
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        if (now := clock()) - last >= _SECONDS:
+            last, left = now, (now - start) * (total - done) / done
+            shown = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            print_err(f"{what}: {done} of {total}, about {shown} left")
+
+    return update
+
+
+# --- errors and exit codes ------------------------------------------------------------------------------
+
+
+class ExitCode(IntEnum):
+    """Exit codes. A defect of gonio ends with a traceback and 70 (`EX_SOFTWARE`), because 1 means a finding."""
+
+    FINE = 0
+    FINDING = 1
+    USAGE = 2
+    REFUSED = 3
+    PARTIAL = 4
+    DEFECT = 70
+    INTERRUPTED = 75
+    CTRL_C = 130
+    PIPE = 141
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; not an Exception, so that no handler takes it for a failure."""
+
+
+class Commands(TyperGroup):
+    """Runs a command; every ending has one of the exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            with _sigterm_raises():
+                return super().invoke(ctx)
+        except BrokenPipeError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+            raise typer.Exit(ExitCode.PIPE) from error
+        except (GonioError, OSError) as error:
+            print_err(f"gonio: {_message(error)}")
+            raise typer.Exit(_exit_code(error)) from error
+        except KeyboardInterrupt as error:
+            resume = "; rerun the same command to resume" if ctx.invoked_subcommand in ("compare", "reproduce") else ""
+            print_err(f"gonio: stopped by Ctrl-C{resume}")
+            raise typer.Exit(ExitCode.CTRL_C) from error
+        except Terminated as error:
+            print_err("gonio: terminated")
+            raise typer.Exit(ExitCode.INTERRUPTED) from error
+        except Exception as error:
+            if type(error).__module__.startswith(("typer.", "click.")):
+                raise
+            print_err(traceback.format_exc())
+            print_err("gonio: this is a defect of gonio; please report it with the lines above")
+            raise typer.Exit(ExitCode.DEFECT) from error
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands with their whole summaries; click would cut them."""
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+
+def _exit_code(error: GonioError | OSError) -> ExitCode:
+    """A wrong name or value is a usage error, everything else is refused input."""
+    if isinstance(error, Interrupted):
+        return ExitCode.INTERRUPTED
+    return ExitCode.USAGE if isinstance(error, (UnknownNameError, InvalidArgumentError)) else ExitCode.REFUSED
+
+
+def _message(error: GonioError | OSError) -> str:
+    """The message with the notes that were added to the error."""
+    if isinstance(error, PlanChangedError):
+        return _plan_changes(error)
+    named = isinstance(error, OSError) and error.filename is not None
+    text = f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[union-attr]
+    return "\n".join([text, *getattr(error, "__notes__", [])])
+
+
+def _plan_changes(error: PlanChangedError) -> str:
+    """The differences of two plans as a table."""
+    rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    do = "Repeat the study's settings to resume it, or choose another folder; only seeds and recipes can be added."
+    return "\n  ".join(["the study has another plan:", *lines]) + f"\n{do}"
+
+
+class UserCodeError(GonioError):
+    """The user's own code raised an exception."""
+
+
+@contextmanager
+def users_code(*specs: str | None) -> Iterator[None]:
+    """Inside, an exception becomes a UserCodeError if one of the specs names the user's own code."""
+    from gonio.models.user_code import is_user_code
+
+    named = [spec for spec in specs if spec is not None and is_user_code(spec)]
+    try:
+        yield
+    except (GonioError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        if not named:
+            raise
+        files = [Path(spec.rpartition(":")[0]).resolve() for spec in named]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+        raise UserCodeError(f"{' and '.join(named)} raised {type(error).__name__}: {error}{place}") from error
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Inside the block SIGTERM raises :class:`Terminated`; only a main thread can have a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- the program ----------------------------------------------------------------------------------------
 
 app = typer.Typer(
     name="gonio",
@@ -25,18 +230,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich's panels would double the time of --help
     context_settings={"max_content_width": 120},
 )
-for _name, _command in (
-    ("measure", measure.measure),
-    ("explain", explain.explain),
-    ("list", explain.list_names),
-    ("plan", recipe.plan),
-    ("apply", recipe.apply),
-    ("fold", recipe.fold),
-    ("compare", compare.compare),
-    ("report", report.report),
-    ("status", report.status),
-):
-    app.command(_name)(_command)
 
 
 def _version(requested: bool) -> None:

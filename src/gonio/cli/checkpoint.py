@@ -19,8 +19,6 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFil
 from gonio.measuring.reading.state_dict import state_in
 from gonio.recipes import Recipe
 
-__all__ = ["Checkpoint", "check_target", "load_into_", "read", "restored_model", "write"]
-
 _SUFFIXES = (".safetensors", ".pt", ".pth")
 _RECIPE, _HASH, _SEED = "gonio.recipe", "gonio.recipe_hash", "gonio.seed"
 _FOLDED, _VERSION, _TORCH = "gonio.folded_recipe_hash", "gonio.version", "gonio.torch"
@@ -50,12 +48,7 @@ class Checkpoint:
 
 
 def read(path: str) -> Checkpoint:
-    """Read a checkpoint as data; no code in it runs.
-
-    Raises:
-        UnreadableFileError: if it is missing, damaged, of an unknown kind, holds more than data, or a recipe
-            that was changed since it was written.
-    """
+    """Read a checkpoint as data; no code in it runs."""
     file = Path(path)
     if not file.is_file():
         raise UnreadableFileError(path, "there is no such file", "Check the path.")
@@ -93,11 +86,7 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
     """The model of a checkpoint, with its recipe applied and its weights.
 
     Args:
-        spec: the model's name.
         recipe: that was applied to the model, if the checkpoint does not contain it.
-
-    Raises:
-        NotApplicableError: if the weights do not fit.
     """
     model, used = build_model(spec), recipe or checkpoint.recipe
     if used is not None:
@@ -109,11 +98,7 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
 
 
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load every tensor; none may be missing or unexpected.
-
-    Raises:
-        NotApplicableError: with the names that do not fit.
-    """
+    """Load every tensor; none may be missing or unexpected."""
     try:
         model.load_state_dict(dict(checkpoint.state), strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -123,11 +108,7 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_target(path: str) -> None:
-    """Check before the work that the result can be written.
-
-    Raises:
-        InvalidArgumentError: if the suffix is unknown or the folder missing.
-    """
+    """Check before the work that the result can be written."""
     _check_suffix(path)
     if not Path(path).parent.is_dir():
         raise InvalidArgumentError(f"cannot write {path!r}", f"no folder {str(Path(path).parent)!r}", "Create it.")

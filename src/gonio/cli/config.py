@@ -10,8 +10,6 @@ from typing import Any
 from gonio.errors import ConfigError, GonioError, closest, listing
 from gonio.measuring import Suppression
 
-__all__ = ["suppression"]
-
 OWN, SHARED = "gonio.toml", "pyproject.toml"
 KEYS = ("ignore", "per-layer-ignores")
 MOST_BYTES = 1 << 20
@@ -23,10 +21,6 @@ def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
     Args:
         file: the configuration file; None: the nearest one, from the working directory upward.
         ignore: of `--ignore`: codes, each of them or several joined by commas.
-
-    Raises:
-        ConfigError: with every problem of the file.
-        UnknownNameError: for a code on the command line that no rule has.
     """
     path = Path(file) if file is not None else _nearest(Path.cwd())
     codes = [code for word in ignore for code in word.split(",") if code.strip()]
@@ -34,7 +28,9 @@ def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
     table = {} if path is None else _table(path)
     if path is None and not codes:
         return None
-    origin = " and ".join([*([_relative(path)] if path is not None else []), *(["--ignore"] if codes else [])])
+    shown = "" if path is None else os.path.relpath(path)
+    far = shown.startswith("..") and shown.count("..") > 2
+    origin = " and ".join(name for name in (str(path) if far else shown, "--ignore" if codes else "") if name)
     return Suppression((*table.get("ignore", ()), *codes), tuple(table.get("per-layer-ignores", {}).items()), origin)
 
 
@@ -115,9 +111,3 @@ def _refused(make: type[Suppression], *values: Any) -> str:
     except (GonioError, OverflowError) as error:  # OverflowError: of re.compile
         return str(error)
     return ""
-
-
-def _relative(path: Path) -> str:
-    """The path as seen from the working directory, if that is short."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") and relative.count("..") > 2 else relative

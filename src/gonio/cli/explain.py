@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gonio.cli.output import print_out
+from gonio.cli.app import print_out
 from gonio.errors import UnknownNameError
-
-__all__ = ["explain", "list_names"]
 
 
 class Kind(StrEnum):

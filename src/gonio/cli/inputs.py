@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import traceback
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +13,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gonio import models
-from gonio.cli.output import print_err
+from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
-__all__ = ["build_model", "check_runs", "load_torch", "read_batch", "read_source", "read_where", "users_code"]
-
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
 _MOST_NUMBERS = 2**31  # in a batch; more is a typing error
 
 
-class UserCodeError(GonioError):
-    """The user's own code raised an exception."""
-
-
 def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
-    """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed.
-
-    Raises:
-        UserCodeError: if the user's own code raises anything.
-    """
+    """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed."""
     with users_code(spec), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return models.resolve(spec)(**sizes)
 
 
-@contextmanager
-def users_code(*specs: str | None) -> Iterator[None]:
-    """Inside, an exception is refused input if one of the specs names the user's own code.
-
-    Raises:
-        UserCodeError: instead of the exception of that code.
-    """
-    named = [spec for spec in specs if spec is not None and is_user_code(spec)]
-    try:
-        yield
-    except (GonioError, OSError):
-        raise
-    except (Exception, SystemExit) as error:
-        if not named:
-            raise
-        files = [Path(spec.rpartition(":")[0]).resolve() for spec in named]
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
-        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-        raise UserCodeError(f"{' and '.join(named)} raised {type(error).__name__}: {error}{place}") from error
-
-
 def read_where(word: str | None) -> Selector:
-    """The modules that an option `--where` selects.
-
-    Raises:
-        InvalidArgumentError: if it is not a selector.
-    """
+    """The modules that an option `--where` selects."""
     try:
         return as_selector(word)
     except OverflowError as error:  # of re.compile
@@ -92,10 +54,6 @@ def read_batch(word: str, *, option: str) -> Any:
     """A batch: `2x3x224x224` for standard normal numbers, the same in every call, or a file.
 
     A file holds one tensor (`.pt`, `.npy`, `.safetensors`), or named tensors, which become keyword arguments.
-
-    Raises:
-        InvalidArgumentError: if the word is neither a shape nor a file.
-        UnreadableFileError: if the file is damaged or holds anything else.
     """
     path = Path(word)
     if path.suffix in _BATCH_SUFFIXES:
@@ -109,16 +67,11 @@ def read_batch(word: str, *, option: str) -> Any:
 
 
 def load_torch(path: Path) -> Any:
-    """The content of a torch file; no code in it runs.
-
-    Raises:
-        ValueError: for an archive that unpacks to more than its size; torch.save does not compress.
-        Exception: any, for a damaged or hostile file.
-    """
+    """The content of a torch file; no code in it runs. A damaged or hostile file may raise any exception."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
-        if unpacked > path.stat().st_size:
+        if unpacked > path.stat().st_size:  # torch.save does not compress
             raise ValueError(f"its archive unpacks to {unpacked} bytes")
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -144,11 +97,7 @@ def _batch_from_file(path: Path) -> Any:
 
 
 def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
-    """Run the model on a batch of the user.
-
-    Raises:
-        InvalidArgumentError: with the error of the model.
-    """
+    """Run the model on a batch of the user; its error becomes one of the option."""
     try:
         outputs(model, batch)
     except GonioError:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from json import dumps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
 from gonio.cli import options
-from gonio.cli.group import ExitCode
-from gonio.cli.output import print_err, progress, save, save_formats, show
+from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from gonio.measuring import Differences, Measurements, Outline
 
-__all__ = ["measure"]
-
 _SHOWN = 10  # findings on stderr
+_LEVELS: tuple[str, ...] = get_args(options.Level)
 
 
 def measure(
@@ -33,7 +32,7 @@ def measure(
     md: options.Md = None,
     base: options.Base = None,
     headers: options.Headers = False,
-    engine: options.Where = options.Engine.local,
+    engine: options.Where = "local",
     also: options.Also = None,
     fail_on: options.FailOn = None,
     ignore: options.Ignore = None,
@@ -50,9 +49,8 @@ def measure(
     from gonio.cli.inputs import check_runs, read_batch, read_source
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
-    figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
-    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not options.Engine.local}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
     if after is not None:
         _refuse("two sources", {**whole, "--headers": headers})
         first, second = (read_source(word, seed=seed) for word in (source, after))
@@ -61,7 +59,7 @@ def measure(
         _write(difference, targets)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
-    _refuse("--model", {"--base": base, "--engine": engine is not options.Engine.local} if model else {})
+    _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
     first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
     if headers:
         _write_outline(measuring.outline(first), json)
@@ -73,7 +71,12 @@ def measure(
     adapted = None if base is None else read_source(base, seed=seed)
     with progress("measuring") as update:
         found = measuring.measure(
-            first, batch=example, base=adapted, engine=engine.value, also=figures, progress=update
+            first,
+            batch=example,
+            base=adapted,
+            engine=engine,
+            also=[figure.value for figure in also or []],
+            progress=update,
         )
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
@@ -107,7 +110,7 @@ def _write_outline(outline: Outline, json: str | None) -> None:
 
 def _summarise(found: Measurements) -> None:
     """The findings in short, to stderr."""
-    counts = ", ".join(f"{n} {level}" for level in reversed(options.Level) if (n := _count(found, [level])))
+    counts = ", ".join(f"{n} {level}" for level in reversed(_LEVELS) if (n := _count(found, [level])))
     print_err(f"findings: {counts or 'none'}")
     for finding in found.findings[:_SHOWN]:
         print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
@@ -115,15 +118,12 @@ def _summarise(found: Measurements) -> None:
         print_err(f"… and {len(found.findings) - _SHOWN} more")
 
 
-def _count(found: Measurements, levels: list[options.Level]) -> int:
+def _count(found: Measurements, levels: Sequence[str]) -> int:
     return sum(finding.level in levels for finding in found.findings)
 
 
 def _fail(found: Measurements, fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
-    levels = list(options.Level)
-    failing = [] if fail_on is None else levels[levels.index(fail_on) :]
-    counted = _count(found, failing)
-    if counted:
+    if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
         print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")
         raise typer.Exit(ExitCode.FINDING)

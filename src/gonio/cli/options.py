@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,88 +11,61 @@ MODEL_HELP = "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, o
 
 Recipe = Annotated[str, typer.Argument(help="A built-in recipe or a recipe file.", metavar="RECIPE")]
 Checkpoint = Annotated[str, typer.Argument(help="State dict of the model (.safetensors, .pt, .pth).", metavar="CKPT")]
-Model = Annotated[str, typer.Option("--model", help=f"{MODEL_HELP}.", metavar="MODEL")]
+Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.", metavar="MODEL")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Output file (.safetensors, .pt, .pth).", metavar="OUT")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the random numbers.", min=0, max=2**62, metavar="N")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.", min=0, max=2**62, metavar="N")]
 Batch = Annotated[
     str | None,
     typer.Option(
-        "--batch",
-        help="An input of the model: a shape such as 2x3x224x224 for random numbers, or a file.",
-        metavar="SHAPE|FILE",
+        help="An input of the model: a shape such as 2x3x224x224 for random numbers, or a file.", metavar="SHAPE|FILE"
     ),
 ]
-Html = Annotated[
-    str | None, typer.Option("--html", help="Write one self-contained page to FILE (- for stdout).", metavar="FILE")
-]
-Json = Annotated[str | None, typer.Option("--json", help="Write everything as JSON.", metavar="FILE")]
-Csv = Annotated[str | None, typer.Option("--csv", help="Write one line per row as CSV.", metavar="FILE")]
-Md = Annotated[str | None, typer.Option("--md", help="Write the tables as markdown.", metavar="FILE")]
-Tex = Annotated[str | None, typer.Option("--tex", help="Write the tables as LaTeX.", metavar="FILE")]
+Html = Annotated[str | None, typer.Option(help="Write one self-contained page to FILE (- for stdout).", metavar="FILE")]
+Json = Annotated[str | None, typer.Option(help="Write everything as JSON.", metavar="FILE")]
+Csv = Annotated[str | None, typer.Option(help="Write one line per row as CSV.", metavar="FILE")]
+Md = Annotated[str | None, typer.Option(help="Write the tables as markdown.", metavar="FILE")]
+Tex = Annotated[str | None, typer.Option(help="Write the tables as LaTeX.", metavar="FILE")]
 
 
 # --- gonio measure ---------------------------------------------------------------------------------
 
 
-class Engine(StrEnum):
-    """Where tensors are measured."""
-
-    local = "local"
-    ray = "ray"
+Engine = Literal["local", "ray"]
+Level = Literal["info", "warn", "error"]  # lowest first
 
 
 class Figure(StrEnum):
-    """Figures that are measured on request only."""
+    """Figures that are measured on request only; typer knows no list of literals."""
 
     operator_norm = "operator_norm"
-
-
-class Level(StrEnum):
-    """Severity of a finding, lowest first."""
-
-    info = "info"
-    warn = "warn"
-    error = "error"
 
 
 Source = Annotated[
     str,
     typer.Argument(
-        help=f"{MODEL_HELP}; or a checkpoint (.safetensors, .pt, …) or a folder with one.",
-        metavar="MODEL|FILE",
+        help=f"{MODEL_HELP}; or a checkpoint (.safetensors, .pt, …) or a folder with one.", metavar="MODEL|FILE"
     ),
 ]
 After = Annotated[
     str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
 ]
 OfCheckpoint = Annotated[
-    str | None,
-    typer.Option("--model", help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL"),
+    str | None, typer.Option(help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL")
 ]
 Base = Annotated[
     str | None,
-    typer.Option(
-        "--base",
-        help="The base model of low-rank adapters: measure the adapted weights too.",
-        metavar="MODEL|FILE",
-    ),
+    typer.Option(help="The base model of low-rank adapters: measure the adapted weights too.", metavar="MODEL|FILE"),
 ]
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
-Where = Annotated[Engine, typer.Option("--engine", help="ray spreads the tensors of a file over a running cluster.")]
-Also = Annotated[
-    list[Figure] | None, typer.Option("--also", help="Measure this too, which takes longer than all the rest.")
-]
-FailOn = Annotated[
-    Level | None, typer.Option("--fail-on", help="Exit with 1 if there is a finding of this level or above.")
-]
+Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of a file over a running cluster.")]
+Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]
+FailOn = Annotated[Level | None, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
 Ignore = Annotated[
-    list[str] | None,
-    typer.Option("--ignore", help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE"),
+    list[str] | None, typer.Option(help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE")
 ]
 Config = Annotated[
     str | None,
     typer.Option(
-        "--config",
         help="Configuration file; default: the nearest gonio.toml, or pyproject.toml with [tool.gonio], in the "
         "working directory or above.",
         metavar="FILE",

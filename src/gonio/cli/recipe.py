@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from gonio.cli import options
-from gonio.cli.output import print_err, print_out
-
-__all__ = ["apply", "fold", "plan"]
+from gonio.cli.app import print_err, print_out
 
 
 def plan(recipe: options.Recipe, model: options.Model) -> None:
@@ -64,11 +62,10 @@ def fold(
     model: options.Model,
     output: options.Output,
     recipe: Annotated[
-        str | None,
-        typer.Option("--recipe", help="The recipe of the checkpoint, if CKPT does not contain it.", metavar="RECIPE"),
+        str | None, typer.Option(help="The recipe of the checkpoint, if CKPT does not contain it.", metavar="RECIPE")
     ] = None,
     where: Annotated[
-        str | None, typer.Option("--where", help="Fold these modules only, e.g. 'layer1.*'.", metavar="WHERE")
+        str | None, typer.Option(help="Fold these modules only, e.g. 'layer1.*'.", metavar="WHERE")
     ] = None,
     batch: options.Batch = None,
 ) -> None:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gonio.cli import options
-from gonio.cli.output import print_out, save_formats, show
+from gonio.cli.app import print_out, save_formats, show
 from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
 if TYPE_CHECKING:
     from gonio.compare import Plan, RunRecord
-
-__all__ = ["report", "status"]
 
 _SIGNS = {"finished": "+", "diverged": "!", "failed": "x", None: "."}
 

@@ -11,8 +11,7 @@ from gonio.compare.judging.self_test import SelfTest, self_test, self_test_plan
 from gonio.compare.planning.dry_run import dry_run
 from gonio.compare.planning.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Training
 from gonio.compare.planning.planner import BUILT_IN_RECIPES, make_plan, make_script_plan
-from gonio.compare.running.progress import Bar, Lines, Quiet, Watcher, watcher_for
-from gonio.compare.running.scheduler import run
+from gonio.compare.running.scheduler import Bar, Lines, Quiet, Watcher, run, watcher_for
 from gonio.compare.running.scripts import Run
 from gonio.compare.running.study import Study
 from gonio.compare.tasks.task import ACCURACY, Metric, Split, Task, accuracy

@@ -13,8 +13,6 @@ from gonio.recipes.catalogue import find
 from gonio.recipes.plan import Assignment
 from gonio.surgery import Edited, init_, parametrize_, swap_
 
-__all__ = ["Applied", "apply_"]
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -76,15 +74,14 @@ def apply_(name: str, assignments: Sequence[Assignment], model: nn.Module, *, se
 def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
     """Run the verb of one rule; every module that was assigned to the rule must be changed."""
     where, arguments = assignment.where, assignment.rule.arguments()
-    target = find(assignment.verb, assignment.rule.use).target
+    target, tensor = find(assignment.verb, assignment.rule.use).target, arguments.pop("tensor", "weight")
     try:
-        if assignment.verb == "swap":
-            edited = swap_(model, target, where=where, **arguments)
-        else:
-            tensor = arguments.pop("tensor", "weight")
-            if assignment.verb == "init":
+        match assignment.verb:
+            case "swap":
+                edited = swap_(model, target, where=where, **arguments)
+            case "init":
                 edited = init_(model, target, where=where, tensor=tensor, seed=seed, **arguments)
-            else:
+            case _:
                 edited = parametrize_(model, target(**arguments), where=where, tensor=tensor)
     except GonioError as error:
         error.add_note(f"in {assignment.place}")

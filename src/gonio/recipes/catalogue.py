@@ -25,8 +25,6 @@ from gonio.errors import UnknownNameError
 from gonio.nn import angular, magnitude
 from gonio.recipes.document import shortened
 
-__all__ = ["VERBS", "Entry", "Option", "catalogue", "find", "objects_of"]
-
 VERBS = ("init", "swap", "parametrize", "penalty")
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -100,13 +98,7 @@ class Entry:
 
 @cache
 def catalogue(verb: str) -> Mapping[str, Entry]:
-    """The names that may follow `use` under a verb.
-
-    Example:
-        >>> from gonio.recipes.catalogue import catalogue
-        >>> catalogue("init")["he_"].options["gain"].default
-        'relu'
-    """
+    """The names that may follow `use` under a verb."""
     match verb:
         case "init":
             entries = _initialisers()
@@ -127,11 +119,7 @@ def objects_of(kind: type) -> Mapping[str, Entry]:
 
 
 def find(verb: str, name: str) -> Entry:
-    """The entry of a name under a verb.
-
-    Raises:
-        UnknownNameError: with the closest names, and the verb that knows the name if another one does.
-    """
+    """The entry of a name under a verb; the error has the closest names, and the verb that knows the name."""
     known = catalogue(verb)
     if name in known:
         return known[name]

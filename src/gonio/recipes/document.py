@@ -17,8 +17,6 @@ import yaml
 
 from gonio.errors import RecipeError
 
-__all__ = ["Document", "Location", "Problems", "dump", "from_data", "parse", "read", "shortened"]
-
 _MOST_BYTES = 256 * 1024
 _MOST_DEPTH = 16  # of nested lists and mappings; a recipe needs 6
 _MOST_PROBLEMS = 50  # shown in one error
@@ -42,10 +40,8 @@ class Document:
 
     def line(self, location: Location) -> int | None:
         """The line of a location, or of the smallest part around it that has one."""
-        for end in range(len(location), -1, -1):
-            if location[:end] in self.lines:
-                return self.lines[location[:end]]
-        return None
+        around = (location[:end] for end in range(len(location), -1, -1))
+        return next((self.lines[part] for part in around if part in self.lines), None)
 
     def at(self, location: Location) -> str:
         """`file:line: location`, as errors write it."""
@@ -72,11 +68,7 @@ class Problems:
         self._found.append((self._document.line(location) or 0, f"{self._document.at(location)}: {message}"))
 
     def raise_if_any(self) -> None:
-        """Raise one error with the problems in the order of their lines.
-
-        Raises:
-            RecipeError: if a problem was recorded.
-        """
+        """Raise one RecipeError with the problems, if there are any, in the order of their lines."""
         texts = [text for _, text in sorted(self._found, key=lambda row: row[0])]
         if len(texts) > _MOST_PROBLEMS:
             texts[_MOST_PROBLEMS:] = [f"{self._document.origin}: {len(texts) - _MOST_PROBLEMS} more problems"]
@@ -91,11 +83,7 @@ def shortened(value: Any, *, quote: bool = True) -> str:
 
 
 def read(path: Path) -> str:
-    """Read the text of a recipe file.
-
-    Raises:
-        RecipeError: if it is missing, not a regular file, too large or not UTF-8.
-    """
+    """Read the text of a recipe file."""
     if not path.is_file():
         why = "it is not a regular file" if path.exists() else "there is no such file"
         raise RecipeError(str(path), [f"{path}: cannot be read: {why}"])
@@ -110,12 +98,7 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, *, origin: str) -> Document:
-    """Read YAML text; errors call it `origin`.
-
-    Raises:
-        RecipeError: for broken YAML, tags, anchors, aliases, several documents, duplicate keys, keys that are not
-            text, numbers that are not finite and control characters.
-    """
+    """Read YAML text; errors call it `origin`."""
     _check_size(len(text), origin)
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -128,13 +111,8 @@ def parse(text: str, *, origin: str) -> Document:
 
 
 def from_data(data: Any, *, origin: str) -> Document:
-    """Data from a program, with the same checks as a file.
-
-    Raises:
-        RecipeError: for values that a recipe file could not hold.
-    """
-    document = Document(data, origin)
-    return _checked(document, Problems(document))
+    """Data from a program, with the same checks as a file."""
+    return _checked(document := Document(data, origin), Problems(document))
 
 
 def dump(data: Any) -> str:

@@ -16,8 +16,6 @@ from gonio.regularizers import OutputRegularizer
 from gonio.surgery import Selector, Site, as_selector, sites
 from gonio.surgery.graph import trace
 
-__all__ = ["Assignment", "Plan", "Step", "assign", "plan"]
-
 
 @dataclass(frozen=True)
 class Step:
@@ -153,13 +151,7 @@ class Assignment:
 def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str) -> list[Assignment]:
     """Assign to every rule its modules: per verb, each module goes to the first rule that selects it.
 
-    Args:
-        rules: of each verb, in order.
-        model: not changed.
-        origin: the file's or the recipe's name, for messages.
-
-    Raises:
-        UnmatchedRuleError: naming every rule that applies to no module, with its file and its line.
+    An UnmatchedRuleError names every rule that applies to no module, with its file (`origin`) and its line.
     """
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
     ends, assumed = _ends(model) if uses_ends else ({}, "")  # finding them traces the model
@@ -185,7 +177,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
 
 
 def plan(name: str, assignments: Sequence[Assignment], model: nn.Module) -> Plan:
-    """The plan of a recipe of that name from its assigned rules."""
+    """The plan of a recipe from its assigned rules."""
     steps = tuple(
         Step(a.verb, a.number, site.path, type(site.module).__name__, str(a.rule), a.skipped.get(site.path, ""))
         for a in assignments

@@ -19,8 +19,6 @@ from gonio.recipes.document import Document, Problems, dump, from_data, parse, r
 from gonio.recipes.plan import Assignment, Plan, assign, plan
 from gonio.recipes.rule import TENSOR_VERBS, Rule, read_rule
 
-__all__ = ["BASELINE", "Recipe", "built_in_names"]
-
 BASELINE = "baseline"
 _CATALOG = Path(__file__).with_name("catalog")
 
@@ -86,20 +84,12 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, text: str, *, origin: str = "recipe") -> Recipe:
-        """A recipe from YAML text; `origin` is the file name in errors.
-
-        Raises:
-            RecipeError: with every problem of the text.
-        """
+        """A recipe from YAML text; `origin` is the file name in errors, which tell every problem of the text."""
         return cls(**_fields(parse(text, origin=origin)), origin=origin)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """A recipe from plain data, the inverse of :meth:`to_dict`.
-
-        Raises:
-            RecipeError: with every problem of the data.
-        """
+        """A recipe from plain data, the inverse of :meth:`to_dict`; a RecipeError tells every problem of the data."""
         origin = f"recipe {data.get('name', '')!s}".strip()
         return cls(**_fields(from_data(dict(data), origin=origin)), origin=origin)
 
@@ -153,7 +143,13 @@ class Recipe:
     @staticmethod
     def json_schema() -> dict[str, Any]:
         """The format as JSON Schema (draft 2020-12), for editors: every name with its options."""
-        return _json_schema()
+        schema = Header.model_json_schema()
+        keep = _mapping_schema({"where": _WHERE, "use": {"const": "keep"}}, ["use"], "leave these modules alone")
+        for verb in VERBS:
+            rules = [_rule_schema(verb, use, entry) for use, entry in catalogue(verb).items()]
+            description, items = f"rules of {verb}, first match wins", {"oneOf": [keep, *rules]}
+            schema["properties"][verb] = {"type": "array", "items": items, "description": description}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
 
 
 def built_in_names() -> list[str]:
@@ -196,10 +192,9 @@ def _fields(document: Document) -> dict[str, Any]:
             problems.add(tuple(row["loc"]), _header_message(row))
     fields: dict[str, Any] = {key: data[key] for key in ("name", "source", "description") if key in data}
     for verb in VERBS:
-        raw = data.get(verb)
-        places = [(verb, index) for index in range(len(raw) if isinstance(raw, list) else 0)]
-        read = [read_rule(verb, raw[at[1]], at, problems, line=document.line(at)) for at in places]
-        fields[verb] = tuple(rule for rule in read if rule is not None)
+        listed = data.get(verb)
+        rules = enumerate(listed if isinstance(listed, list) else ())
+        fields[verb] = tuple(read_rule(verb, raw, (verb, i), problems, document.line((verb, i))) for i, raw in rules)
     problems.raise_if_any()
     return fields
 
@@ -231,16 +226,6 @@ _WHERE = {
 }
 
 
-def _json_schema() -> dict[str, Any]:
-    schema = Header.model_json_schema()
-    keep = _mapping_schema({"where": _WHERE, "use": {"const": "keep"}}, ["use"], "leave these modules alone")
-    for verb in VERBS:
-        rules = [_rule_schema(verb, use, entry) for use, entry in catalogue(verb).items()]
-        description = f"rules of {verb}, first match wins"
-        schema["properties"][verb] = {"type": "array", "items": {"oneOf": [keep, *rules]}, "description": description}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
-
-
 def _rule_schema(verb: str, use: str, entry: Entry) -> dict[str, Any]:
     properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
     properties |= {"tensor": {"type": "string", "default": "weight"}} if verb in TENSOR_VERBS else {}
@@ -264,10 +249,5 @@ def _option_schema(option: Option) -> dict[str, Any]:
 
 
 def _mapping_schema(properties: dict[str, Any], required: list[str], description: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": description,
-        "properties": properties,
-        "required": required,
-        "additionalProperties": False,
-    }
+    head = {"type": "object", "description": description, "additionalProperties": False}
+    return {**head, "properties": properties, "required": required}

@@ -12,8 +12,6 @@ from gonio.recipes.catalogue import Entry, Option, find, objects_of
 from gonio.recipes.document import Location, Problems, shortened
 from gonio.surgery import as_selector
 
-__all__ = ["ENDS", "KEEP", "TENSOR_VERBS", "Named", "Rule", "read_rule"]
-
 KEEP = "keep"
 ENDS = ("stem", "classifier")
 TENSOR_VERBS = ("init", "parametrize")  # their rules may name the tensor of the layer
@@ -108,7 +106,7 @@ def _text(options: Options) -> str:
     return ", ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in options)
 
 
-def read_rule(verb: str, raw: Any, at: Location, problems: Problems, *, line: int | None) -> Rule | None:
+def read_rule(verb: str, raw: Any, at: Location, problems: Problems, line: int | None) -> Rule | None:
     """A rule from plain data; None if something is wrong with it, which is added to `problems`."""
     if not isinstance(raw, dict):
         problems.add(at, f"a rule is a mapping such as {{where: …, use: …}}; found {shortened(raw)}")

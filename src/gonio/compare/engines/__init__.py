@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gonio.compare.engines.engine import Engine, Future, NodeLost
-from gonio.compare.engines.local import Local, default_jobs
+from gonio.compare.engines.local import Engine, Future, Local, NodeLost, default_jobs
 from gonio.compare.engines.ray import Ray
 
 __all__ = ["Engine", "Future", "Local", "NodeLost", "Ray", "default_jobs"]

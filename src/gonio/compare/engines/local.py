@@ -1,4 +1,4 @@
-"""Runs as processes of this machine, which die with the comparison and never with each other."""
+"""The interface of an engine, and the one of this machine: processes that end with the comparison, not together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from gonio.compare.engines.engine import Future
 from gonio.errors import InvalidArgumentError
 
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms instead of 3 s.
@@ -27,6 +26,44 @@ _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
 _POLL = 1.0  # seconds between two looks at a worker whose fork server is dead
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 10.0  # seconds that a process has to end after its result has arrived
+
+
+class NodeLost(Exception):
+    """The machine that computed a call is gone; the call itself can be repeated."""
+
+
+class Future(Protocol):
+    """One function call in a process of its own."""
+
+    def result(self) -> Any:
+        """Wait for the JSON-able result.
+
+        Raises:
+            ChildProcessError: the process ended without one; gives the cause.
+            NodeLost: its machine is gone.
+        """
+
+    def stop(self) -> None:
+        """Kill the process now."""
+
+
+class Engine(Protocol):
+    """Starts calls and waits for them. It retries nothing and writes nothing; the caller does both."""
+
+    shares_files: bool  # whether its processes see the caller's files
+
+    @property
+    def slots(self) -> int:
+        """How many calls may run at a time, now."""
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Call `function`, which must be importable, in a process of its own."""
+
+    def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
+        """Wait until at least one of the calls has ended, or `timeout` seconds; returns those that have ended."""
+
+    def close(self) -> None:
+        """Release the engine's resources; its calls have ended or were stopped."""
 
 
 class Local:
@@ -80,12 +117,17 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Worker:
-    """One function call in one new process, which returns a JSON-able result.
+def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one."""
+    worker = Worker(function, *arguments)
+    try:
+        return worker.result()
+    finally:
+        worker.stop()
 
-    Args:
-        function: importable, as are its arguments' types.
-    """
+
+class Worker:
+    """One call of an importable function in one new process, which returns a JSON-able result."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         context = get_context("forkserver")
@@ -112,11 +154,7 @@ class Worker:
                 raise
 
     def result(self) -> Any:
-        """Wait for the result.
-
-        Raises:
-            ChildProcessError: the process died without one; gives the cause.
-        """
+        """As :meth:`Future.result`."""
         while not self.ended:
             connection.wait(self.handles, _POLL)
         try:
@@ -134,10 +172,8 @@ class Worker:
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """Objects for :func:`multiprocessing.connection.wait`; `ended` may change when one of them is ready.
-
-        Both: a process that the function started may keep the pipe open after the worker's death.
-        """
+        """Objects for :func:`multiprocessing.connection.wait`; `ended` may change when one of them is ready."""
+        # both: a process that the function started may keep the pipe open after the worker's death
         return (self.receiver,) if self._orphaned else (self.receiver, self._process.sentinel)
 
     @property
@@ -201,10 +237,9 @@ def _adopt_orphans() -> None:
 def _descendants(pid: int) -> list[int]:
     """The processes that a process started, directly or not, also in sessions of their own; empty without /proc."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
+            children.setdefault(int(_stat(path.name)[1]), []).append(int(path.name))
     found = [pid]
     for each in found:
         found += children.get(each, [])
@@ -217,11 +252,16 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _stat(pid: int | str) -> list[str]:
+    """State, parent and more of a process, from /proc."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def _alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _stat(pid)[0] != "Z"
     except ProcessLookupError:
         return False
     except OSError:  # no /proc
@@ -244,10 +284,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT; a process started in the block inherits this for good.
+    """Block SIGINT, which a terminal sends to every process and only the parent handles.
 
-    Ctrl-C is sent to every process of the terminal, but only the parent handles it. In the parent a signal during the
-    block arrives at its end.
+    A process started in the block inherits this for good. In the parent a signal during the block arrives at its end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, cast
 
-from gonio.compare.engines.engine import Future, NodeLost
+from gonio.compare.engines.local import Future, NodeLost
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
 _POLL = 1.0  # seconds until an interruption is noticed
+_GONE = 3.0  # seconds after a worker's end in which the end of its node becomes known
 
 
 class Ray:
@@ -56,11 +57,11 @@ class Ray:
         if self._connected:
             self._connect(address)
         if self._room() < 1:
-            nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            nodes = [(node.get("CPU", 0), node.get("GPU", 0)) for node in self._nodes()]
             self.close()
             raise InvalidArgumentError(
                 f"a run of {cpus:g} CPUs and {gpus:g} GPUs needs a node that has them",
-                f"nodes with {[(n.get('CPU', 0), n.get('GPU', 0)) for n in nodes]}",
+                f"nodes with {nodes}",
                 "Ask for less, or add a node.",
             )
         self._task = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0, max_calls=1)(_call)
@@ -83,12 +84,13 @@ class Ray:
         """How many runs fit on the nodes that are alive; at least 1, because nodes may come back."""
         return max(1, self._room() if self._jobs is None else min(self._jobs, self._room()))
 
+    def _nodes(self) -> list[dict[str, float]]:
+        """The resources of the nodes that are alive."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
     def _room(self) -> int:
-        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        fit = [_times(node.get("CPU", 0), self._cpus) for node in alive]
-        if self._gpus:
-            fit = [min(n, _times(node.get("GPU", 0), self._gpus)) for n, node in zip(fit, alive, strict=True)]
-        return sum(fit)
+        needs = [(name, need) for name, need in (("CPU", self._cpus), ("GPU", self._gpus)) if need]
+        return sum(min(int(node.get(name, 0) / need + 1e-9) for name, need in needs) for node in self._nodes())
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Future:
         """A task; it waits in the cluster's queue until a node has room."""
@@ -116,6 +118,17 @@ class _Task:
     def __init__(self, ray: ModuleType, reference: Any) -> None:
         self._ray = ray
         self.reference = reference
+        self._nodes = self._alive()
+
+    def _alive(self) -> set[str]:
+        return {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+
+    def _node_lost(self) -> bool:
+        """Whether a node is gone that was there at the start: one that shuts down ends its workers before itself."""
+        deadline = time.monotonic() + _GONE
+        while not (gone := self._nodes - self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return bool(gone)
 
     def result(self) -> Any:
         """As :meth:`gonio.compare.engines.Future.result`."""
@@ -127,6 +140,8 @@ class _Task:
         except errors.OutOfMemoryError as error:
             raise ChildProcessError(f"the node ran out of memory and ended the run ({_first_line(error)})") from error
         except errors.RayError as error:
+            if isinstance(error, errors.WorkerCrashedError) and self._node_lost():
+                raise NodeLost("its worker ended with a node") from error
             said = f"{type(error).__name__}: {_first_line(error)}"
             raise ChildProcessError(f"the process of this run died ({said})") from error
 
@@ -148,10 +163,6 @@ def _call(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...])
     if os.path.isdir(folder):
         os.chdir(folder)  # so that relative names of user files mean the same as in the driver
     return json.dumps(function(*arguments), allow_nan=False)
-
-
-def _times(have: float, need: float) -> int:
-    return int(have / need + 1e-9)
 
 
 def _first_line(error: Exception) -> str:

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from gonio.compare.judging.summary import CostRow
+from gonio.compare.judging.results import CostRow
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.compare.running.training import batches, build, make_optimizer, prepare_process
-from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
 
 _WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
@@ -29,22 +29,13 @@ _BLOCKS = 21  # odd, so that the median is one of them
 _TURN = 0.03  # seconds of the baseline per block: 100 times the clock's and scheduler's grain
 _LONGEST = 12.0  # seconds for all blocks; at least 5 are made
 _MEMORY_BLOCKS = 3
-Shape = tuple[int, ...]
 
-
-def _attention(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
-    """Operations of one attention on the CPU, from the shapes."""
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(out: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
-    return int(sdpa_backward_flop_count(out, query, key, value))
-
-
-# torch's counter supports the attention kernels of GPUs only
+# torch's counter supports the attention kernels of GPUs only; on the CPU the shapes are the first arguments too
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *s, **_: int(sdpa_flop_count(*s[:3])),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *s, **_: int(
+        sdpa_backward_flop_count(*s[:4])
+    ),
 }
 
 
@@ -53,7 +44,7 @@ def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
 
     A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Time is the CPU
     time of this process. Memory is the peak of the allocator during a step, above its level before: activations,
-    gradients and temporaries. In each block the models alternate, so changes of the machine's load affect all.
+    gradients and temporaries.
     """
     prepare_process()
     task = resolve_task(plan.task)
@@ -133,11 +124,6 @@ def step_flops(step: Callable[[], None]) -> int:
     """Floating-point operations of the matrix products, convolutions and attentions of one step.
 
     Elementwise operations are not counted: their cost is memory traffic, which the step time includes.
-
-    Example:
-        >>> from gonio.compare.judging.cost import step_flops
-        >>> step_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))  # 2 · 2 · 3 · 5
-        60
     """
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         step()
@@ -145,13 +131,7 @@ def step_flops(step: Callable[[], None]) -> int:
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
-    """Peak bytes of the CPU allocator during `step`, above its level before.
-
-    Example:
-        >>> from gonio.compare.judging.cost import peak_bytes
-        >>> peak_bytes(lambda: torch.zeros(1000).neg_())
-        4000
-    """
+    """Peak bytes of the CPU allocator during `step`, above its level before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()

@@ -17,8 +17,8 @@ ANGLE_EDGES = tuple(range(0, 181, 2))  # degrees; the same for every layer, run 
 def filter_summary(model: nn.Module) -> dict[str, Any]:
     """Filter norms and pairwise angles of every linear and convolutional layer.
 
-    Weights are read as the layer uses them, so a parametrised layer shows its effective weight. Angles
-    are between filters of one group; a filter of norm 0 has none and is left out.
+    A parametrised layer shows its effective weight. Angles are between filters of one group; a filter of norm 0 has
+    none and is left out.
 
     Returns:
         `layers` by path, each with `shape`, `dim` (length of a filter), `filters` (how many), `norms`

@@ -16,7 +16,6 @@ Array = NDArray[np.float64]
 
 PROFILE = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in smallest effects of interest
 _REPETITIONS = 5000  # bootstrap samples; the ends of a 95 % interval then vary by about 1 % of its width
-_QUANTILES = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Across:
     """One recipe over several tasks.
 
     Attributes:
-        tasks: names, in the order of the studies. pairs: number of pairs per task.
+        tasks: in the order of the studies. pairs: number of pairs per task.
         iqm: interquartile mean of the paired differences of all tasks, each divided by its task's smallest
             effect of interest, signed so that positive is better: 1 is an effect just worth having.
         iqm_low, iqm_high: its 95 % interval by stratified bootstrap.
@@ -49,13 +48,7 @@ class Across:
 
 
 def interquartile_mean(values: Array) -> Array:
-    """Mean without the lowest and the highest quarter, over the last axis.
-
-    Example:
-        >>> from gonio.compare.judging.multi_task import interquartile_mean
-        >>> interquartile_mean(np.array([0.0, 1.0, 3.0, 100.0])).item()
-        2.0
-    """
+    """Mean without the lowest and the highest quarter, over the last axis."""
     found: Array = np.asarray(require_scipy().trim_mean(values, 0.25, axis=-1))
     return found
 
@@ -88,39 +81,33 @@ def across(studies: Sequence[Results]) -> tuple[Across, ...]:
         The performance profile is of differences, not of normalised scores, with tasks weighing the same. The
         probability of improvement compares pairs of one seed, not all pairs of runs: the runs are paired.
     """
-    _check(studies)
-    recipes = [effect.recipe for effect in studies[0].effects]
-    shared = [name for name in recipes if all(_effect(study, name) for study in studies)]
-    return tuple(_across(name, studies) for name in shared)
-
-
-def _check(studies: Sequence[Results]) -> None:
     if len(studies) < 2:
         raise InvalidArgumentError("several tasks are at least two studies", str(len(studies)), "Name another study.")
     if len({study.plan.hash for study in studies}) < len(studies):
         raise InvalidArgumentError("several tasks are different studies", "one of them twice", "Name each once.")
-    lacking = [study.plan.task for study in studies if not study.plan.sesoi > 0]
-    if lacking:
+    if lacking := [study.plan.task for study in studies if not study.plan.sesoi > 0]:
         raise InvalidArgumentError(
             "tasks are put on one scale by their smallest effects of interest",
             f"none for {', '.join(lacking)}",
             "Plan that study with --sesoi.",
         )
+    found = [{effect.recipe: effect for effect in study.effects if effect.n} for study in studies]
+    shared = [name for name in found[0] if all(name in effects for effects in found)]
+    return tuple(_across(studies, [effects[name] for effects in found]) for name in shared)
 
 
-def _effect(study: Results, recipe: str) -> Effect | None:
-    return next((effect for effect in study.effects if effect.recipe == recipe and effect.n), None)
-
-
-def _across(recipe: str, studies: Sequence[Results]) -> Across:
-    strata = [_scaled(study, recipe) for study in studies]
+def _across(studies: Sequence[Results], effects: Sequence[Effect]) -> Across:
+    """One recipe's effects in the studies, in smallest effects of interest, more being better."""
+    strata = [
+        study.plan.sign * np.asarray(effect.differences, dtype=np.float64) / study.plan.sesoi
+        for study, effect in zip(studies, effects, strict=True)
+    ]
     iqm, better = _estimates([stratum[None] for stratum in strata])
     draw = np.random.Generator(np.random.PCG64(0))
     resampled = [stratum[draw.integers(0, len(stratum), (_REPETITIONS, len(stratum)))] for stratum in strata]
-    iqms, betters = _estimates(resampled)
-    (iqm_low, iqm_high), (better_low, better_high) = np.quantile(iqms, _QUANTILES), np.quantile(betters, _QUANTILES)
+    (iqm_low, better_low), (iqm_high, better_high) = np.quantile(_estimates(resampled), (0.025, 0.975), axis=1)
     return Across(
-        recipe,
+        effects[0].recipe,
         tuple(study.plan.task for study in studies),
         tuple(map(len, strata)),
         iqm=float(iqm[0]),
@@ -130,16 +117,9 @@ def _across(recipe: str, studies: Sequence[Results]) -> Across:
         improvement_low=float(better_low),
         improvement_high=float(better_high),
         effects=tuple(float(stratum.mean()) for stratum in strata),
-        verdicts=tuple(found.verdict for study in studies if (found := _effect(study, recipe))),
+        verdicts=tuple(effect.verdict for effect in effects),
         profile=tuple(float(np.mean([(stratum > least).mean() for stratum in strata])) for least in PROFILE),
     )
-
-
-def _scaled(study: Results, recipe: str) -> Array:
-    """The differences in smallest effects of interest, more being better."""
-    effect = _effect(study, recipe)
-    differences = np.asarray(effect.differences if effect else (), dtype=np.float64)
-    return (1 if study.plan.direction == "max" else -1) * differences / study.plan.sesoi
 
 
 def _estimates(strata: Sequence[Array]) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
 """Accuracy of a trained classifier on disturbed inputs, and signs of gradient masking.
 
 The attacks stay within a distance in the maximum norm. `Answer` is the whole function from inputs in their own unit
-to logits, standardisation included, so distances mean the same for every model. The model must be in evaluation mode.
+to logits, standardisation included; its model must be in evaluation mode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gonio.compare.tasks.task import Task
 from gonio.seeding import generator
 
 Answer = Callable[[Tensor], Tensor]
+Objective = Callable[[Tensor, Tensor], Tensor]
 ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")
 _RADII = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # times epsilon; the last is practically unbounded
 _SMOOTHING = 0.5  # times epsilon: standard deviation of the noise over which gradients are averaged
@@ -48,60 +49,46 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
     def answer(x: Tensor) -> Tensor:
         return task.outputs(model, x)
 
-    disturbed = _disturbed(answer, inputs, targets, config)
-    if transferred is not None:
-        disturbed["transfer"] = transferred
+    ball = Ball.of(config)
+
+    def attacked(name: str, ball: Ball, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
+        draw = generator(config.seed, name)
+        return pgd(
+            answer, inputs, targets, ball,
+            steps=config.steps, restarts=restarts, generator=draw, smoothing=smoothing,
+        )  # fmt: skip
+
+    disturbed = {
+        "noise": noisy(inputs, ball, generator(config.seed, "noise")),
+        "fgsm": fgsm(answer, inputs, targets, ball),
+        "pgd": attacked("pgd", ball, restarts=config.restarts),
+        "smoothed": attacked("smoothed", ball, smoothing=_SMOOTHING * config.epsilon),
+        **({} if transferred is None else {"transfer": transferred}),
+    }
     right = {name: survive(answer, moved, targets) for name, moved in disturbed.items()}
     clean = survive(answer, inputs, targets)
     found: dict[str, Any] = {"clean": _percent(clean)}
     found |= {name: _percent(right[name]) for name in ATTACKS if name in right}
     found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
-    found["radii"] = _radii(answer, inputs, targets, config)
+    further = [Ball(factor * config.epsilon, config.low, config.high) for factor in _RADII]
+    found["radii"] = [
+        {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, attacked("radii", far), targets))}
+        for far in further
+    ]
     found["zero_gradients"] = _zero_gradients(answer, inputs[clean], targets[clean])
     return {**found, "signs": masking_signs(found, examples=len(inputs))}
-
-
-def _disturbed(answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig) -> dict[str, Tensor]:
-    ball = Ball.of(config)
-    draws = {name: generator(config.seed, name) for name in ("noise", "pgd", "smoothed")}
-    return {
-        "noise": noisy(inputs, ball, draws["noise"]),
-        "fgsm": fgsm(answer, inputs, targets, ball),
-        "pgd": pgd(
-            answer, inputs, targets, ball, steps=config.steps, restarts=config.restarts, generator=draws["pgd"]
-        ),
-        "smoothed": pgd(
-            answer, inputs, targets, ball, steps=config.steps, restarts=1, generator=draws["smoothed"],
-            smoothing=_SMOOTHING * config.epsilon,
-        ),
-    }  # fmt: skip
-
-
-def _radii(answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig) -> list[dict[str, float]]:
-    """Accuracy under PGD that starts at the example itself, at distances around epsilon."""
-    rows = []
-    for factor in _RADII:
-        ball = Ball(factor * config.epsilon, config.low, config.high)
-        draw = generator(config.seed, "radii")
-        moved = pgd(answer, inputs, targets, ball, steps=config.steps, restarts=1, generator=draw)
-        rows.append({"epsilon": ball.epsilon, "accuracy": _percent(survive(answer, moved, targets))})
-    return rows
 
 
 def _zero_gradients(answer: Answer, inputs: Tensor, targets: Tensor) -> float:
     """Percentage of examples whose gradient is exactly 0."""
     if len(inputs) == 0:
         return 0.0
-    return _percent(
-        torch.cat([input_gradient(answer, x, y).flatten(1).abs().amax(1) == 0 for x, y in _chunks(inputs, targets)])
-    )
+    gradients = [input_gradient(answer, x, y) for x, y in _chunks(inputs, targets)]
+    return _percent(torch.cat([gradient.flatten(1).abs().amax(1) == 0 for gradient in gradients]))
 
 
 def _percent(mask: Tensor) -> float:
     return 100.0 * int(mask.sum()) / len(mask)
-
-
-# --- the attacked examples ----------------------------------------------------------------------------
 
 
 def attacked_split(task: Task, config: AttackConfig) -> tuple[Tensor, Tensor]:
@@ -159,12 +146,6 @@ def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
 
     The cross-entropy is :math:`\log(1 + e^s)`, so both have the same direction of ascent. For a confident model
     the cross-entropy's gradient underflows to 0 in float32; this one's does not.
-
-    Example:
-        >>> from gonio.compare.judging.robustness import log_odds
-        >>> s = log_odds(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
-        >>> float(s.exp().log1p() - nn.functional.cross_entropy(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])))
-        0.0
     """
     right = logits.gather(1, targets[:, None])
     return logits.scatter(1, targets[:, None], -torch.inf).logsumexp(1) - right[:, 0]
@@ -174,11 +155,6 @@ def margin(logits: Tensor, targets: Tensor) -> Tensor:
     """Best wrong logit minus the right one, per example; positive for a wrong answer.
 
     Unlike :func:`log_odds` it follows one wrong class at a time.
-
-    Example:
-        >>> from gonio.compare.judging.robustness import margin
-        >>> margin(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([0])).tolist()
-        [-2.0]
 
     References:
         N. Carlini and D. Wagner, "Towards evaluating the robustness of neural networks", 2017, §V-A, f6.
@@ -235,39 +211,37 @@ def pgd(
     found = inputs.clone()
     standing = survive(answer, inputs, targets)
     for restart in range(restarts):
-        slope = _Slope(answer, (log_odds, margin)[restart % 2], smoothing, generator)
+        objective = (log_odds, margin)[restart % 2]
+
+        def slope(x: Tensor, y: Tensor, objective: Objective = objective) -> Tensor:
+            if smoothing == 0:
+                return input_gradient(answer, x, y, objective)
+            total = torch.zeros_like(x)
+            for _ in range(_SMOOTHED):
+                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                total += input_gradient(answer, x + smoothing * noise, y, objective)
+            return total
+
         starts = inputs if restart == 0 else noisy(inputs, ball, generator)
         for index in standing.nonzero().flatten().split(_CHUNK):
-            found[index] = _ascend(slope, starts[index], inputs[index], targets[index], ball, steps)
+            found[index] = _ascend(answer, slope, starts[index], inputs[index], targets[index], ball, steps)
         standing = standing & survive(answer, found, targets)
     return found
 
 
-@dataclass(frozen=True)
-class _Slope:
-    """The direction in which an attack moves."""
-
-    answer: Answer
-    objective: Callable[[Tensor, Tensor], Tensor]
-    smoothing: float
-    generator: Generator
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient at the inputs, or its mean over noisy copies."""
-        if self.smoothing == 0:
-            return input_gradient(self.answer, inputs, targets, self.objective)
-        total = torch.zeros_like(inputs)
-        for _ in range(_SMOOTHED):
-            noise = torch.randn(inputs.shape, generator=self.generator, dtype=inputs.dtype)
-            total += input_gradient(self.answer, inputs + self.smoothing * noise, targets, self.objective)
-        return total
-
-
-def _ascend(slope: _Slope, start: Tensor, inputs: Tensor, targets: Tensor, ball: Ball, steps: int) -> Tensor:
+def _ascend(
+    answer: Answer,
+    slope: Objective,
+    start: Tensor,
+    inputs: Tensor,
+    targets: Tensor,
+    ball: Ball,
+    steps: int,
+) -> Tensor:
     """Steps along the sign of the slope; an example that is misled stays as it is."""
     moved = start
     for _ in range(steps):
-        standing = survive(slope.answer, moved, targets).view(-1, *(1,) * (inputs.ndim - 1))
+        standing = survive(answer, moved, targets).view(-1, *(1,) * (inputs.ndim - 1))
         if not bool(standing.any()):
             break
         stepped = ball.project(moved + 2.5 * ball.epsilon / steps * slope(moved, targets).sign(), inputs)
@@ -275,9 +249,7 @@ def _ascend(slope: _Slope, start: Tensor, inputs: Tensor, targets: Tensor, ball:
     return moved
 
 
-def input_gradient(
-    answer: Answer, inputs: Tensor, targets: Tensor, objective: Callable[[Tensor, Tensor], Tensor] = log_odds
-) -> Tensor:
+def input_gradient(answer: Answer, inputs: Tensor, targets: Tensor, objective: Objective = log_odds) -> Tensor:
     """Gradient of each example's objective with respect to its input."""
     leaf = inputs.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(objective(answer(leaf), targets).sum(), leaf)
@@ -301,21 +273,12 @@ _WEAKER = {
 def masking_signs(found: Mapping[str, Any], *, examples: int) -> list[str]:
     """One sentence for each sign of gradient masking; an empty list is no proof of its absence.
 
-    A strong attack with access to the model must do no worse than a weak one, one without access, noise, or
-    the same attack from further away or with smoothed gradients. If it does worse, it fails because of the gradients
-    and not because the model is robust.
+    An attack with access to the model that misleads less than a weaker one, one without access, noise, or itself from
+    further away or with smoothed gradients fails because of the gradients, not because the model is robust.
 
     Args:
         found: accuracies as :func:`robustness` measures them, in percent.
         examples: number of attacked examples; a difference of two of them is within chance.
-
-    Example:
-        >>> from gonio.compare.judging.robustness import masking_signs
-        >>> clean = {"clean": 95.0, "noise": 94.0, "fgsm": 40.0, "pgd": 20.0, "smoothed": 20.5, "zero_gradients": 0.0}
-        >>> masking_signs({**clean, "radii": [{"epsilon": 0.1, "accuracy": 5.0}]}, examples=200)
-        []
-        >>> masking_signs({**clean, "pgd": 60.0, "radii": []}, examples=200)[0]
-        'one step (FGSM) misleads more than many (PGD): 40 % against 60 % remain right'
 
     References:
         A. Athalye, N. Carlini and D. Wagner, "Obfuscated gradients give a false sense of security", 2018,

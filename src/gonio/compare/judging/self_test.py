@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gonio.compare.judging.results import Results
-from gonio.compare.judging.statistics import ALPHA, half_width, holm, require_scipy, sign_flip_rows
-from gonio.compare.judging.summary import scores_of
-from gonio.compare.judging.verdict import enough
+from gonio.compare.judging.results import Results, scores_of
+from gonio.compare.judging.statistics import ALPHA, enough, half_width, holm, require_scipy, sign_flip_rows
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.compare.planning.planner import seeds_of
 from gonio.errors import InvalidArgumentError
@@ -29,7 +26,7 @@ _NARROW = 1e-12
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Error rates of studies that compare a baseline with copies of itself.
+    """Error rates of studies that compare a baseline with copies of itself; `str()` says them in sentences.
 
     Attributes:
         copies: how many. seeds: runs of each. size: seeds of one study.
@@ -131,19 +128,13 @@ def self_test(results: Results, *, size: int | None = None) -> SelfTest:
             f"a self-test of studies of {size} seeds", f"{len(whole)} with all of their runs", "Let it go on."
         )
     table = np.array([[scores[entry.name, seed] for seed in whole] for entry in plan.recipes])
-    claims = tuple(effect.recipe for effect in results.effects if effect.verdict in ("helps", "hurts"))
-    return _judged(table, size, claims)
-
-
-def _judged(table: Array, size: int, claims: Sequence[str]) -> SelfTest:
-    arms, seeds = table.shape
     rate, coverage = false_verdicts(table, size=size)
     wrong, disjoint = disjoint_verdicts(table)
     draw = np.random.Generator(np.random.PCG64(2))
-    chance = np.array([false_verdicts(draw.standard_normal((arms, seeds)), size=size) for _ in range(_BANKS)])
+    chance = np.array([false_verdicts(draw.standard_normal(table.shape), size=size) for _ in range(_BANKS)])
     return SelfTest(
-        copies=arms - 1,
-        seeds=seeds,
+        copies=len(table) - 1,
+        seeds=len(whole),
         size=size,
         false_verdicts=rate,
         allowed=float(np.quantile(chance[:, 0], 0.95)),
@@ -151,7 +142,7 @@ def _judged(table: Array, size: int, claims: Sequence[str]) -> SelfTest:
         coverage_allowed=float(np.quantile(chance[:, 1], 0.05)),
         disjoint=disjoint,
         disjoint_wrong=wrong,
-        claims=tuple(claims),
+        claims=tuple(effect.recipe for effect in results.effects if effect.verdict in ("helps", "hurts")),
     )
 
 
@@ -162,13 +153,6 @@ def false_verdicts(table: Array, *, size: int) -> tuple[float, float]:
 
     Shape:
         - ``table``: (1 + recipes, seeds) scores of recipes without any effect, the baseline's first.
-
-    Example:
-        >>> from gonio.compare.judging.self_test import false_verdicts
-        >>> table = np.random.Generator(np.random.PCG64(0)).standard_normal((5, 32))
-        >>> rate, coverage = false_verdicts(table, size=8)
-        >>> rate < 0.05, 0.9 < coverage <= 1
-        (True, True)
     """
     draw = np.random.Generator(np.random.PCG64(3))
     seeds = table.shape[1]
@@ -191,11 +175,6 @@ def disjoint_verdicts(table: Array) -> tuple[int, int]:
 
     Shape:
         - ``table``: as in :func:`false_verdicts`.
-
-    Example:
-        >>> from gonio.compare.judging.self_test import disjoint_verdicts
-        >>> disjoint_verdicts(np.random.Generator(np.random.PCG64(0)).standard_normal((5, 32)))
-        (0, 10)
     """
     size = enough(1)
     recipes, seeds = len(table) // 2 * 2, table.shape[1] // size * size
@@ -206,12 +185,6 @@ def disjoint_verdicts(table: Array) -> tuple[int, int]:
 
 def rate_interval(hits: int, trials: int) -> tuple[float, float]:
     """The exact 95 % interval of a rate after `hits` in `trials`; 0 to 1 without trials.
-
-    Example:
-        >>> from gonio.compare.judging.self_test import rate_interval
-        >>> low, high = rate_interval(1, 30)
-        >>> round(low, 4), round(high, 4)
-        (0.0008, 0.1722)
 
     References:
         C. Clopper and E. Pearson, "The use of confidence or fiducial limits", Biometrika 26, 1934.

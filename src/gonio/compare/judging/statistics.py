@@ -1,4 +1,4 @@
-"""Statistics of paired scores: tests, intervals, power.
+"""Statistics of paired scores: tests, intervals, power, and the verdict that follows from them.
 
 Verdicts use the exact sign-flip test with Holm's correction over all recipes, and the paired t interval, whose
 coverage holds for few seeds (a bootstrap's does not).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -30,13 +31,6 @@ _ROWS = 100  # studies whose sums are held at the same time: 2^15 sums each, 26 
 
 def paired_t(differences: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float, float] | None:
     r"""Mean difference and its interval :math:`\bar d \pm t_{n-1}\, s / \sqrt n`; None for fewer than 2.
-
-    If all differences are equal the interval is that one number.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import paired_t
-        >>> [round(x, 4) for x in paired_t([1.0, 2.0, 3.0])]
-        [2.0, -0.4841, 4.4841]
 
     References:
         Student, "The probable error of a mean", Biometrika 6, 1908.
@@ -61,11 +55,6 @@ def sign_flip(differences: Sequence[float]) -> float:
     The share of the :math:`2^n` sign vectors :math:`s` with
     :math:`|\sum_i s_i d_i| \ge |\sum_i d_i|`. It assumes symmetry under the null hypothesis, not normality. Its
     smallest value is :math:`2 / 2^n`. Above 24 pairs it uses a million sign vectors, always the same ones.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import sign_flip
-        >>> sign_flip([0.5, 0.25, 1.0]), sign_flip([0.5, -0.5])
-        (0.25, 1.0)
 
     References:
         R. A. Fisher, "The Design of Experiments", 1935, §21.
@@ -93,13 +82,7 @@ def sign_flip_rows(rows: Array) -> Array:
 
 
 def least_p(pairs: int) -> float:
-    """The smallest p value that the sign-flip test can give.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import least_p
-        >>> least_p(5), least_p(6)
-        (0.0625, 0.03125)
-    """
+    """The smallest p value that the sign-flip test can give."""
     return min(1.0, 2.0 ** (1 - pairs))
 
 
@@ -108,11 +91,6 @@ def holm(p_values: ArrayLike) -> Array:
 
     Shape:
         - ``p_values``: (recipes, ...), corrected along the first axis; output: the same.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import holm
-        >>> holm([0.25, 0.0625, 0.5]).tolist()
-        [0.5, 0.1875, 0.5]
 
     References:
         S. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6, 1979.
@@ -134,13 +112,7 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float | None
 
 
 def improvement(differences: Sequence[float], direction: str) -> float | None:
-    """Share of pairs in which the recipe is better; ties count half.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import improvement
-        >>> improvement([1.0, 0.0, -2.0, 3.0], "max")
-        0.625
-    """
+    """Share of pairs in which the recipe is better; ties count half. None without pairs."""
     if not differences:
         return None
     sign = 1 if direction == "max" else -1
@@ -158,11 +130,6 @@ def detectable(pairs: int, comparisons: int, *, power: float = 0.8) -> float | N
 
     Args:
         comparisons: number of recipes, m.
-
-    Example:
-        >>> from gonio.compare.judging.statistics import detectable
-        >>> detectable(5, 1) is None, round(detectable(8, 1), 1)
-        (True, 1.2)
     """
     alpha = ALPHA / max(1, comparisons)
     if least_p(pairs) >= alpha:
@@ -206,13 +173,106 @@ def _t_power(pairs: int, alpha: float) -> Callable[[float], float]:
 
 
 def require_scipy() -> ModuleType:
-    """`scipy.stats`.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
+    """`scipy.stats`; a MissingExtraError if scipy is not installed."""
     try:
         from scipy import stats  # 0.8 s, which `import gonio.compare` need not cost
     except ModuleNotFoundError as error:
         raise MissingExtraError("a comparison's statistics", "scipy", "lab") from error
     return stats
+
+
+# --- the verdict ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The statistics of one recipe against the baseline.
+
+    Attributes:
+        differences: recipe − baseline, one per pair. mean, low, high: their mean and its interval.
+        p_holm: sign-flip p after Holm. mde: minimum detectable effect. comparisons: recipes in the study.
+        sesoi: smallest effect of interest. sign: 1 if larger is better, −1 otherwise. unit: of differences.
+    """
+
+    differences: tuple[float, ...]
+    mean: float | None
+    low: float | None
+    high: float | None
+    p_holm: float | None
+    mde: float | None
+    comparisons: int
+    sesoi: float
+    sign: int
+    unit: str
+
+    @property
+    def n(self) -> int:
+        """Number of pairs."""
+        return len(self.differences)
+
+
+def judge(seen: Evidence) -> tuple[str, str]:
+    """The verdict and its reason. The first rule that applies decides:
+
+    1. *helps* or *hurts*: the Holm-adjusted sign-flip p is below 0.05 and the interval does not contain 0.
+    2. *no useful effect*: the whole interval lies within ± the smallest effect of interest.
+    3. *no evidence*: neither, but an effect of that size would probably have been seen.
+    4. *underpowered*: such an effect could well have been missed, or there are too few seeds to detect any effect.
+    """
+    # Scores are counts: two differences can be equal by chance, and their interval then has no width.
+    if seen.n < 3 or seen.mean is None or seen.low is None or seen.high is None or seen.p_holm is None:
+        pairs = ("is no pair", "is one pair", "are two pairs")[min(seen.n, 2)]
+        return "underpowered", f"There {pairs} of runs, too few to tell a difference from the noise of seeds."
+    interval = f"95 % interval {seen.low:+.2f} to {seen.high:+.2f}"
+    if seen.p_holm < ALPHA and not seen.low <= 0 <= seen.high:
+        return _clear(seen, seen.mean, interval)
+    if max(abs(seen.low), abs(seen.high)) <= seen.sesoi:
+        reason = f"The {interval} lies within ±{points(seen.sesoi, seen.unit)}, the smallest effect of interest."
+        return "no useful effect", reason
+    return _unclear(seen, seen.p_holm, interval)
+
+
+def _clear(seen: Evidence, mean: float, interval: str) -> tuple[str, str]:
+    sign = 1 if mean > 0 else -1
+    word, verdict = ("Better", "helps") if sign == seen.sign else ("Worse", "hurts")
+    count = sum(sign * difference > 0 for difference in seen.differences)
+    reason = (
+        f"{word} in {count} of {seen.n} seeds, by {mean:+.2f} on average ({interval}; p = {seen.p_holm:.3f} after Holm)"
+    )
+    if abs(mean) < seen.sesoi:
+        reason += f"; real, but smaller than {points(seen.sesoi, seen.unit)}, the smallest effect of interest"
+    return verdict, reason + "."
+
+
+def _unclear(seen: Evidence, p_holm: float, interval: str) -> tuple[str, str]:
+    sesoi = points(seen.sesoi, seen.unit)
+    if seen.mde is None:
+        least = min(1.0, least_p(seen.n) * seen.comparisons)
+        recipes = counted(seen.comparisons, "recipe")
+        reason = f"With {seen.n} pairs and {recipes}, the smallest possible p after Holm is {least:.2g}"
+        return "underpowered", f"{reason}: too few seeds to detect any effect. Use {enough(seen.comparisons)} or more."
+    found = f"p = {p_holm:.2f} after Holm, {interval}"
+    mde = points(seen.mde, seen.unit)
+    if not seen.sesoi:
+        named = "no smallest effect of interest was named"
+        return "no evidence", f"Effects from {mde} on would probably have been seen ({found}); {named}."
+    if seen.mde <= seen.sesoi:
+        return "no evidence", f"An effect of {sesoi} would probably have been seen ({found}; detectable: {mde})."
+    return "underpowered", f"Only effects from {mde} on would probably have been seen, not {sesoi} ({found})."
+
+
+def points(value: float, unit: str) -> str:
+    """A difference with its unit; the difference of two percentages is in points."""
+    if unit == "%":
+        return f"{value:.3g} point" + ("" if value == 1 else "s")
+    return f"{value:.3g} {unit}".strip()
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, e.g. `1 run` and `2 runs`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def enough(comparisons: int) -> int:
+    """The fewest seeds that can detect an effect among so many recipes."""
+    return next(n for n in range(2, 64) if least_p(n) * max(1, comparisons) < ALPHA)

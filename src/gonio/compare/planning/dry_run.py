@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 
-from gonio.compare.engines.local import Worker
+from gonio.compare.engines.local import call_apart
 from gonio.compare.judging.cost import training_step
-from gonio.compare.judging.statistics import ALPHA, detectable, least_p
-from gonio.compare.judging.verdict import counted, enough, points
+from gonio.compare.judging.statistics import ALPHA, counted, detectable, enough, least_p, points
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.compare.running.training import build, evaluate, prepare_process
 from gonio.compare.running.tuning import space_of
-from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
 
 _START = 0.2  # seconds to fork a run's process, load its data and store its row
@@ -39,15 +38,22 @@ def dry_run(plan: Plan, *, jobs: int) -> str:
         f"{counted(len(plan.grid), 'run')}",
         *(f"  {entry.name}" for entry in plan.recipes),
         *_tuned(plan),
-        *_attacked(plan),
-        *([] if plan.scripted else [f"about {_minutes(_seconds(plan, jobs))} with {counted(jobs, 'run')} at a time"]),
-        _power(plan),
-        *(f"note: {note}" for note in plan.notes),
     ]
-    return "\n".join(lines)
+    if (threat := plan.threat) is not None:
+        lines.append(
+            f"attacks on each trained model: {counted(threat.examples, 'test example')}, largest change "
+            f"{threat.epsilon:.3g} per input number; noise, transfer, FGSM, PGD ({threat.steps} steps, "
+            f"{threat.restarts} restarts)"
+        )
+    if not plan.scripted:
+        seconds = _seconds(plan, jobs)
+        shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        lines.append(f"about {shown} with {counted(jobs, 'run')} at a time")
+    return "\n".join([*lines, _power(plan), *(f"note: {note}" for note in plan.notes)])
 
 
 def _head(plan: Plan) -> list[str]:
+    """The task, the training and the metric."""
     better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
     if plan.scripted:
         return [f"script {plan.task}, judged by its {plan.metric} ({better})"]
@@ -75,18 +81,6 @@ def _tuned(plan: Plan) -> list[str]:
     return [head, *spaces]
 
 
-def _attacked(plan: Plan) -> list[str]:
-    """The attacks on the trained models."""
-    threat = plan.threat
-    if threat is None:
-        return []
-    return [
-        f"attacks on each trained model: {counted(threat.examples, 'test example')}, largest change "
-        f"{threat.epsilon:.3g} per input number; noise, transfer, FGSM, PGD ({threat.steps} steps, "
-        f"{threat.restarts} restarts)"
-    ]
-
-
 def _power(plan: Plan) -> str:
     """The smallest effect that so many seeds can detect."""
     comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
@@ -110,11 +104,7 @@ def _power(plan: Plan) -> str:
 
 
 def _seconds(plan: Plan, jobs: int) -> float:
-    worker = Worker(run_seconds, plan)
-    try:
-        found = worker.result()
-    finally:
-        worker.stop()
+    found = call_apart(run_seconds, plan)
     trials = plan.tuning.trials if plan.tuning else 0
     runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
     return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
@@ -123,7 +113,7 @@ def _seconds(plan: Plan, jobs: int) -> float:
 def run_seconds(plan: Plan) -> list[tuple[float, float]]:
     """Estimated CPU seconds of the training and of the attacks of one run of each recipe.
 
-    Meant for a process of its own.
+    From three training steps and one validation. Meant for a process of its own.
     """
     prepare_process()
     task = resolve_task(plan.task)
@@ -131,7 +121,6 @@ def run_seconds(plan: Plan) -> list[tuple[float, float]]:
 
 
 def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
-    """Of one run, from three training steps and one validation."""
     step = training_step(plan, task, entry)
     model, _, _ = build(plan, task, entry, plan.seeds[0])
     began = time.process_time()
@@ -139,19 +128,11 @@ def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, flo
         step()
     trained = time.process_time()
     evaluate(model, task, task.validation)
+    one, threat = (trained - began) / 3, plan.threat
     steps = math.ceil(len(task.train) / plan.trained.batch_size)
-    one = (trained - began) / 3
     training = plan.trained.epochs * (one * steps + time.process_time() - trained)
-    return training, one * _attack_steps(plan)
-
-
-def _attack_steps(plan: Plan) -> float:
-    """The cost of the attacks on one model in training steps, if half of the examples are misled early."""
-    if plan.threat is None:
-        return 0.0
-    ascents = plan.threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
-    return 0.5 * plan.threat.examples * plan.threat.steps * ascents / plan.trained.batch_size
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if threat is None:
+        return training, 0.0
+    ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
+    misled_early = 0.5  # of the examples
+    return training, one * misled_early * threat.examples * threat.steps * ascents / plan.trained.batch_size

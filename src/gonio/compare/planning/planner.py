@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gonio.compare.engines.local import Worker
+from gonio.compare.engines.local import call_apart
 from gonio.compare.planning.plan import (
     ATTACK_SEED,
     BASELINE,
     TUNING_SEED,
-    AttackConfig,
     Plan,
     RecipeEntry,
     Training,
@@ -22,7 +21,7 @@ from gonio.compare.planning.plan import (
 from gonio.compare.running.scripts import probe_script
 from gonio.compare.running.training import OPTIMIZERS
 from gonio.compare.running.tuning import require_optuna
-from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
@@ -30,13 +29,7 @@ from gonio.models.user_code import code_digest, is_user_code
 from gonio.recipes import Recipe
 
 # One per seed system, in the order of the systems.
-BUILT_IN_RECIPES = (
-    "orthogonal-init",
-    "switchable-norm",
-    "decoupled-tanh",
-    "self-orthogonality",
-    "scale-shift",
-)
+BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
 _MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
@@ -58,9 +51,8 @@ def make_plan(
     Every recipe is planned on the model here, so a rule that matches no layer is an error before the first run.
 
     Args:
-        recipes: built-in names, files, or recipes, without the baseline, which is always the first. None: the
-            task's own choice, or one per method family; those that match no layer of the model are left out
-            with a note.
+        recipes: built-in names, files, or recipes, without the baseline, which is always the first. None: the task's
+            own choice, or one per method family; a note names those that match no layer and are left out.
         task: see :func:`gonio.compare.tasks.resolve`.
         model: see :func:`gonio.models.resolve`; None is the task's own.
         seeds: how many (0, 1, …), or which.
@@ -80,19 +72,33 @@ def make_plan(
         >>> len(plan.grid), [recipe.name for recipe in plan.recipes]
         (6, ['baseline', 'orthogonal-init'])
     """
-    data = resolve_task(task)
-    found = seeds_of(seeds)
-    chosen = training or data.training
+    data, found = resolve_task(task), seeds_of(seeds)
+    chosen, spec = training or data.training, model or data.model
     _check_training(chosen, data)
-    spec = model or data.model
+    if robust and data.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs a task whose inputs have small disturbances; {data.name!r} does not configure any",
+            "a task without threat=",
+            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
+        )
+    if tune:
+        _positive("the number of trials", tune)
+        require_optuna()
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
     chance = _chance(data, _checked_outputs(net, spec, data))
-    loaded, left_out = _chosen(recipes, data, net)
+    fitting, left_out = _chosen(recipes, data, net)
+    entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
+    confounded = [
+        f"{each.name} changes several things at once ({', '.join(each.changes)}): its effect belongs to all of them "
+        "together."
+        for each in entries
+        if len(each.changes) > 1
+    ]
     return Plan(
         task=task,
         model=spec,
-        recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *loaded)),
+        recipes=tuple(entries),
         seeds=found,
         training=chosen,
         metric=data.metric.name,
@@ -103,11 +109,11 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=_code(task, spec),
-        notes=(*data.notes, *left_out, *_confounded(loaded)),
+        notes=(*data.notes, *left_out, *confounded),
         versions=installed_versions(),
         command=command,
-        tuning=_tuning(tune),
-        threat=_attack_config(data) if robust else None,
+        tuning=Tuning(trials=tune) if tune else None,
+        threat=data.threat if robust else None,
         chance=chance,
     )
 
@@ -183,11 +189,8 @@ def make_script_plan(
     )
 
 
-# --- recipes --------------------------------------------------------------------------------------------
-
-
 def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
-    """The recipes, after a check that their names are unique."""
+    """The recipes, whose names must be unique."""
     loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
     names = [BASELINE, *(recipe.name for recipe in loaded)]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -202,9 +205,8 @@ def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
 
 def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
     """The recipes, each of which matches the model, and a note on each default recipe that does not."""
-    loaded = _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes)
     fitting, notes = [], []
-    for recipe in loaded:
+    for recipe in _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes):
         try:
             recipe.plan(model)
             fitting.append(recipe)
@@ -217,13 +219,10 @@ def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module
 
 def _unfit(script: str, recipes: Sequence[Recipe]) -> dict[str, str]:
     """The recipes with a rule that matches no layer of the script's model, with the reason."""
-    worker = Worker(probe_script, script, [recipe.to_dict() for recipe in recipes])
     try:
-        found = worker.result()
+        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes])
     except ChildProcessError as error:
         found = {"error": str(error)}
-    finally:
-        worker.stop()
     if "error" in found:
         raise _script_error(script, str(found["error"]))
     return dict(found["unfit"])
@@ -241,51 +240,28 @@ def _left_out(name: str) -> str:
     return f"{name} is left out: one of its rules matches no layer of this model."
 
 
-def _confounded(recipes: Sequence[Recipe]) -> list[str]:
-    """A note for each recipe that changes several things at once."""
-    changes = {recipe.name: RecipeEntry.of(recipe).changes for recipe in recipes}
-    return [
-        f"{name} changes several things at once ({', '.join(used)}): its effect belongs to all of them together."
-        for name, used in changes.items()
-        if len(used) > 1
-    ]
-
-
-# --- checks ---------------------------------------------------------------------------------------------
-
-
 def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """The seeds from their number (0, 1, …) or from a sequence.
-
-    Raises:
-        InvalidArgumentError: none, too many, one twice, one that is too large, or one that tuning or attacks use.
-    """
+    """The seeds from their number (0, 1, …) or from a sequence."""
     wanted = range(seeds) if isinstance(seeds, int) else seeds
     count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
     if count > _MOST_SEEDS:
-        raise InvalidArgumentError(
-            f"a comparison has at most {_MOST_SEEDS:,} seeds", str(count), "Ten to twenty are usual."
-        )
+        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
+        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
     found = tuple(wanted)
-    beyond = [seed for seed in found if abs(seed) > _LARGEST_SEED]
-    if beyond:
-        raise InvalidArgumentError(
-            f"a seed must be at most {_LARGEST_SEED} (2^62)", str(beyond[0]), "Choose a smaller first seed."
-        )
+    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
+        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
+        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
     if not found or len(set(found)) < len(found):
-        raise InvalidArgumentError(
-            "a comparison needs at least one seed, none of them twice", repr(seeds), "Give 8, or (0, 1, 2)."
-        )
-    taken = sorted({TUNING_SEED, ATTACK_SEED}.intersection(found))
-    if taken:
-        raise InvalidArgumentError(
-            "the seeds of a comparison must not be those of tuning and of attacks", str(taken[0]), "Choose another."
-        )
+        needs = "a comparison needs at least one seed, none of them twice"
+        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
+    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+        other = "the seeds of a comparison must not be those of tuning and of attacks"
+        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
     return found
 
 
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
-    """Outputs and loss of two examples: wrong shapes would fail every run."""
+    """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
     inputs, targets = task.train.inputs[:2], task.train.targets[:2]
     try:
         with torch.no_grad():
@@ -322,15 +298,11 @@ def _check_training(training: Training, task: Task) -> None:
     for name in ("epochs", "batch_size", "lr"):
         _positive(name, getattr(training, name))
     if training.optimizer not in OPTIMIZERS:
-        raise InvalidArgumentError(
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}", repr(training.optimizer), "Choose one of them."
-        )
+        names = f"optimizer must be one of {', '.join(OPTIMIZERS)}"
+        raise InvalidArgumentError(names, repr(training.optimizer), "Choose one of them.")
     if training.batch_size > len(task.train):
-        raise InvalidArgumentError(
-            f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}",
-            str(training.batch_size),
-            "Choose a smaller one.",
-        )
+        most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
+        raise InvalidArgumentError(most, str(training.batch_size), "Choose a smaller one.")
 
 
 def _positive(name: str, value: float) -> float:
@@ -339,25 +311,6 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _tuning(trials: int) -> Tuning | None:
-    if trials == 0:
-        return None
-    _positive("the number of trials", trials)
-    require_optuna()
-    return Tuning(trials=trials)
-
-
-def _attack_config(task: Task) -> AttackConfig:
-    if task.threat is None:
-        raise InvalidArgumentError(
-            f"--robust needs a task whose inputs have small disturbances; {task.name!r} does not configure any",
-            "a task without threat=",
-            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
-        )
-    return task.threat
-
-
 def _code(*specs: str) -> Mapping[str, str]:
     """The digest of each user file."""
-    digests = {spec: code_digest(spec) for spec in specs}
-    return {spec: digest for spec, digest in digests.items() if digest is not None}
+    return {spec: digest for spec in specs if (digest := code_digest(spec)) is not None}

@@ -25,7 +25,7 @@ from gonio.compare.running.scripts import run_script
 from gonio.compare.running.study import Study
 from gonio.compare.running.training import Fit, build, evaluate, fit, prepare_process, seed_everything
 from gonio.compare.running.tuning import Trial, propose, settled
-from gonio.compare.tasks.resolve import resolve as resolve_task
+from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
 from gonio.seeding import derive_seed
 

@@ -1,4 +1,4 @@
-"""Run the jobs that a study lacks, as many at a time as the engine has room for."""
+"""Run the jobs that a study lacks, as many at a time as the engine has room for, and report the progress."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Protocol, TextIO
 
-from gonio.compare.engines.engine import Engine, Future, NodeLost
-from gonio.compare.engines.local import Local, Worker
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gonio.compare.engines.local import Engine, Future, Local, NodeLost, call_apart
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.statistics import require_scipy
 from gonio.compare.planning.plan import Plan, installed_versions
 from gonio.compare.running.jobs import Job, TransferJob, run_jobs, transfer_jobs, trial_jobs
-from gonio.compare.running.progress import Quiet, Watcher
 from gonio.compare.running.study import Study, locked
 from gonio.errors import Interrupted, InvalidArgumentError
 
@@ -110,7 +112,7 @@ class Scheduler:
         total = len(self._study.plan.grid) + (tuning.trials * len(self._study.plan.recipes) if tuning else 0)
         self._watcher.start(total, total - trials - runs)
         for name in self._study.discarded:
-            self._watcher.stage(f"damaged in the database, and made again: {name}")
+            self._watcher.stage(f"damaged in the database, and removed: {name}")
         for jobs_of in (trial_jobs, transfer_jobs, run_jobs):
             self._compute(jobs_of(self._study))
 
@@ -149,8 +151,7 @@ class Scheduler:
             future.stop()
             job = self._running.pop(future)
             record = replace(job.failure, error=f"took longer than {self._run_timeout:g} s and was stopped")
-            self._waiting = job.commit(self._study, record, installed_versions())[::-1] + self._waiting
-            self._report(job, record)
+            self._store(job, record, installed_versions())
 
     def _settle(self, future: Future, job: Job) -> None:
         """Commit the result of a job, or queue the job again if its machine was lost."""
@@ -168,12 +169,13 @@ class Scheduler:
                 del self._running[future]
                 return
             record = replace(job.failure, error=f"{error}, {_LOSSES} times")
-        self._waiting = job.commit(self._study, record, used)[::-1] + self._waiting
         del self._running[future]
         self._durations.append(self._ages.pop(future, 0.0))
-        self._report(job, record)
+        self._store(job, record, used)
 
-    def _report(self, job: Job, record: RunRecord) -> None:
+    def _store(self, job: Job, record: RunRecord, used: Mapping[str, str]) -> None:
+        """Commit the record, queue the jobs that can start now, and report it."""
+        self._waiting = job.commit(self._study, record, used)[::-1] + self._waiting
         if not isinstance(job, TransferJob):
             self._watcher.run_ended(record)
         elif record.status != "finished":
@@ -186,15 +188,12 @@ def _measure(study: Study, watcher: Watcher) -> None:
     if not entries:
         return
     watcher.stage("measuring step time and memory")
-    worker = Worker(measure_costs, study.plan, entries)
     try:
-        rows = worker.result()
+        rows = call_apart(measure_costs, study.plan, entries)
     except ChildProcessError as error:
         watcher.stage(f"costs were not measured: {error}")
     else:
         study.add_costs([tuple(row) for row in rows])
-    finally:
-        worker.stop()
 
 
 @contextmanager
@@ -224,3 +223,143 @@ def _stopped_once(what: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# --- progress -------------------------------------------------------------------------------------------
+
+
+class Watcher(Protocol):
+    """Receives the progress of a comparison; must not raise."""
+
+    def start(self, total: int, done: int) -> None:
+        """The study has `total` runs; `done` of them are finished already."""
+
+    def run_ended(self, record: RunRecord) -> None:
+        """One more run is stored."""
+
+    def stage(self, text: str) -> None:
+        """A message, e.g. that costs are measured now."""
+
+    def stop(self) -> None:
+        """The end, also after an interruption."""
+
+
+class Quiet:
+    """Writes nothing.
+
+    Example:
+        >>> gonio.compare.Quiet().stage("measuring")
+    """
+
+    def start(self, total: int, done: int) -> None: ...
+    def run_ended(self, record: RunRecord) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+def trouble(record: RunRecord) -> str | None:
+    """One line about a run that did not finish, else None."""
+    if record.status == "finished":
+        return None
+    return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
+
+
+class Lines:
+    """Plain lines for logs: failures at once, progress at most every 10 s and every 10 %.
+
+    Args:
+        stream: where to write.
+        clock: monotonic seconds; replaceable in tests.
+
+    Example:
+        >>> import sys
+        >>> watcher = gonio.compare.Lines(sys.stdout)
+        >>> watcher.start(total=2, done=0)
+        2 runs
+        >>> watcher.run_ended(gonio.compare.RunRecord("baseline", 0, "failed", error="no memory"))
+        baseline, seed 0: failed: no memory
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._total = self._done = self._said = self._before = 0
+        self._began = self._last = 0.0
+
+    def start(self, total: int, done: int) -> None:
+        self._total, self._done, self._said, self._before = total, done, done, done
+        self._began = self._last = self._clock()
+        if done < total:
+            self._say(f"{total} runs, {done} done before" if done else f"{total} runs")
+
+    def run_ended(self, record: RunRecord) -> None:
+        self._done += 1
+        text = trouble(record)
+        if text:
+            self._say(text)
+        now = self._clock()
+        due = now - self._last >= 10 and (self._done - self._said) * 10 >= self._total
+        if due or self._done == self._total:
+            left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
+            self._last, self._said = now, self._done
+            self._say(f"{self._done} of {self._total} runs" + (f", about {left:.0f} s left" if left else ""))
+
+    def stage(self, text: str) -> None:
+        self._say(text)
+
+    def stop(self) -> None:
+        pass
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class Bar:
+    """A progress bar on a terminal, with failures printed above it as they happen.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> bar = gonio.compare.Bar(Console(file=io.StringIO()))
+        >>> bar.start(total=2, done=1)
+        >>> bar.stop()
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training")
+
+    def start(self, total: int, done: int) -> None:
+        self._progress.update(self._task, total=total, completed=done)
+        self._progress.start()
+
+    def run_ended(self, record: RunRecord) -> None:
+        self._progress.advance(self._task)
+        text = trouble(record)
+        if text:
+            self._progress.console.print(text, style="red", markup=False, highlight=False)
+
+    def stage(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def watcher_for(stream: TextIO) -> Watcher:
+    """A bar on a terminal, sparse plain lines otherwise.
+
+    Example:
+        >>> import io
+        >>> type(gonio.compare.watcher_for(io.StringIO())).__name__
+        'Lines'
+    """
+    return Bar(Console(file=stream)) if stream.isatty() else Lines(stream)

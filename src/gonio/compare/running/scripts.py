@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,10 @@ class Run:
 
         In a process group only rank 0 writes. A NaN or Inf score marks the run as diverged.
         """
-        if not leads():
-            return
-        found: dict[str, Any] = {"score": _number("the score", score), "geometry": {}}
-        if self._model is not None:
-            found["geometry"] = filter_summary(self._model)
-        _write(self.folder / _OUTCOME, json.dumps(found))
+        if leads():
+            geometry = {} if self._model is None else filter_summary(self._model)
+            found = {"score": _number("the score", score), "geometry": geometry}
+            _write(self.folder / _OUTCOME, json.dumps(found))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None, "_applied": None}
@@ -140,49 +139,18 @@ class Run:
         die_with_parent()  # a process that receives the run is part of it
 
 
-class Outcome:
-    """The files that a run's processes left in its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @property
-    def applied(self) -> bool:
-        """Whether `apply_` was called."""
-        return (self._folder / _PLAN).exists()
-
-    @property
-    def plan(self) -> str:
-        """The recipe's plan, layer by layer."""
-        return (self._folder / _PLAN).read_text(encoding="utf-8") if self.applied else ""
-
-    @property
-    def reported(self) -> Mapping[str, Any] | None:
-        """`score` (None if it was not finite) and `geometry`; None if nothing was reported."""
-        path = self._folder / _OUTCOME
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        return found
-
-    @property
-    def curve(self) -> dict[str, list[float | None]]:
-        """The steps, and one value per step for each logged name; every n-th step of more than 1,000."""
-        steps: dict[int, dict[str, float | None]] = {}
-        path = self._folder / _LOG
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                entry = json.loads(line)
-            except ValueError:  # an incomplete line: the process was killed while writing it
-                continue
+def curve_of(folder: Path) -> dict[str, list[float | None]]:
+    """The logged steps, and one value per step for each name; every n-th step of more than 1,000."""
+    steps: dict[int, dict[str, float | None]] = {}
+    path = folder / _LOG
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):  # an incomplete line: the process was killed while writing it
+            entry = json.loads(line)
             steps.setdefault(entry["step"], {}).update(entry["values"])
-        names = dict.fromkeys(name for values in steps.values() for name in values)
-        kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
-        curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
-        return {"step": [float(step) for step in kept], **curve} if kept else {}
-
-    def forget(self) -> None:
-        """Remove the files of an earlier attempt, except its checkpoint and its log."""
-        for name in (_OUTCOME, _PLAN):
-            (self._folder / name).unlink(missing_ok=True)
+    names = dict.fromkeys(name for values in steps.values() for name in values)
+    kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
+    curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
+    return {"step": [float(step) for step in kept], **curve} if kept else {}
 
 
 def leads() -> bool:
@@ -207,39 +175,34 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-# --- calling a script -----------------------------------------------------------------------------------
-
-
 def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -> RunRecord:
-    """Call the user's function and take its score; its exceptions are passed on.
-
-    Raises:
-        InvalidArgumentError: it never called `run.apply_`, or gave no score.
-    """
+    """Call the user's function and take its score; its exceptions are passed on."""
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
             return run_script(plan, entry, seed, Path(temporary))
     folder.mkdir(exist_ok=True)  # without parents: a study that was moved is not made again
-    left = Outcome(folder)
-    left.forget()
+    plan_file, outcome = folder / _PLAN, folder / _OUTCOME
+    for file in (plan_file, outcome):  # of an earlier attempt, whose checkpoint and log stay
+        file.unlink(missing_ok=True)
     own_seed = plan.seed_of(entry, seed)
     run = Run(entry.content or {"name": entry.name}, seed=own_seed, folder=folder.absolute())
     torch.set_num_threads(1)
     train = load_script(plan.task)
     seed_everything(derive_seed(own_seed, "train"))
     score = train(run)
-    if not left.applied:
+    if not plan_file.exists():
         raise InvalidArgumentError(
             f"{plan.task} must train the model that it passes to run.apply_", "no call of run.apply_", "Call it once."
         )
     if score is not None:
         run.report(score)
-    found = left.reported
-    if found is None:
+    if not outcome.exists():
         raise InvalidArgumentError(
             f"{plan.task} must give the score of its run", "None", "Return a number, or call run.report(score)."
         )
-    record = RunRecord(entry.name, seed, "finished", found["score"], plan=left.plan, curve=left.curve)
+    found = json.loads(outcome.read_text(encoding="utf-8"))
+    text = plan_file.read_text(encoding="utf-8")
+    record = RunRecord(entry.name, seed, "finished", found["score"], plan=text, curve=curve_of(folder))
     if record.score is None:
         return replace(record, status="diverged", error="the score is not finite")
     return replace(record, geometry=found["geometry"])
@@ -278,8 +241,7 @@ class _Probe:
 def probe_script(spec: str, recipes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Run the script up to its `run.apply_` and plan every recipe on its model. Meant for a process of its own.
 
-    Returns:
-        `unfit`: by name, why a recipe does not match the script's model; or `error`: the problem of the script.
+    Returns `unfit`: by name, why a recipe does not match the model; or `error`: the problem of the script.
     """
     with tempfile.TemporaryDirectory(prefix="gonio-probe-") as temporary:
         folder = Path(temporary)

@@ -1,8 +1,8 @@
 """A study's folder: the plan as JSON, one SQLite database, and a lock.
 
-A run is finished exactly when its row is committed. There is no state "running" that a killed process
-could leave behind, and nothing to repair: a run without a row is run again, from its seed. Each row has a checksum
-over its other columns; a row that does not match it is damaged, counts as absent, and is written again.
+A run is finished exactly when its row is committed: a run without a row is run again, from its seed, and there is
+nothing to repair after a kill. Each row has a checksum over its other columns; a row that does not match it is damaged,
+counts as absent, and is written again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gonio.compare.judging.results import Results, RunRecord, Tuned
-from gonio.compare.judging.summary import CostRow, summarise
+from gonio.compare.judging.results import CostRow, Results, RunRecord, Tuned, summarise
 from gonio.compare.planning.plan import Plan, RecipeEntry, extended
 from gonio.compare.running.tuning import Trial, best, defaults_of, ready
 from gonio.errors import StudyError, StudyLockedError
@@ -27,25 +26,18 @@ from gonio.escaping import plain
 
 DATABASE, VERSION = "study.db", 3
 _PLAN = "plan.json"
-# Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table.
-_TABLES = ("runs", "costs", "trials", "choices", "artifacts")
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
-    hash TEXT NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
-    seconds REAL, versions TEXT NOT NULL, checksum TEXT, PRIMARY KEY (hash, seed)
-);
-CREATE TABLE IF NOT EXISTS costs (
-    hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL, checksum TEXT,
-    PRIMARY KEY (hash, kind, block)
-);
-CREATE TABLE IF NOT EXISTS trials (
-    hash TEXT NOT NULL, number INTEGER NOT NULL, vals TEXT NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL,
-    seconds REAL, versions TEXT NOT NULL, checksum TEXT, PRIMARY KEY (hash, number)
-);
-CREATE TABLE IF NOT EXISTS choices (hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL, checksum TEXT);
-CREATE TABLE IF NOT EXISTS artifacts (name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT);
-"""
-_LOOKS = "CREATE TABLE IF NOT EXISTS looks (runs INTEGER PRIMARY KEY)"
+# Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table, `looks` later.
+_RECORD = "status TEXT NOT NULL, record TEXT NOT NULL, seconds REAL, versions TEXT NOT NULL"
+_COLUMNS = {
+    "runs": f"hash TEXT NOT NULL, seed INTEGER NOT NULL, {_RECORD}, checksum TEXT, PRIMARY KEY (hash, seed)",
+    "costs": "hash TEXT NOT NULL, kind TEXT NOT NULL, block INTEGER NOT NULL, ratio REAL NOT NULL, checksum TEXT, "
+    "PRIMARY KEY (hash, kind, block)",
+    "trials": f"hash TEXT NOT NULL, number INTEGER NOT NULL, vals TEXT NOT NULL, {_RECORD}, checksum TEXT, "
+    "PRIMARY KEY (hash, number)",
+    "choices": "hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL, checksum TEXT",
+    "artifacts": "name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT",
+    "looks": "runs INTEGER PRIMARY KEY, checksum TEXT",
+}
 
 
 class Study:
@@ -91,7 +83,8 @@ class Study:
     def create_locked(cls, folder: Path, plan: Plan) -> Study:
         """:meth:`create` for a caller that holds the folder's lock."""
         prepare(folder)
-        ((finished,),) = select(folder, "SELECT COUNT(*) FROM runs")
+        with transaction(folder) as database:
+            (finished,) = database.execute("SELECT COUNT(*) FROM runs").fetchone()
         if (folder / _PLAN).exists():
             plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
         _write_plan(folder, plan)
@@ -122,11 +115,12 @@ class Study:
         """The rows whose content does not match their checksum, by name; they count as absent."""
         names = {entry.hash: entry.name for entry in self.plan.recipes}
         labels = {"runs": "seed", "trials": "trial", "costs": "cost", "choices": "tuned values", "artifacts": ""}
-        return [
-            f"{table}: {names.get(row[0], plain(str(row[0])[:16]))}, {labels[table]} {plain(str(row[1])[:16])}"
-            for table in _TABLES
-            for row in _rows(self.path, table)[1]
-        ]
+
+        def name(table: str, first: Any, *rest: Any) -> str:
+            head = f"{table}: {names.get(first, plain(str(first)[:16]))}"
+            return f"{head}, {labels[table]} {plain(str(rest[0])[:16])}" if rest else head
+
+        return [name(table, *row) for table in _COLUMNS for row in _rows(self.path, table)[1]]
 
     def scratch(self, entry: RecipeEntry, seed: int) -> Path:
         """The folder for a run's files until it is finished."""
@@ -134,14 +128,11 @@ class Study:
 
     def add(self, entry: RecipeEntry, record: RunRecord, versions: Mapping[str, str]) -> None:
         """Commit one run; after the return no crash can lose it."""
-        content = record.to_dict()
-        seconds = _real(content.pop("seconds"))
-        used = json.dumps(dict(versions))
-        _insert(self.path, "runs", (entry.hash, record.seed, record.status, json.dumps(content), seconds, used))
+        _commit(self.path, "runs", (entry.hash, record.seed, *_columns(record, versions)))
 
     def add_costs(self, rows: Sequence[CostRow]) -> None:
         """Commit measured cost ratios, all or none."""
-        _insert(self.path, "costs", *[(hash_, kind, block, float(number)) for hash_, kind, block, number in rows])
+        _commit(self.path, "costs", *[(hash_, kind, block, float(number)) for hash_, kind, block, number in rows])
 
     def without_costs(self) -> list[RecipeEntry]:
         """The recipes, baseline excluded, whose cost has not been measured; none for a script."""
@@ -153,7 +144,7 @@ class Study:
     def runs(self) -> tuple[RunRecord, ...]:
         """Every run that has a row, in the plan's order of recipes and seeds."""
         found = self._records()
-        order = [(entry.hash, seed) for entry in self.plan.recipes for seed in self.plan.seeds]
+        order = ((entry.hash, seed) for entry in self.plan.recipes for seed in self.plan.seeds)
         return tuple(found[key] for key in order if key in found)
 
     def _records(self) -> dict[tuple[str, int], RunRecord]:
@@ -174,10 +165,10 @@ class Study:
 
     def keep_transferred(self, content: Mapping[str, Any]) -> None:
         """Commit the examples of the transfer attack."""
-        _insert(self.path, "artifacts", ("transferred", json.dumps(dict(content))))
+        _commit(self.path, "artifacts", ("transferred", json.dumps(dict(content))))
 
     def results(self) -> Results:
-        """The results of the runs so far; see :class:`Results`. Counts as a look at them: see :meth:`looks`.
+        """The results of the runs so far. Counts as a look at them: see :meth:`looks`.
 
         Raises:
             MissingExtraError: scipy is not installed.
@@ -192,25 +183,19 @@ class Study:
 
     def looks(self) -> tuple[int, ...]:
         """Number of finished runs at each look at new results."""
-        with transaction(self.path) as database:
-            known = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'looks'").fetchone()
-            rows = database.execute("SELECT runs FROM looks ORDER BY runs").fetchall() if known else []
-        return tuple(count for (count,) in rows)
+        return tuple(sorted(count for (count,) in _rows(self.path, "looks")[0]))
 
     def _look(self, count: int) -> None:
         """Record a look at the results of so many runs, if the study can be written to."""
         if count and count not in self.looks() and os.access(self.path, os.W_OK):
             with suppress(StudyError), transaction(self.path) as database:  # a full disk does not hide results
-                database.execute(_LOOKS)
-                database.execute("INSERT OR IGNORE INTO looks VALUES (?)", (count,))
+                database.execute("BEGIN IMMEDIATE")
+                _add_table(database, "looks")
+                _insert(database, "looks", (count,))
 
 
 class Trials:
-    """The trials of a study, and the chosen values.
-
-    A trial is done exactly when its row is committed. The choice is made once, after the last trial of a recipe, so
-    all runs of a recipe use the same values.
-    """
+    """The trials of a study, and the values chosen once, after the last trial of a recipe, for all of its runs."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
@@ -228,11 +213,8 @@ class Trials:
 
     def add(self, entry: RecipeEntry, trial: Trial, versions: Mapping[str, str]) -> None:
         """Commit one trial."""
-        content = trial.record.to_dict()
-        seconds = _real(content.pop("seconds"))
-        values, record, used = (json.dumps(part) for part in (dict(trial.values), content, dict(versions)))
-        row = (entry.hash, trial.number, values, trial.record.status, record, seconds, used)
-        _insert(self._folder, "trials", row)
+        row = (entry.hash, trial.number, json.dumps(dict(trial.values)), *_columns(trial.record, versions))
+        _commit(self._folder, "trials", row)
 
     def ready(self, entry: RecipeEntry) -> list[int]:
         """The numbers of the trials that can be made now; none once the choice is made."""
@@ -245,7 +227,7 @@ class Trials:
             return
         trial = best(self._plan, trials)
         values = defaults_of(self._plan, entry) if trial is None else dict(trial.values)
-        _insert(self._folder, "choices", (entry.hash, json.dumps(values)))
+        _commit(self._folder, "choices", (entry.hash, json.dumps(values)))
 
     def chosen(self, entry: RecipeEntry) -> dict[str, float] | None:
         """The values of a recipe's runs; None before they are chosen, {} without tuning."""
@@ -262,18 +244,17 @@ class Trials:
 
     def summary(self) -> tuple[Tuned, ...]:
         """The tuning of each recipe, the baseline included; empty without tuning."""
-        if self._plan.tuning is None:
-            return ()
-        return tuple(self._tuned(entry) for entry in self._plan.recipes)
+        return tuple(self._tuned(entry) for entry in self._plan.recipes) if self._plan.tuning else ()
 
     def _tuned(self, entry: RecipeEntry) -> Tuned:
         trials = self.of(entry)
+        statuses = [trial.record.status for trial in trials]
         winner, first = best(self._plan, trials), next((t for t in trials if t.number == 0), None)
         return Tuned(
             recipe=entry.name,
             trials=len(trials),
-            failed=sum(trial.record.status == "failed" for trial in trials),
-            diverged=sum(trial.record.status == "diverged" for trial in trials),
+            failed=statuses.count("failed"),
+            diverged=statuses.count("diverged"),
             defaults=defaults_of(self._plan, entry),
             chosen=self.chosen(entry) or {},
             score=winner.record.score if winner else None,
@@ -282,9 +263,12 @@ class Trials:
         )
 
 
-def _real(number: float | None) -> float | None:
-    """As SQLite returns it from a REAL column."""
-    return None if number is None else float(number)
+def _columns(record: RunRecord, versions: Mapping[str, str]) -> tuple[str, str, float | None, str]:
+    """The status, record, seconds and versions of a row."""
+    content = record.to_dict()
+    seconds = content.pop("seconds")  # a REAL column returns a float for an int, and the checksum is of the float
+    shown = None if seconds is None else float(seconds)
+    return record.status, json.dumps(content), shown, json.dumps(dict(versions))
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:
@@ -296,14 +280,7 @@ def _record(text: str, seconds: float | None) -> RunRecord:
 
 @contextmanager
 def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection for one transaction: committed at the end of the block, rolled back by an exception.
-
-    Args:
-        create: make the database if there is none.
-
-    Raises:
-        StudyError: the database cannot be used, is of a newer gonio, or its folder is gone.
-    """
+    """A connection for one transaction: committed at the end of the block, rolled back by an exception."""
     path = folder / DATABASE
     # an archived study may lie where nothing can be written, not even SQLite's own files
     fixed = path.exists() and not os.access(folder, os.W_OK)
@@ -328,25 +305,25 @@ def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Conne
 def prepare(folder: Path) -> None:
     """Create the tables and columns that are missing, in a new study or one of an older gonio."""
     with transaction(folder, create=True) as database:
-        if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+        whole = database.execute("PRAGMA user_version").fetchone()[0] == VERSION
+        if whole and _has_checksums(database, "looks"):
             return
-        database.execute("BEGIN")
-        for statement in _SCHEMA.split(";"):
-            database.execute(statement)
-        for table in _TABLES:
-            if not _has_checksums(database, table):
-                database.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT")
-        for table in _TABLES:  # an older gonio wrote these rows
-            for number, *row, _ in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
-                checksum = _checksum(row) if _readable(table, row) else None
-                database.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, number))
+        database.execute("BEGIN IMMEDIATE")  # after a read, another process's commit would make the write fail
+        for table in _COLUMNS:
+            _add_table(database, table)
         database.execute(f"PRAGMA user_version = {VERSION}")
 
 
-def select(folder: Path, query: str) -> list[Any]:
-    """The rows of a query."""
-    with transaction(folder) as database:
-        return database.execute(query).fetchall()
+def _add_table(database: sqlite3.Connection, table: str) -> None:
+    """Create a table, or add the checksums that an older gonio did not write."""
+    if _has_checksums(database, table):
+        return
+    database.execute(f"CREATE TABLE IF NOT EXISTS {table} ({_COLUMNS[table]})")
+    if not _has_checksums(database, table):
+        database.execute(f"ALTER TABLE {table} ADD COLUMN checksum TEXT")
+    for number, *row, _ in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
+        checksum = _checksum(row) if _readable(table, row) else None
+        database.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, number))
 
 
 def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
@@ -373,7 +350,7 @@ def _readable(table: str, row: Sequence[Any]) -> bool:
             return record.status == row[2] and record.seed == row[1] and isinstance(json.loads(row[5]), dict)
         if table == "trials":
             return _record(row[4], row[5]).status == row[3] and isinstance(json.loads(row[2]), dict)
-        return table == "costs" or isinstance(json.loads(row[1]), dict)
+        return table in ("costs", "looks") or isinstance(json.loads(row[1]), dict)
     except (ValueError, TypeError):
         return False
 
@@ -381,18 +358,22 @@ def _readable(table: str, row: Sequence[Any]) -> bool:
 def _discard(folder: Path) -> None:
     """Delete the damaged rows."""
     with transaction(folder) as database:
-        for table in _TABLES:
+        for table in _COLUMNS:
             for number, *row, checksum in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
                 if checksum != _checksum(row):
                     database.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
 
 
-def _insert(folder: Path, table: str, *rows: Sequence[Any]) -> None:
-    """Commit rows with their checksums, all or none."""
+def _commit(folder: Path, table: str, *rows: Sequence[Any]) -> None:
+    """Write rows, all or none; after the return no crash can lose them."""
     with transaction(folder) as database:
         for row in rows:
-            marks = ", ".join("?" * (len(row) + 1))
-            database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*row, _checksum(row)))
+            _insert(database, table, row)
+
+
+def _insert(database: sqlite3.Connection, table: str, row: Sequence[Any]) -> None:
+    marks = ", ".join("?" * (len(row) + 1))
+    database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*row, _checksum(row)))
 
 
 def _has_checksums(database: sqlite3.Connection, table: str) -> bool:
@@ -400,7 +381,7 @@ def _has_checksums(database: sqlite3.Connection, table: str) -> bool:
 
 
 def _checksum(row: Sequence[Any]) -> str:
-    """Over the values as SQLite returns them: a REAL column returns a float for an int."""
+    """Over the values as SQLite returns them."""
     return hashlib.sha256(json.dumps(list(row), default=repr).encode()).hexdigest()
 
 
@@ -409,13 +390,7 @@ def _checksum(row: Sequence[Any]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a study's folder, which must exist.
-
-    The operating system releases it when the process dies.
-
-    Raises:
-        StudyLockedError: another process holds it.
-    """
+    """Hold the lock of a study's folder, which must exist; the operating system releases it when the process dies."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from gonio.compare.judging.results import RunRecord
+from gonio.compare.judging.results import RunRecord, scores_of
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.errors import MissingExtraError
 from gonio.seeding import derive_seed
@@ -32,31 +31,19 @@ class Dimension:
     low: float
     high: float
 
-    @classmethod
-    def around(cls, name: str, default: float, factor: float) -> Dimension:
-        """From `default / factor` to `default · factor`."""
-        return cls(name, default, default / factor, default * factor)
-
 
 def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     """The search space of one recipe: the learning rate first, then its strengths in order.
 
     A strength of 0 has no logarithm and is not searched.
-
-    Example:
-        >>> from gonio.compare.running.tuning import space_of
-        >>> plan = gonio.compare.make_plan(["scale-shift"], seeds=1, tune=4)
-        >>> [(d.name, d.low, d.high) for d in space_of(plan, plan.recipes[1])]
-        [('lr', 0.00625, 0.4), ('penalty.1.strength', 0.0033333333333333335, 3.0)]
     """
     if plan.tuning is None:
         return ()
-    rate, strength = plan.tuning.rate_factor, plan.tuning.strength_factor
-    found = [Dimension.around(LEARNING_RATE, plan.trained.lr, rate)]
+    found = [(LEARNING_RATE, plan.trained.lr, plan.tuning.rate_factor)]
     for number, rule in enumerate(entry.content.get("penalty", ()), start=1):
         if rule.get("strength"):
-            found.append(Dimension.around(f"penalty.{number}.strength", float(rule["strength"]), strength))
-    return tuple(found)
+            found.append((f"penalty.{number}.strength", float(rule["strength"]), plan.tuning.strength_factor))
+    return tuple(Dimension(name, value, value / factor, value * factor) for name, value, factor in found)
 
 
 def defaults_of(plan: Plan, entry: RecipeEntry) -> dict[str, float]:
@@ -95,19 +82,10 @@ class Trial:
 
 
 def ready(plan: Plan, done: Sequence[Trial]) -> list[int]:
-    """The numbers of a recipe's trials that can run now, because the trials that they depend on are done.
-
-    Example:
-        >>> from gonio.compare.running.tuning import ready
-        >>> plan = gonio.compare.make_plan([], seeds=1, tune=10)
-        >>> ready(plan, [])
-        [0, 1, 2, 3, 4, 5, 6, 7]
-    """
-    if plan.tuning is None:
-        return []
+    """The numbers of a recipe's trials that can run now, because the trials that they depend on are done."""
     numbers = {trial.number for trial in done}
-    waiting = [number for number in range(plan.tuning.trials) if number not in numbers]
-    return [number for number in waiting if all(seen in numbers for seen in range(_looked_at(number)))]
+    waiting = [number for number in range(plan.tuning.trials if plan.tuning else 0) if number not in numbers]
+    return [number for number in waiting if numbers.issuperset(range(_looked_at(number)))]
 
 
 def _looked_at(number: int) -> int:
@@ -120,9 +98,6 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
 
     So a killed tuning proposes the same values again when it is resumed, with any number of runs at a time. The
     random trials draw the same learning rates for every recipe.
-
-    Raises:
-        MissingExtraError: optuna is not installed.
     """
     if number == 0 or plan.tuning is None:
         return defaults_of(plan, entry)
@@ -130,7 +105,9 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
     seed = derive_seed(plan.tuning.seed, "trial", number) % 2**32
     space = space_of(plan, entry)
     ranges = {d.name: optuna.distributions.FloatDistribution(d.low, d.high, log=True) for d in space}
-    with _quiet(optuna):
+    before, states = optuna.logging.get_verbosity(), optuna.trial.TrialState
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # no message for each study that is made
+    try:
         search = optuna.create_study(
             direction="maximize" if plan.direction == "max" else "minimize",
             sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM),
@@ -138,22 +115,21 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
         seen = [trial for trial in done if trial.number < _looked_at(number)]
         scores = _scores(plan, seen)
         for trial in sorted(seen, key=lambda trial: trial.number):
-            states, score = optuna.trial.TrialState, scores.get(trial.number)
+            score = scores.get(trial.number)
             known = optuna.trial.create_trial(
                 params=dict(trial.values), distributions=ranges, value=score,
                 state=states.FAIL if score is None else states.COMPLETE,
             )  # fmt: skip
             search.add_trial(known)
         return dict(search.ask(ranges).params)
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _scores(plan: Plan, trials: Sequence[Trial]) -> dict[int, float]:
     """Validation scores by number; a diverged trial has the worst score, a failed one none."""
-    finished = [trial.record.score for trial in trials if trial.record.score is not None]
-    reached = finished if plan.worst is None else [*finished, plan.worst]
-    worst = (min if plan.direction == "max" else max)(reached, default=None)
-    found = {t.number: worst if t.record.status == "diverged" else t.record.score for t in trials}
-    return {number: score for number, score in found.items() if score is not None}
+    records = [replace(trial.record, seed=trial.number) for trial in trials]
+    return {number: score for (_, number), score in scores_of(plan, records).items()}
 
 
 def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
@@ -162,23 +138,8 @@ def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
     return max(finished, key=lambda t: (plan.sign * (t.record.score or 0.0), -t.number), default=None)
 
 
-@contextmanager
-def _quiet(optuna: ModuleType) -> Iterator[None]:
-    """Suppress Optuna's message for each study that is made."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)
-
-
 def require_optuna() -> ModuleType:
-    """The package.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """The package; a MissingExtraError if it is not installed."""
     try:
         import optuna  # its import takes a second, which a study without tuning does not need
     except ModuleNotFoundError as error:

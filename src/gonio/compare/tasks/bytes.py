@@ -36,11 +36,6 @@ def bits_per_byte(outputs: Tensor, targets: Tensor) -> float:
 
     Shape:
         - ``outputs``: (N, L, 256); ``targets``: (N, L).
-
-    Example:
-        >>> from gonio.compare.tasks.bytes import bits_per_byte
-        >>> bits_per_byte(torch.zeros(1, 2, 256), torch.tensor([[3, 7]]))
-        8.0
     """
     total = sum(
         F.cross_entropy(logits.flatten(0, 1).double(), ids.flatten(), reduction="sum").item()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +25,7 @@ _LARGEST = 2 * 1024**3  # bytes of all images as float32; every run holds them i
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _SIZE = 64  # pixels, if the images differ in size
 _SPLITS = ("train", "val", "test")
+_BUILD = "Build the task yourself and name it as file.py:factory."
 
 _NOTES = (
     "The default learning rate and number of epochs are guesses for images in general. They run unless the study "
@@ -33,31 +33,6 @@ _NOTES = (
     "Images are scaled to [0, 1] and standardised by the mean and standard deviation of the training images, "
     "channel by channel, in front of the model. There is no augmentation.",
 )
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Images of one size with their class numbers.
-
-    Shape:
-        - ``images``: (N, C, H, W) in [0, 1]; ``labels``: (N,).
-    """
-
-    images: Tensor
-    labels: Tensor
-
-    @classmethod
-    def of(cls, images: Sequence[Tensor], labels: Sequence[int]) -> Labelled:
-        """Stacked. Different sizes are scaled and cropped to 64 × 64; grey becomes colour if some images have it."""
-        channels = max(image.shape[0] for image in images)
-        shaped = [image.expand(channels, -1, -1) for image in images]
-        if len({image.shape for image in shaped}) > 1:
-            shaped = [_cropped(image) for image in shaped]
-        return cls(torch.stack(shaped), torch.tensor(labels))
-
-    def split(self, index: Tensor) -> Split:
-        """The examples with these indices."""
-        return Split(self.images[index], self.labels[index])
 
 
 def image_folder(path: str) -> Task:
@@ -101,7 +76,7 @@ def torchvision_dataset(spec: str) -> Task:
     return image_task(f"torchvision:{name}", _parts(getattr(datasets, name), name, Path(folder or "data")))
 
 
-def image_task(name: str, found: Sequence[Labelled]) -> Task:
+def image_task(name: str, found: Sequence[Split]) -> Task:
     """A classification task from one, two or three sets of images: all; train and test; train, validation, test."""
     train, validation, test = _three(found)
     mean, std = train.inputs.mean((0, 2, 3)), train.inputs.std((0, 2, 3)).clamp_min(1e-3)
@@ -112,7 +87,7 @@ def image_task(name: str, found: Sequence[Labelled]) -> Task:
         test=test,
         model="digits-cnn",
         sizes={
-            "num_classes": int(max(int(part.labels.max()) for part in found)) + 1,
+            "num_classes": max(int(part.targets.max()) for part in found) + 1,
             "in_channels": train.inputs.shape[1],
         },
         training=Training(epochs=10, batch_size=min(64, len(train)), lr=0.05),
@@ -123,14 +98,13 @@ def image_task(name: str, found: Sequence[Labelled]) -> Task:
     )
 
 
-def _three(found: Sequence[Labelled]) -> list[Split]:
+def _three(found: Sequence[Split]) -> list[Split]:
     if len(found) == 3:
-        return [Split(part.images, part.labels) for part in found]
-    first = found[0]
-    if len(found) == 2:
-        kept, held = _stratified(first.labels, (1 - _HELD_BACK,))
-        return [first.split(kept), first.split(held), Split(found[1].images, found[1].labels)]
-    return [first.split(index) for index in _stratified(first.labels, _SHARES)]
+        return list(found)
+    first, *rest = found
+    shares = (1 - _HELD_BACK,) if rest else _SHARES
+    parts = [Split(first.inputs[index], first.targets[index]) for index in _stratified(first.targets, shares)]
+    return [*parts, *rest]
 
 
 def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
@@ -150,7 +124,7 @@ def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
 # --- files of images --------------------------------------------------------------------------------
 
 
-def load_folder(root: Path) -> list[Labelled]:
+def load_folder(root: Path) -> list[Split]:
     """The images below `root`, in one, two or three parts; see :func:`image_folder`."""
     parts = [root / name for name in _SPLITS if (root / name).is_dir()]
     if len(parts) < 2 or parts[0].name != "train":
@@ -165,10 +139,10 @@ def load_folder(root: Path) -> list[Labelled]:
                 "Add the folders that are missing.",
             )
     loaded = [_load(found) for found in listed]
-    everything = Labelled.of([i for images, _ in loaded for i in images], [n for _, labels in loaded for n in labels])
+    everything = _stacked([i for images, _ in loaded for i in images], [n for _, labels in loaded for n in labels])
     counts = [len(labels) for _, labels in loaded]
-    split = zip(everything.images.split(counts), everything.labels.split(counts), strict=True)
-    return [Labelled(images, labels) for images, labels in split]
+    split = zip(everything.inputs.split(counts), everything.targets.split(counts), strict=True)
+    return [Split(images, labels) for images, labels in split]
 
 
 def _listing(part: Path) -> list[tuple[str, list[Path]]]:
@@ -226,6 +200,15 @@ def _limited(pairs: Iterable[tuple[Tensor, int]]) -> tuple[list[Tensor], list[in
     return images, labels
 
 
+def _stacked(images: Sequence[Tensor], labels: Sequence[int]) -> Split:
+    """Images of one size: others are scaled and cropped to 64 × 64, and grey becomes colour if some images have it."""
+    channels = max(image.shape[0] for image in images)
+    shaped = [image.expand(channels, -1, -1) for image in images]
+    if len({image.shape for image in shaped}) > 1:
+        shaped = [_cropped(image) for image in shaped]
+    return Split(torch.stack(shaped), torch.tensor(labels))
+
+
 def _cropped(image: Tensor) -> Tensor:
     """Scaled so that the shorter side has 64 pixels, then cropped at the centre of the longer."""
     height, width = image.shape[1:]
@@ -244,30 +227,30 @@ def _datasets(name: str) -> ModuleType:
         return importlib.import_module("torchvision.datasets")
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"the task 'torchvision:{name}'", "torchvision", "models") from error
-    except Exception as error:  # installed, but for another torch: operators or symbols are missing
+    except Exception as error:  # installed, but for another torch
         raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
 
 
-def _parts(kind: Any, name: str, root: Path) -> list[Labelled]:
+def _parts(kind: Any, name: str, root: Path) -> list[Split]:
     """The training and the test part, and the validation part if there is one."""
     known = inspect.signature(kind).parameters
     if "train" in known:
-        return [_read(kind, name, root, {"train": flag}) for flag in (True, False)]
+        return [_read(kind, name, root, train=flag) for flag in (True, False)]
     if "split" not in known:
         raise InvalidArgumentError(
             f"the task 'torchvision:{name}' needs a training and a test part",
             "a data set that takes neither train= nor split=",
-            "Build the task yourself and name it as file.py:factory.",
+            _BUILD,
         )
     try:
-        return [_read(kind, name, root, {"split": split}) for split in ("train", "val", "test")]
-    except ValueError as error:  # torchvision raises it for an unknown split
-        if isinstance(error, InvalidArgumentError):
-            raise
-        return [_read(kind, name, root, {"split": split}) for split in ("train", "test")]
+        return [_read(kind, name, root, split=split) for split in _SPLITS]
+    except InvalidArgumentError:
+        raise
+    except ValueError:  # torchvision raises it for an unknown split
+        return [_read(kind, name, root, split=split) for split in ("train", "test")]
 
 
-def _read(kind: Any, name: str, root: Path, which: dict[str, Any]) -> Labelled:
+def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Split:
     """One part as tensors; nothing is downloaded."""
     try:
         part = kind(root, **which)
@@ -278,7 +261,7 @@ def _read(kind: Any, name: str, root: Path, which: dict[str, Any]) -> Labelled:
             f"Get them once with torchvision.datasets.{name}({str(root)!r}, download=True), or name the folder "
             f"that has them: torchvision:{name}:FOLDER.",
         ) from error
-    return Labelled.of(*_limited(_pair(part[index], name) for index in range(len(part))))
+    return _stacked(*_limited(_pair(part[index], name) for index in range(len(part))))
 
 
 def _pair(item: Any, name: str) -> tuple[Tensor, int]:
@@ -287,6 +270,6 @@ def _pair(item: Any, name: str) -> tuple[Tensor, int]:
         raise InvalidArgumentError(
             f"the task 'torchvision:{name}' needs images with class numbers",
             f"a {type(image).__name__} and a {type(label).__name__}",
-            "Build the task yourself and name it as file.py:factory.",
+            _BUILD,
         )
     return to_tensor(image), label

@@ -32,17 +32,7 @@ class Solid:
     sides: int | None = None
 
     def sample(self, count: int, generator: Generator) -> Tensor:
-        """Points that are uniform on the surface.
-
-        Shape:
-            - output: (count, 3).
-
-        Example:
-            >>> from gonio.compare.tasks.points import SOLIDS
-            >>> ball = SOLIDS["sphere"].sample(100, torch.Generator().manual_seed(0))
-            >>> bool(torch.allclose(ball.norm(dim=1), torch.ones(100), atol=1e-2))  # a profile of 32 straight pieces
-            True
-        """
+        """Points that are uniform on the surface, of shape (count, 3)."""
         corners = torch.tensor(self.profile, dtype=torch.float64)
         first, last = corners[:-1], corners[1:]
         piece = torch.multinomial(self._areas(first, last), count, replacement=True, generator=generator)
@@ -148,21 +138,13 @@ def points() -> Task:
 
 
 def turned(clouds: Tensor, generator: Generator) -> Tensor:
-    """Each cloud turned about the upright axis, with fresh noise.
-
-    Shape:
-        - ``clouds``: (N, 3, P); output: the same.
-    """
+    """Each cloud of shape (3, P) turned about the upright axis, with fresh noise."""
     rotated = random_turns(len(clouds), generator) @ clouds
     return rotated + _AUGMENTED_NOISE * torch.randn(clouds.shape, generator=generator)
 
 
 def random_turns(count: int, generator: Generator) -> Tensor:
-    """Rotation matrices about the z axis, by uniformly random angles.
-
-    Shape:
-        - output: (count, 3, 3).
-    """
+    """Rotation matrices about the z axis, by uniformly random angles, of shape (count, 3, 3)."""
     angle = 2 * math.pi * torch.rand(count, generator=generator)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros(count)
     rows = ((cos, -sin, zero), (sin, cos, zero), (zero, zero, zero + 1))

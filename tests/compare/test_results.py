@@ -1,4 +1,4 @@
-"""Verdicts, secondary figures and costs."""
+"""Results: verdicts, secondary figures, costs, and the norms and angles of filters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compare.plans import plan_of, runs_of
-from gonio.compare import RecipeEntry, Results, RunRecord, Threat
+from gonio.compare import RecipeEntry, Results, RunRecord, Threat, filter_summary
 from gonio.compare.judging.cost import _time_ratios, measure_costs, peak_bytes
-from gonio.compare.judging.summary import reach_of, robust_of, summarise
+from gonio.compare.judging.filter_summary import ANGLE_EDGES, QUANTILES
+from gonio.compare.judging.results import reach_of, robust_of, summarise
 from gonio.compare.planning.planner import make_plan
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]
@@ -80,18 +81,14 @@ def test_diverged_counts_as_worst_and_is_stated() -> None:
     assert results.failed == 0
 
 
-def test_diverged_without_a_worst_value_counts_as_the_worst_finished_score() -> None:
-    results = compare([0.1, "diverged", 0.1, 0.2, 0.1, 0.2, 0.1, 0.1], worst=None, direction="min")
-    assert results.effects[0].differences[1] == pytest.approx(max(BASE) + 0.1 - BASE[1])
-    assert any("the worst case: the worst finished run" in note for note in results.notes)
-
-
-def test_diverged_is_never_better_than_a_run_that_finished() -> None:
+@pytest.mark.parametrize("worst", [None, 8.0])
+def test_diverged_is_never_better_than_a_run_that_finished(worst: float | None) -> None:
     # bits per byte: 8 is what knowing nothing costs, but a finished run may be worse still
     shifts = [0.1, "diverged", 0.1, 0.2, 0.1, 0.2, 0.1, 0.1]
-    results = compare(shifts, worst=8.0, direction="min")
+    results = compare(shifts, worst=worst, direction="min")
     assert results.effects[0].differences[1] == pytest.approx(max(BASE) + 0.1 - BASE[1])
     assert results.effects[0].verdict != "helps"
+    assert any("the worst case: the worst finished run" in note for note in results.notes) == (worst is None)
 
 
 def test_failed_runs_leave_their_pair_out_and_are_stated() -> None:
@@ -132,12 +129,6 @@ def test_results_can_be_written_as_json() -> None:
     assert data["plan"]["hash"] == results.plan.hash
     assert data["effects"][0]["differences"] == list(results.effects[0].differences)
     assert data["runs"][0]["score"] == BASE[0]
-
-
-def test_baseline_mean_and_spread() -> None:
-    results = compare([0.1] * 8)
-    assert results.baseline_mean == np.mean(BASE)
-    assert results.baseline_sd == pytest.approx(np.std(BASE, ddof=1))
 
 
 def curve_run(recipe: str, seed: int, curve: list[float | None], status: str = "finished", **more: object) -> RunRecord:
@@ -242,21 +233,14 @@ def test_time_ratios_of_equal_and_of_double_work() -> None:
     assert double == pytest.approx(2, rel=0.2)
 
 
-def test_peak_bytes_counts_what_is_held_at_the_same_time() -> None:
+def test_peak_bytes_counts_what_is_held_at_the_same_time_and_was_not_before() -> None:
     def one_after_the_other() -> None:
         for _ in range(5):
             torch.zeros(1000)
 
-    def together() -> None:
-        kept = [torch.zeros(1000) for _ in range(5)]
-        del kept
-
-    assert peak_bytes(one_after_the_other) == 4000
-    assert peak_bytes(together) == 20000
-
-
-def test_peak_bytes_leaves_out_what_was_held_before() -> None:
     held = torch.zeros(100_000)
+    assert peak_bytes(one_after_the_other) == 4000
+    assert peak_bytes(lambda: sum(map(len, [torch.zeros(1000) for _ in range(5)]))) == 20000
     assert peak_bytes(held.neg_) == 0
 
 
@@ -307,3 +291,60 @@ def test_where_less_is_better_chance_is_an_upper_bound() -> None:
         for scores in ([8.0, 8.1], [8.1, 7.9])
     ]
     assert verdicts == ["the baseline does not train", "underpowered"]
+
+
+def reference(filters: np.ndarray) -> tuple[list[float], list[int]]:
+    """Norm quantiles and angle counts of one matrix, filter by filter and pair by pair."""
+    norms = np.sqrt((filters**2).sum(axis=1))
+    found = []
+    for i in range(len(filters)):
+        for j in range(i):
+            if norms[i] > 0 and norms[j] > 0:
+                cosine = np.clip(filters[i] @ filters[j] / norms[i] / norms[j], -1, 1)
+                found.append(np.degrees(np.arccos(cosine)))
+    return np.quantile(norms, QUANTILES).tolist(), np.histogram(found, ANGLE_EDGES)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(7, 5), nn.Conv2d(3, 6, 3), nn.Conv1d(4, 9, 2)],
+    ids=["linear", "conv2d", "conv1d"],
+)
+def test_norms_and_angles_of_flattened_filters(layer: nn.Module) -> None:
+    weight = layer.weight.detach().double().numpy()
+    norms, counts = reference(weight.reshape(len(weight), -1))
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
+    assert found["norms"] == pytest.approx(norms, rel=1e-9)
+    assert found["angle_counts"] == counts
+    assert (found["dim"], found["filters"]) == (weight[0].size, len(weight))
+
+
+def test_groups_are_compared_within_themselves() -> None:
+    layer = nn.Conv2d(4, 6, 1, groups=2)
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
+    assert (found["dim"], found["filters"], sum(found["angle_counts"])) == (2, 6, 2 * 3)
+
+
+def test_zero_filters_have_a_norm_and_no_angle() -> None:
+    layer = nn.Linear(3, 4)
+    with torch.no_grad():
+        layer.weight[0] = 0
+    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
+    assert found["norms"][0] == 0
+    assert sum(found["angle_counts"]) == 3
+
+
+def test_parallel_and_opposite_filters_are_counted_in_the_outer_bins() -> None:
+    layer = nn.Linear(2, 3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 4.0], [-1.0, -2.0]]))
+    counts = filter_summary(nn.Sequential(layer))["layers"]["0"]["angle_counts"]
+    assert (counts[0], counts[-1], sum(counts)) == (1, 2, 3)
+
+
+def test_a_single_filter_has_no_pairs() -> None:
+    assert sum(filter_summary(nn.Sequential(nn.Linear(3, 1)))["layers"]["0"]["angle_counts"]) == 0
+
+
+def test_layers_without_filters_are_left_out() -> None:
+    assert list(filter_summary(nn.Sequential(nn.BatchNorm2d(3), nn.Embedding(3, 2)))["layers"]) == []
