@@ -19,7 +19,7 @@ import torch
 
 from gonio.errors import GonioError, UnreadableFileError
 from gonio.measuring import Measurements, difference, measure
-from gonio.measuring.reading.formats import load_torch, state_of_torch
+from gonio.measuring.reading.source import load_torch, state_of_torch
 from measuring.mutants import main
 from measuring.zoo_files import FILES, STATES
 from measuring.zoo_models import MODELS, NAMES, Verdict

@@ -450,7 +450,7 @@ def test_a_tensor_on_meta_is_measured_by_its_shape() -> None:
 
 
 def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
-    from gonio.measuring.reading.formats import stored_in_safetensors
+    from gonio.measuring.reading.source import stored_in_safetensors
 
     save_file({"w": torch.ones(100)}, tmp_path / "m.safetensors")
     stored = stored_in_safetensors(tmp_path / "m.safetensors")
@@ -461,7 +461,7 @@ def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.int16, torch.bool])
 def test_values_read_from_their_place_are_those_that_were_written(dtype: torch.dtype, tmp_path: Path) -> None:
-    from gonio.measuring.reading.formats import stored_in_safetensors
+    from gonio.measuring.reading.source import stored_in_safetensors
 
     state: dict[str, Tensor] = {"x": seeded(3, 5).to(dtype), "y": seeded(7).to(dtype), "z": torch.empty(0, 2).to(dtype)}
     save_file(state, tmp_path / "m.safetensors")

@@ -16,8 +16,7 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.measuring.reading.entry import Entry, numbers_of
-from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.reading.state_dict import some
+from gonio.measuring.reading.source import Source, contents_of, name_of, some
 from gonio.measuring.showing import terminal
 from gonio.measuring.showing.columns import Column
 from gonio.measuring.showing.page import render
