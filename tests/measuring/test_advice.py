@@ -18,7 +18,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
-from gonio.measuring.findings.advice import ADVICE
+from gonio.measuring.findings.rules import ADVICE
 
 IMAGES = seeded(4, 3, 8, 8)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import Measurements, Suppression, explain, measure
-from gonio.measuring.findings.finding import LEVELS
-from gonio.measuring.findings.rules import RULES, WEIGHT_RULES, measured_rates
+from gonio.measuring.findings.rules import LEVELS, RULES, WEIGHT_RULES, measured_rates
 from report.html_reader import Page
 
 
