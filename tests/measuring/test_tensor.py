@@ -182,11 +182,7 @@ def test_opposite_filters_are_told_from_equal_ones(monkeypatch: pytest.MonkeyPat
 
 
 CONVOLUTIONS = {
-    "plain": lambda: nn.Conv2d(3, 5, 3),
-    "even": lambda: nn.Conv2d(3, 5, 4, padding=1),
-    "stride": lambda: nn.Conv2d(3, 5, 3, stride=2),
     "stride 3": lambda: nn.Conv2d(2, 5, 5, stride=3),
-    "dilation": lambda: nn.Conv2d(3, 4, 3, dilation=2),
     "groups": lambda: nn.Conv2d(4, 6, 3, groups=2),
     "reflect": lambda: nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"),
     "1d": lambda: nn.Conv1d(4, 6, 5),

@@ -56,8 +56,8 @@ def _effect(recipe: str, gain: float) -> Effect:
 def _run(recipe: str, seed: int) -> RunRecord:
     gain = RECIPES.get(recipe, 0.0)
     score = 95 + 0.3 * math.sin(1.7 * seed) + gain
-    losses = [round(2.3 * 0.8**epoch + 0.01, 4) for epoch in range(20)]
-    scores = [round(score - 60 * 0.7**epoch, 3) for epoch in range(20)]
+    losses: list[float | None] = [round(2.3 * 0.8**epoch + 0.01, 4) for epoch in range(20)]
+    scores: list[float | None] = [round(score - 60 * 0.7**epoch, 3) for epoch in range(20)]
     return RunRecord(
         recipe, seed, "finished", score=round(score, 3), best_epoch=18,
         curve={"train_loss": losses, "val_score": scores},

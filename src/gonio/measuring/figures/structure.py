@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -186,12 +186,9 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
         return None, None
     if getattr(source, "drop_last", False):
         return batch, batch
-    sampler = getattr(source, "sampler", None)
-    if not isinstance(sampler, Sized):
-        return batch, None
     try:
-        samples = len(sampler)
-    except TypeError:  # the sampler of an iterable data set has no length
+        samples = len(source.sampler)
+    except (AttributeError, TypeError):  # the sampler of an iterable data set has no length
         return batch, None
     return batch, (samples % batch or batch) if samples else None
 
