@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
+from gonio.measuring.reading.adapters import with_norms
 from gonio.measuring.reading.entry import PADDING, Entry, header_of, infer
-from gonio.measuring.reading.packed import with_norms
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 

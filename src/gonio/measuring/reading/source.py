@@ -25,9 +25,19 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import PART, Entry, Stored, clean_names, dtype_named, infer, stored_entries
+from gonio.measuring.reading.adapters import NAMED, adapters_in, entries_of_adapters
+from gonio.measuring.reading.entry import (
+    PART,
+    Entry,
+    Packed,
+    Stored,
+    clean_names,
+    dtype_named,
+    infer,
+    packed_weights,
+    stored_entries,
+)
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.packed import Packed, adapters_in, entries_of_adapters, packed_weights
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -75,7 +85,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     else:
         opened, quantization, adapter_config = _opened(source)
         made = [*_entries(opened.stored, quantization), *opened.others]
-        adapters = adapters_in(opened.stored, adapter_config)
+        named = [name for name in opened.stored if NAMED in name]
+        adapters = adapters_in(named, opened.stored, adapter_config) if named else []
     if base is not None and not adapters:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
@@ -83,7 +94,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     held = {} if base is None else {entry.path: entry for entry in contents_of(base).entries}
-    return Contents([*made, *entries_of_adapters(adapters, held)], opened.notes)
+    made += entries_of_adapters(adapters, held) if adapters else []
+    return Contents(made, opened.notes)
 
 
 def _entries(stored: Mapping[str, Stored], quantization: Mapping[str, Any]) -> Iterator[Entry]:
