@@ -187,8 +187,9 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     if getattr(source, "drop_last", False):
         return batch, batch
     try:
-        samples = len(source.sampler)
-    except (AttributeError, TypeError):  # the sampler of an iterable data set has no length
+        sampler: Any = getattr(source, "sampler", None)
+        samples = len(sampler)
+    except TypeError:  # there is none, or the sampler of an iterable data set has no length
         return batch, None
     return batch, (samples % batch or batch) if samples else None
 

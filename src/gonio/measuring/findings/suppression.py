@@ -68,7 +68,9 @@ class Suppression:
             module, selector = modules.get(owner, _UNKNOWN), as_selector(where)
             return bool(finding.path) and (selector(owner, module) or selector(finding.path, module))
 
-        kept, dropped, used = [], [], set()
+        kept: list[Finding] = []
+        dropped: list[Finding] = []
+        used: set[tuple[str, str]] = set()
         for finding in measured.findings:
             taken = {(w, code) for w, code in rules if code == finding.code and (not w or selects(w, finding))}
             (dropped if taken else kept).append(finding)
