@@ -10,25 +10,15 @@ from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 
 __all__ = ["effect", "geometry", "plan", "results", "run"]
 
-EDGES = list(range(0, 181, 5))
-
 
 def geometry(layers: int, shift: float = 0.0, paths: tuple[str, ...] = ()) -> dict[str, Any]:
     """Angle counts of a bell around 90° + shift and five norm quantiles, per layer."""
     made = {}
-    for i in range(layers):
-        path = paths[i] if i < len(paths) else f"layer{i}.conv"
-        width = 4 + i % 7
-        counts = [round(900 * math.exp(-((5 * b + 2.5 - 90 - shift) ** 2) / (2 * width**2))) for b in range(36)]
-        norms = [0.4, 0.8, 1.0 + 0.01 * shift, 1.2, 1.7]
-        made[path] = {
-            "shape": [32, 16, 3, 3],
-            "dim": 144,
-            "filters": 32,
-            "norms": norms,
-            "angle_counts": counts,
-        }
-    return {"layers": made, "norm_quantiles": [0, 0.25, 0.5, 0.75, 1], "angle_edges": EDGES}
+    for i, path in enumerate(paths or [f"layer{i}.conv" for i in range(layers)]):
+        counts = [round(900 * math.exp(-((5 * b - 87.5 - shift) ** 2) / (2 * (4 + i % 7) ** 2))) for b in range(36)]
+        known = {"shape": [32, 16, 3, 3], "dim": 144, "filters": 32, "norms": [0.4, 0.8, 1.0 + 0.01 * shift, 1.2, 1.7]}
+        made[path] = {**known, "angle_counts": counts}
+    return {"layers": made, "norm_quantiles": [0, 0.25, 0.5, 0.75, 1], "angle_edges": list(range(0, 181, 5))}
 
 
 def run(recipe: str, seed: int, *, status: str = "finished", epochs: int = 30, layers: int = 3, **changes: Any):
@@ -52,18 +42,20 @@ def effect(recipe: str, *, mean: float | None = 0.6, half: float = 0.2, verdict:
     values: dict[str, Any] = {
         "n": 8,
         "mean": mean,
-        "low": None if mean is None else mean - half,
-        "high": None if mean is None else mean + half,
+        "low": None,
+        "high": None,
         "p": 0.0078,
         "p_holm": 0.031,
         "rho": 0.7,
         "mde": 0.3,
         "verdict": verdict,
         "reason": "A reason.",
-        "differences": () if mean is None else tuple(mean + 0.05 * k for k in (-3, -1, 0, 1, 3)),
         "step_time": Ratio(1.084, 1.07, 1.1, 8),
         "memory": Ratio(1.02, 1.02, 1.02, 8),
     }
+    if mean is not None:
+        differences = tuple(mean + 0.05 * k for k in (-3, -1, 0, 1, 3))
+        values |= {"low": mean - half, "high": mean + half, "differences": differences}
     return Effect(recipe, **{**values, **changes})
 
 
@@ -75,13 +67,13 @@ def plan(recipes: tuple[str, ...], seeds: int = 8, **changes: Any) -> Plan:
         "model": "digits-cnn",
         "recipes": tuple(entries),
         "seeds": tuple(range(seeds)),
-        "training": Training(epochs=30, batch_size=64, lr=0.1),
         "metric": "accuracy",
         "direction": "max",
         "unit": "percent",
-        "splits": {"train": 1078, "validation": 359, "test": 360},
         "data": "d4" * 32,
         "sesoi": 0.5,
+        "training": Training(epochs=30, batch_size=64, lr=0.1),
+        "splits": {"train": 1078, "validation": 359, "test": 360},
     }
     return Plan(**{**values, **changes})
 

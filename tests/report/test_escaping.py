@@ -15,23 +15,8 @@ from gonio.report import text, to_csv, to_json, to_markdown
 from report.samples import effect, results, run
 
 FORMULAS = [
-    "=1+1",
-    "+1+1",
-    "-1+1",
-    "@SUM(A1)",
-    "=HYPERLINK('http://evil.example','x')",
-    "=cmd|' /C calc'!A0",
-    "\t=1+1",
-    "\r=1+1",
-    "\n=1+1",
-    "  =1+1",
-    "＝1+1",
-    "－1",
-    "-",
-    "+",
-    "-nan",
-    "\x00=1+1",
-    "\u202e=1+1",
+    *("=1+1", "+1+1", "-1+1", "@SUM(A1)", "=HYPERLINK('http://evil.example','x')", "=cmd|' /C calc'!A0"),
+    *("\t=1+1", "\r=1+1", "\n=1+1", "  =1+1", "＝1+1", "－1", "-", "+", "-nan", "\x00=1+1", "\u202e=1+1"),
 ]
 
 
@@ -40,9 +25,6 @@ def test_plain_keeps_text_and_drops_what_is_not_shown() -> None:
     kept = plain(everything)
     assert not {c for c in kept if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}} - {"\n", "\t"}
     assert plain("Orthogonalität 直交 ×\n\t") == "Orthogonalität 直交 ×\n\t"
-
-
-def test_plain_cuts_what_is_longer_than_any_message_and_says_so() -> None:
     assert plain("x" * 30, longest=10) == "xxxxxxxxxx … (20 more characters)"
 
 

@@ -22,7 +22,7 @@ from gonio.compare.judging.multi_task import interquartile_mean
 from gonio.compare.judging.results import summarise
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import tex_cell
-from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
+from gonio.report.exports import MULTI_TASK_FORMATS, multi_task_text
 from report.samples import run
 
 SCORES = {

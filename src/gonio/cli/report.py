@@ -34,7 +34,7 @@ def report(
     """
     from gonio import report as reports
     from gonio.compare import Study, across
-    from gonio.report.multi_task import MULTI_TASK_FORMATS, multi_task_text
+    from gonio.report.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
     for study in studies:

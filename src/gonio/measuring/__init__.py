@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gonio.measuring.difference import Differences, TensorDifference, difference
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.finding import Finding, Suppressed
-from gonio.measuring.findings.rules import explain
+from gonio.measuring.findings.rules import Finding, Suppressed, explain
 from gonio.measuring.findings.suppression import Suppression
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements

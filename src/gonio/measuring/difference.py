@@ -16,12 +16,9 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry import Layout, angle_between, filter_norms, matrix_view
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.measuring.reading.entry import Entry, numbers_of
-from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.reading.state_dict import some
-from gonio.measuring.showing import terminal
-from gonio.measuring.showing.columns import Column
+from gonio.measuring.reading.source import Source, contents_of, name_of, some
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table, reasons
+from gonio.measuring.showing.table import Column, Table, markdown_table, reasons, tensor_table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -133,7 +130,7 @@ class Differences(Table[TensorDifference]):
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
         yield Text("")
         if self.moved:
-            yield terminal.tensor_table("tensor", self.moved, COLUMNS, KEPT, options.max_width)
+            yield tensor_table("tensor", self.moved, COLUMNS, KEPT, options.max_width)
             yield Text("")
         yield Text(self.coverage, style="dim")
 

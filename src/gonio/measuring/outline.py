@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -17,8 +18,7 @@ from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
 from gonio.measuring.reading.entry import Entry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.showing.table import Table
-from gonio.measuring.showing.terminal import bare_table
+from gonio.measuring.showing.table import Table, bare_table
 
 SCHEMA = "gonio.outline/1"
 
@@ -99,19 +99,16 @@ class Outline(Table[TensorHeader]):
         yield Text(", ".join(f"{n} {plain(dtype)}" for dtype, n in kinds.most_common()), style="dim")
         yield Text("")
         table = bare_table("tensor", ("shape", "dtype", "numbers", "size"))
-        for tensor in self.tensors:
-            table.add_row(Text(shorten(tensor.name, longest=max(12, options.max_width // 2))), *_cells(tensor))
+        for t in self.tensors:
+            cells = ["–"] * 4
+            if t.shape is not None:
+                size = "–" if t.bytes is None else _size(t.bytes)
+                cells = ["×".join(map(str, t.shape)) or "one number", plain(t.dtype), f"{t.entries:,}", size]
+            table.add_row(Text(shorten(t.name, longest=max(12, options.max_width // 2))), *cells)
         yield table
-        for tensor in self.tensors:
-            if tensor.shape is None:
-                yield Text(f"{plain(tensor.name)}: {plain(tensor.reason) or 'computed'}", style="dim")
-
-
-def _cells(tensor: TensorHeader) -> tuple[str, ...]:
-    if tensor.shape is None:
-        return ("–", "–", "–", "–")
-    shape = "×".join(map(str, tensor.shape)) or "one number"
-    return shape, plain(tensor.dtype), f"{tensor.entries:,}", "–" if tensor.bytes is None else _size(tensor.bytes)
+        for t in self.tensors:
+            if t.shape is None:
+                yield Text(f"{plain(t.name)}: {plain(t.reason) or 'computed'}", style="dim")
 
 
 def _size(count: int) -> str:
@@ -149,26 +146,12 @@ def outline(source: Source) -> Outline:
 
 
 def _header(entry: Entry) -> TensorHeader:
-    dtype = dtype_named(entry.dtype)
-    entries = None if entry.shape is None else prod(entry.shape)
-    return TensorHeader(
-        name=entry.name,
-        path=entry.path,
-        kind=entry.kind,
-        shape=entry.shape,
-        dtype=entry.dtype,
-        entries=entries,
-        bytes=None if entries is None or dtype is None else entries * dtype.itemsize,
-        reason=entry.reason,
-        **_filters(entry),
-    )
-
-
-def _filters(entry: Entry) -> dict[str, int]:
-    if entry.layout is None or entry.shape is None or len(entry.shape) < 2:
-        return {}
-    try:
-        view = matrix_view(torch.empty(entry.shape, device="meta"), entry.layout).shape
-    except (GonioError, RuntimeError):  # a shape that does not fit its layer, or one beyond all memory
-        return {}
-    return dict(zip(("groups", "filters", "dim"), view, strict=True))
+    known = {name: getattr(entry, name) for name in ("name", "path", "kind", "shape", "dtype", "reason")}
+    if entry.shape is None:
+        return TensorHeader(**known, entries=None, bytes=None)
+    dtype, entries = dtype_named(entry.dtype), prod(entry.shape)
+    if entry.layout is not None and len(entry.shape) > 1:
+        with suppress(GonioError, RuntimeError):  # a shape that does not fit its layer, or one beyond all memory
+            view = matrix_view(torch.empty(entry.shape, device="meta"), entry.layout).shape
+            known |= zip(("groups", "filters", "dim"), view, strict=True)
+    return TensorHeader(**known, entries=entries, bytes=None if dtype is None else entries * dtype.itemsize)

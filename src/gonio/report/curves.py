@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-__all__ = ["Curves", "curve_charts", "learning_curves"]
-
 _EQUAL_TIME = (
     "The same curves with each epoch as long as its measured time per step; the baseline's line ends at the time that "
     "the baseline took. Each run keeps its own schedule: a shorter training of a slower recipe would not follow this "

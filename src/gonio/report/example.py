@@ -9,8 +9,6 @@ from typing import Any
 from gonio.compare.judging.results import Effect, Ratio, Results, RunRecord
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 
-__all__ = ["example"]
-
 RECIPES = {"orthogonal-init": 0.1, "decoupled-tanh": 0.9}
 SEEDS = tuple(range(8))
 EDGES = list(range(0, 181, 5))
@@ -58,19 +56,13 @@ def _effect(recipe: str, gain: float) -> Effect:
 def _run(recipe: str, seed: int) -> RunRecord:
     gain = RECIPES.get(recipe, 0.0)
     score = 95 + 0.3 * math.sin(1.7 * seed) + gain
+    losses: list[float | None] = [round(2.3 * 0.8**epoch + 0.01, 4) for epoch in range(20)]
+    scores: list[float | None] = [round(score - 60 * 0.7**epoch, 3) for epoch in range(20)]
     return RunRecord(
-        recipe,
-        seed,
-        "finished",
-        score=round(score, 3),
-        best_epoch=18,
-        curve={
-            "train_loss": [round(2.3 * 0.8**epoch + 0.01, 4) for epoch in range(20)],
-            "val_score": [round(score - 60 * 0.7**epoch, 3) for epoch in range(20)],
-        },
-        geometry=_geometry(gain),
-        plan="" if recipe == BASELINE else f"{recipe}: conv",
-    )
+        recipe, seed, "finished", score=round(score, 3), best_epoch=18,
+        curve={"train_loss": losses, "val_score": scores},
+        geometry=_geometry(gain), plan="" if recipe == BASELINE else f"{recipe}: conv",
+    )  # fmt: skip
 
 
 def _geometry(gain: float) -> dict[str, Any]:

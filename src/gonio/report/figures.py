@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "Axis", "Row", "cost_chart", "drawing", "figure", "forest", "inline", "intervals", "panel"]
-
 # Marker value by CSS variable. The variables themselves (Okabe–Ito, light and dark) are in style.css.
 _NAMES = ("ink", "muted", "rule", "base", "band", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
 COLORS = {name: f"#{i:02x}{i:02x}{i:02x}" for i, name in enumerate(_NAMES, start=1)}

@@ -21,8 +21,6 @@ from gonio.report.figures import Axis, Row, intervals
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Layer", "Pooled", "angle_chart", "layers", "norm_chart"]
-
 Floats = NDArray[np.float64]
 
 

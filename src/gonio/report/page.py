@@ -26,8 +26,6 @@ from gonio.report.wording import Scale
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["html", "write_html", "write_text"]
-
 _SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
 
 

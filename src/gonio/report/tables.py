@@ -7,20 +7,8 @@ from dataclasses import dataclass
 
 from gonio.compare.judging.results import Effect, Results, Robust
 from gonio.compare.planning.plan import BASELINE
-from gonio.report.wording import (
-    Scale,
-    added,
-    count,
-    duration,
-    p_value,
-    ratio,
-    reached,
-    threat_text,
-    verdict_text,
-    won,
-)
-
-__all__ = ["ATTACKS", "Table", "attacks", "costs", "evidence", "hidden_gradients", "tables", "tuning", "verdicts"]
+from gonio.report import wording as say
+from gonio.report.wording import Scale, count
 
 ATTACKS = {
     "clean": "undisturbed",
@@ -55,13 +43,7 @@ class Table:
 
 
 def tables(results: Results) -> tuple[Table, ...]:
-    """The tables of every export, the verdicts first; without those that have no row.
-
-    Example:
-        >>> from gonio.report.tables import tables
-        >>> [table.title for table in tables(gonio.report.example())]
-        ['Verdicts', 'Evidence']
-    """
+    """The tables of every export, the verdicts first; without those that have no row."""
     attacked = attacks(results)
     return (verdicts(results), evidence(results), *([attacked] if attacked.rows else []))
 
@@ -71,8 +53,8 @@ def verdicts(results: Results) -> Table:
     scale = Scale.of(results)
 
     def row(e: Effect) -> tuple[str, ...]:
-        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
-        return (e.recipe, *numbers, verdict_text(e), ratio(e.step_time), ratio(e.memory))
+        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), say.p_value(e.p_holm))
+        return (e.recipe, *numbers, say.verdict_text(e), say.ratio(e.step_time), say.ratio(e.memory))
 
     head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
     return Table("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
@@ -83,8 +65,7 @@ def evidence(results: Results) -> Table:
     scale = Scale.of(results)
 
     def row(e: Effect) -> tuple[str, ...]:
-        rho = "–" if e.rho is None else f"{e.rho:.2f}".replace("-", "−")
-        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho, scale.score(e.mde), won(e))
+        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), say.rho(e), scale.score(e.mde), say.won(e))
 
     detectable = f"detectable effect, {scale.unit}"
     head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
@@ -105,7 +86,7 @@ def attacks(results: Results) -> Table:
     remark = "The difference is in points, paired by seed and not corrected for the number of recipes: no verdict."
     signs = [f"{recipe}: {sign}" for recipe, found in hidden_gradients(results).items() for sign in found]
     rows = tuple(map(row, results.robustness)) if made else ()
-    return Table("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
+    return Table("Accuracy under attack, %", head, rows, notes=(f"{say.threat_text(results)}. {remark}", *signs))
 
 
 def hidden_gradients(results: Results) -> dict[str, list[str]]:
@@ -123,26 +104,23 @@ def costs(results: Results) -> Table:
     def row(e: Effect) -> tuple[str, ...]:
         trials = sum(tuned.seconds for tuned in results.tuning if tuned.recipe == e.recipe)
         whole = trials + sum(run.seconds or 0.0 for run in results.runs if run.recipe == e.recipe)
-        cpu = f"{duration(whole)}, {duration(trials)} of it tuning" if trials else duration(whole)
-        return (e.recipe, added(e.parameters), added(e.flops), reached(e.reach), cpu)
+        cpu = f"{say.duration(whole)}, {say.duration(trials)} of it tuning" if trials else say.duration(whole)
+        return (e.recipe, say.added(e.parameters), say.added(e.flops), say.reached(e.reach), cpu)
 
-    head = (
-        "recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score",
-        "CPU time of the study",
-    )  # fmt: skip
+    head = ("recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score")
     measured = any(e.parameters or e.flops or e.reach for e in results.effects)
-    return Table("Costs", head, tuple(map(row, results.effects)) if measured else ())
+    return Table("Costs", (*head, "CPU time of the study"), tuple(map(row, results.effects)) if measured else ())
 
 
 def tuning(results: Results) -> Table:
     """The settings that tuning chose, the baseline first; without rows if there was no tuning."""
     scale, rows = Scale.of(results), []
     for t in results.tuning:
-        lost = [f"{n} {word}" for n, word in ((t.failed, "failed"), (t.diverged, "diverged")) if n]
-        trials = f"{t.trials}" + (f" ({', '.join(lost)})" if lost else "")
+        lost = ", ".join(say.lost(t))
+        trials = f"{t.trials} ({lost})" if lost else f"{t.trials}"
         scores = (scale.score(t.default_score), scale.score(t.score))
         values = (_values(t.defaults), _values(t.chosen) or "not yet")
-        rows.append((t.recipe, trials, *values, *scores, duration(t.seconds)))
+        rows.append((t.recipe, trials, *values, *scores, say.duration(t.seconds)))
     head = ("recipe", "trials", "defaults", "chosen", "validation, defaults", "validation, chosen", "CPU time")
     return Table("Tuning", head, tuple(rows), (0, 2, 3))
 

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Ratio, Reach, Results
+from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Ratio, Reach, Results, Tuned
 from gonio.escaping import plain
-
-__all__ = [
-    "Scale",
-    "added",
-    "count",
-    "duration",
-    "headline",
-    "mark",
-    "others",
-    "p_value",
-    "partial",
-    "ratio",
-    "reached",
-    "seen",
-    "threat_text",
-    "tuning_text",
-    "verdict_text",
-    "won",
-]
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {
@@ -91,10 +73,19 @@ def ratio(value: Ratio | None) -> str:
     return "–" if value is None else f"×{value.median:.2f}"
 
 
+def rho(effect: Effect) -> str:
+    """The correlation of the pairs."""
+    return "–" if effect.rho is None else f"{effect.rho:.2f}".replace("-", "−")
+
+
+def lost(runs: Effect | Tuned) -> list[str]:
+    """The numbers of failed and of diverged runs, where there are any."""
+    return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
+
+
 def verdict_text(effect: Effect) -> str:
     """The verdict with its limits: lost runs, and more than one change."""
-    lost = [f"{n} {word}" for n, word in ((effect.failed, "failed"), (effect.diverged, "diverged")) if n]
-    limits = [*lost, *(["confounded"] if effect.confounded else [])]
+    limits = [*lost(effect), *(["confounded"] if effect.confounded else [])]
     return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
 
 
@@ -164,11 +155,9 @@ def tuning_text(results: Results) -> str:
 
 def seen(results: Results) -> str:
     """How often the results were looked at, if more than once, and how often the study was extended afterwards."""
-    found = []
-    if len(results.looks) > 1:
-        found.append(f"looked at {len(results.looks)} times")
-    if results.plan.history:
-        found.append(f"extended {count(len(results.plan.history), 'time')} after a look")
+    looks, extended = len(results.looks), len(results.plan.history)
+    found = [f"looked at {looks} times"] if looks > 1 else []
+    found += [f"extended {count(extended, 'time')} after a look"] if extended else []
     return " and ".join(found)
 
 
@@ -181,11 +170,10 @@ def headline(results: Results) -> str:
         return next(effect.reason for effect in effects if effect.verdict == UNTRAINED)
     if len(effects) == 1:
         return _single(effects[0], scale)
-    helps = [e for e in effects if e.verdict == "helps"]
-    lead = helps or [e for e in effects if e.verdict == "hurts"]
+    helps, hurts = ([e for e in effects if e.verdict == verdict] for verdict in ("helps", "hurts"))
+    lead, word = helps or hurts, "help" if helps else "hurt"
     if not lead:
         return f"None of the {len(effects)} recipes is shown to help or to hurt: {_tally(effects)}."
-    word = "help" if helps else "hurt"
     best = max(lead, key=lambda e: abs(e.mean or 0.0))
     if len(lead) == 1:
         return f"{plain(best.recipe)} {word}s: {_estimate(best, scale)}."
@@ -194,57 +182,52 @@ def headline(results: Results) -> str:
 
 def others(results: Results) -> str:
     """The verdicts of the recipes that the headline does not mention."""
-    effects = results.effects
-    named = {e.verdict for e in effects} & {"helps", "hurts"}
-    lead = "helps" if "helps" in named else "hurts"
-    rest = tuple(e for e in effects if e.verdict != lead)
-    if len(effects) == 1 or not named or not rest:
+    verdicts = [e.verdict for e in results.effects]
+    lead = "helps" if "helps" in verdicts else "hurts"
+    rest = [e for e in results.effects if e.verdict != lead]
+    if lead not in verdicts or not rest:
         return ""
-    return (
-        f"{plain(rest[0].recipe)}: {plain(rest[0].verdict)}."
-        if len(rest) == 1
-        else f"Of the other {len(rest)}: {_tally(rest)}."
-    )
+    first = f"{plain(rest[0].recipe)}: {plain(rest[0].verdict)}."
+    return first if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
 
 
-def _tally(effects: tuple[Effect, ...]) -> str:
+_SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few seeds to tell"}
+
+
+def _tally(effects: Sequence[Effect]) -> str:
     words = Counter(e.verdict for e in effects)
-    parts = [f"{n} {SHORT.get(verdict, f'with {verdict}')}" for verdict, n in words.items()]
-    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
-
-
-SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few seeds to tell"}
+    *parts, last = [f"{n} {_SHORT.get(verdict, f'with {verdict}')}" for verdict, n in words.items()]
+    return f"{', '.join(parts)} and {last}" if parts else last
 
 
 def _single(effect: Effect, scale: Scale) -> str:
-    name = plain(effect.recipe)
-    sentences = {
-        "helps": f"{name} helps: {_estimate(effect, scale)}.",
-        "hurts": f"{name} hurts: {_estimate(effect, scale)}.",
-        "no useful effect": f"{name} has no useful effect: {_estimate(effect, scale)}.",
-        "underpowered": f"Too few seeds to say whether {name} helps.",
-    }
-    return sentences.get(effect.verdict, f"No evidence that {name} helps or hurts: {_estimate(effect, scale)}.")
+    name, estimate = plain(effect.recipe), _estimate(effect, scale)
+    match effect.verdict:
+        case "helps" | "hurts":
+            return f"{name} {effect.verdict}: {estimate}."
+        case "no useful effect":
+            return f"{name} has no useful effect: {estimate}."
+        case "underpowered":
+            return f"Too few seeds to say whether {name} helps."
+        case _:
+            return f"No evidence that {name} helps or hurts: {estimate}."
 
 
 def _estimate(effect: Effect, scale: Scale) -> str:
     if effect.mean is None:
         return "no estimate"
     interval = scale.interval(effect.low, effect.high)
-    tail = f" (95 % interval {interval})" if interval else ""
-    return f"{scale.signed(effect.mean)} {scale.unit}{tail}"
+    return f"{scale.signed(effect.mean)} {scale.unit}" + (f" (95 % interval {interval})" if interval else "")
 
 
 def partial(results: Results) -> str:
     """The runs without a score, in one sentence; empty if there are none."""
-    diverged = sum(run.status == "diverged" for run in results.runs)
-    failed = sum(run.status == "failed" for run in results.runs)
-    total = len(results.runs) + results.missing
-    parts = []
-    if diverged:
-        parts.append(f"{diverged} of {count(total, 'run')} diverged and counted as the worst score")
-    if failed:
-        parts.append(f"{failed} of {count(total, 'run')} failed and left no score")
-    if results.missing:
-        parts.append(f"{results.missing} of {count(total, 'run')} have not ended yet")
+    statuses = Counter(run.status for run in results.runs)
+    total = count(len(results.runs) + results.missing, "run")
+    fates = {
+        "diverged and counted as the worst score": statuses["diverged"],
+        "failed and left no score": statuses["failed"],
+        "have not ended yet": results.missing,
+    }
+    parts = [f"{n} of {total} {fate}" for fate, n in fates.items() if n]
     return f"{'; '.join(parts)}." if parts else ""

@@ -131,11 +131,7 @@ class TensorMeasurement:
 
 @torch.no_grad()
 def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
-    """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
-
-    Args:
-        also: figures that take longer than all others together.
-    """
+    """The measurement of one tensor; never raises because of the tensor: the row has the reason instead."""
     if entry.load is None:
         return _row(entry, status="skipped", reason=entry.reason)
     try:
@@ -186,7 +182,12 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
     groups, n, d = matrices.shape
     norms = torch.cat([row_norms(matrix) for matrix in matrices])
     fine = torch.isfinite(norms)
-    values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, **_norms(norms[fine], d)}
+    values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
+    if bool(fine.any()):
+        found = NormSummary.of(norms[fine], d)
+        values |= {"rms": found.rms, "frobenius": found.frobenius, "norm_mean": found.mean, "norm_std": found.std}
+        values |= {"norm_quantiles": found.quantiles, "norm_nonzero_min": found.nonzero_min}
+        values["zero_filters"] = found.zeros
     if not bool(fine.all()):
         notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
     whole = bool(fine.all()) and bool((norms > 0).any())
@@ -201,21 +202,6 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
     if whole:
         values |= _spectrum(matrices, values["frobenius"], name, gram)
     return {**values, "notes": notes}
-
-
-def _norms(norms: Tensor, dim: int) -> dict[str, Any]:
-    if not norms.numel():
-        return {"zero_filters": 0}
-    found = NormSummary.of(norms, dim)
-    return {
-        "rms": found.rms,
-        "frobenius": found.frobenius,
-        "norm_mean": found.mean,
-        "norm_std": found.std,
-        "norm_quantiles": found.quantiles,
-        "norm_nonzero_min": found.nonzero_min,
-        "zero_filters": found.zeros,
-    }
 
 
 def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gonio.errors import UnknownNameError
-from gonio.measuring.findings.finding import Finding, Suppressed
-from gonio.measuring.findings.rules import RULES
+from gonio.measuring.findings.rules import RULES, Finding, Suppressed
 from gonio.measuring.measurements import Measurements
 from gonio.surgery import as_selector, sites
 
@@ -64,20 +62,26 @@ class Suppression:
         rules += [(where, code) for where, codes in self.per_layer for code in dict.fromkeys(codes)]
         owners = {tensor.path: tensor.name.rpartition(".")[0] for tensor in measured.tensors}
         modules = {} if model is None else {site.path: site.module for site in sites(model)}
-        hits = [(f, [rule for rule in rules if _takes(*rule, f, owners, modules)]) for f in measured.findings]
-        used = {rule for _, taken in hits for rule in taken}
-        unmatched = tuple(f"{rule[1]} for {rule[0]}" if rule[0] else rule[1] for rule in rules if rule not in used)
-        dropped = tuple(finding for finding, taken in hits if taken)
-        kept = tuple(finding for finding, taken in hits if not taken)
-        return replace(measured, findings=kept, suppressed=Suppressed(self.origin, dropped, unmatched))
+
+        def selects(where: str, finding: Finding) -> bool:
+            owner = owners.get(finding.path, finding.path)
+            module, selector = modules.get(owner, _UNKNOWN), as_selector(where)
+            return bool(finding.path) and (selector(owner, module) or selector(finding.path, module))
+
+        kept: list[Finding] = []
+        dropped: list[Finding] = []
+        used: set[tuple[str, str]] = set()
+        for finding in measured.findings:
+            taken = {(w, code) for w, code in rules if code == finding.code and (not w or selects(w, finding))}
+            (dropped if taken else kept).append(finding)
+            used |= taken
+        unmatched = tuple(
+            f"{code} for {where}" if where else code for where, code in rules if (where, code) not in used
+        )
+        return replace(measured, findings=tuple(kept), suppressed=Suppressed(self.origin, tuple(dropped), unmatched))
 
 
 def _known_code(code: str) -> str:
-    """A rule's code in capitals.
-
-    Raises:
-        UnknownNameError: if there is no such rule.
-    """
     found = str(code).strip().upper()
     if found not in RULES:
         raise UnknownNameError("rule", str(code), RULES)
@@ -89,16 +93,3 @@ class _Unknown(nn.Module):
 
 
 _UNKNOWN = _Unknown()
-
-
-def _takes(
-    where: str, code: str, finding: Finding, owners: Mapping[str, str], modules: Mapping[str, nn.Module]
-) -> bool:
-    """Whether a rule of the suppression selects a finding."""
-    if code != finding.code or not where:
-        return code == finding.code
-    if not finding.path:  # a finding on the whole model
-        return False
-    owner = owners.get(finding.path, finding.path)
-    module, selector = modules.get(owner, _UNKNOWN), as_selector(where)
-    return selector(owner, module) or selector(finding.path, module)
