@@ -35,6 +35,9 @@ DECOMPOSED = 1024  # smaller side up to which the largest cosine is computed fro
 LANCZOS = 64
 LEAST = 1e-2  # singular values of the base below this share of the largest are left out where the bound is used
 GRID = 2048  # positions at which the bound is evaluated
+COMPLETE = 1e-6  # size of a step, over the largest, below which the Krylov space is complete
+NULL = 1e-14  # squared singular values below this share of the largest have no direction
+SURE = 0.71  # a cosine above √½ with one direction is the largest
 
 THRESHOLD = 0.5  # of the cosine below which a direction is an intruder
 CONSIDERED = 10  # top directions of the tuned weight
@@ -163,6 +166,7 @@ class IntruderDimensions:
 
     cosines: Tensor  # (k,), the largest with any singular direction of the base
     top: TopSubspace  # of the tuned weight
+    base: TopSubspace  # of the base, with up to 2k directions
     threshold: float
     chance: float  # median of the largest cosine of a random direction with those of the base
 
@@ -200,7 +204,7 @@ def intruder_dimensions(
         >>> added = torch.ones(40, 1) @ torch.ones(1, 40) * 5  # a new direction, larger than all others
         >>> found = gonio.geometry.intruder_dimensions(base, base + added, k=3)
         >>> found.numbers, round(found.chance, 2)
-        ((0,), 0.36)
+        ((0,), 0.37)
 
     References: [1] R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
         equivalence", 2024, arXiv 2410.21228, Algorithm 1 (k = 10, threshold 0.5 and 0.6).
@@ -213,42 +217,50 @@ def intruder_dimensions(
         )
     top = top_subspace(tuned, k, seed=seed)
     small = min(base.shape)
-    if small <= EXACT:
-        known = _all_left(base)
-        cosines = (known.mT @ top.left.to(known)).abs().amax(0)
-    else:
-        first = top_subspace(base, min(small, 2 * k), seed=seed)
-        cosines = (first.left.mT @ top.left).double().abs().amax(0)
-        for j in (cosines < threshold).nonzero().flatten().tolist():  # like none of the top ones: look at all
-            cosines[j] = _largest_cosine(base, top.left[:, j])
-    return IntruderDimensions(cosines.clamp_max(1).to(top.values), top, threshold, random_coherence(small, len(base)))
+    first = top_subspace(base, min(small, 2 * k), seed=seed)
+    cosines = (first.left.mT @ top.left).double().abs().amax(0)
+    exact = small <= DECOMPOSED
+    unlike = (cosines < (max(threshold, SURE) if exact else threshold)).nonzero().flatten()
+    if len(unlike):  # like none of the top ones: look at all
+        others = top.left[:, unlike]
+        cosines[unlike] = _cosines_with_all(base, others) if exact else _cosine_bounds(base, others)
+    chance = random_coherence(small, len(base))
+    return IntruderDimensions(cosines.clamp_max(1).to(top.values), top, first, threshold, chance)
 
 
-def _all_left(matrix: Tensor) -> Tensor:
-    """All left singular vectors of singular values that are not 0, in float64."""
-    left, values, _ = torch.linalg.svd(matrix.to(widest(matrix)), full_matrices=False)
-    return left[:, values > 1e-12 * values.amax()] if bool(values.any()) else left[:, :0]
+def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:
+    """The largest |cosine| of each column with a left singular vector of the base, from the Gram matrix in float64."""
+    wide = base.to(widest(base)) / safe_scale(base)
+    directions = directions.to(wide)
+    if wide.shape[0] <= wide.shape[1]:
+        return (torch.linalg.eigh(wide @ wide.mT).eigenvectors.mT @ directions).abs().amax(0)
+    squares, right = torch.linalg.eigh(wide.mT @ wide)
+    known = squares > NULL * squares[-1]
+    found = right[:, known].mT @ (wide.mT @ directions) / squares[known].sqrt()[:, None]
+    return found.abs().amax(0) if bool(known.any()) else directions.new_zeros(directions.shape[1])
 
 
-def _largest_cosine(base: Tensor, direction: Tensor) -> float:
-    """The largest cosine with a left singular vector, or an upper bound; see Note [Directions of a base]."""
-    if min(base.shape) <= DECOMPOSED:
-        return float((_all_left(base).mT @ direction.to(widest(base))).abs().amax())
-    wide = base.to(computed_in(base.dtype))
-    image = wide.mT @ direction.to(wide)
+def _cosine_bounds(base: Tensor, directions: Tensor) -> Tensor:
+    """Upper bounds of these cosines; see Note [Directions of a base]."""
+    wide = base.to(computed_in(base.dtype)) / safe_scale(base)
+    return torch.tensor([_cosine_bound(wide, u) for u in directions.to(wide).mT], dtype=torch.float64).to(base.device)
+
+
+def _cosine_bound(base: Tensor, direction: Tensor) -> float:
+    image = base.mT @ direction
     size = float(torch.linalg.vector_norm(image, dtype=torch.float64))
     if not size:
         return 0.0
     basis, diagonal, beside, v = [], [], [], image / size
     for _ in range(min(LANCZOS, *base.shape)):
         basis.append(v)
-        following = wide.mT @ (wide @ v)
+        following = base.mT @ (base @ v)
         diagonal.append(float(following @ v))
         known = torch.stack(basis)
-        for _ in range(2):
+        for _ in range(2):  # one pass leaves a component from cancellation
             following -= known.mT @ (known @ following)
         beside.append(float(torch.linalg.vector_norm(following)))
-        if beside[-1] <= 1e-6 * max(diagonal):  # the space is complete
+        if beside[-1] <= COMPLETE * max(diagonal):
             break
         v = following / beside[-1]
     return _largest_atom(diagonal, beside) ** 0.5 * size
@@ -262,7 +274,7 @@ def _largest_atom(diagonal: list[float], beside: list[float]) -> float:
     least = LEAST**2 * float(nodes[-1])
     kept = nodes >= least
     largest = float((vectors[0, kept].square() / nodes[kept]).max()) if bool(kept.any()) else 0.0
-    if beside[-1] <= 1e-6 * max(diagonal):  # the measure is that of the nodes
+    if beside[-1] <= COMPLETE * max(diagonal):  # the measure is that of the nodes
         return largest
     x = torch.linspace(least**0.5, float(nodes[-1]) ** 0.5, GRID, dtype=torch.float64).square()
     before, now = torch.zeros_like(x), torch.ones_like(x)
