@@ -13,7 +13,7 @@ from gonio.cli.output import print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Differences, Measurements, Outline
+    from gonio.measuring import Changes, Differences, Measurements, Outline
 
 __all__ = ["measure"]
 
@@ -53,12 +53,11 @@ def measure(
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not options.Engine.local}
-    if after is not None:
+    if after:
         _refuse("two sources", {**whole, "--headers": headers})
-        first, second = (read_source(word, seed=seed) for word in (source, after))
+        first, *others = (read_source(word, seed=seed) for word in (source, *after))
         with progress("comparing") as update:
-            difference = measuring.difference(first, second, progress=update)
-        _write(difference, targets)
+            _write(measuring.measure(first, *others, progress=update), targets)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--engine": engine is not options.Engine.local} if model else {})
@@ -89,7 +88,7 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
             raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-def _write(found: Measurements | Differences, targets: dict[str, str | None]) -> bool:
+def _write(found: Measurements | Differences | Changes, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
     writers = {"html": found.to_html, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
     saved = save_formats(targets, writers)

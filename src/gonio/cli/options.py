@@ -63,7 +63,8 @@ Source = Annotated[
     ),
 ]
 After = Annotated[
-    str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
+    list[str] | None,
+    typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="[AFTER…]"),
 ]
 OfCheckpoint = Annotated[
     str | None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gonio.measuring.difference import Differences, TensorDifference, difference
+from gonio.measuring.changes.difference import Differences, difference
+from gonio.measuring.changes.pair import TensorDifference
+from gonio.measuring.changes.profile import DepthChange
+from gonio.measuring.changes.several import Agreement, Changes, changes
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.finding import Finding, Suppressed
 from gonio.measuring.findings.rules import explain
@@ -13,6 +16,9 @@ from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
 
 __all__ = [
+    "Agreement",
+    "Changes",
+    "DepthChange",
     "Differences",
     "Finding",
     "Measurements",
@@ -23,6 +29,7 @@ __all__ = [
     "TensorHeader",
     "TensorMeasurement",
     "Tracker",
+    "changes",
     "difference",
     "explain",
     "measure",

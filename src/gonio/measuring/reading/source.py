@@ -17,6 +17,7 @@ from gonio.measuring.reading.adapters import entries_of_adapters
 from gonio.measuring.reading.entry import Entry, in_memory
 from gonio.measuring.reading.formats import SUFFIXES, stored_in_safetensors, stored_in_torch
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.rotations import entries_of_rotations
 from gonio.measuring.reading.shards import Shards, are_parts, stored_in_shards, stored_without_index
 from gonio.measuring.reading.state_dict import (
     Configs,
@@ -50,14 +51,15 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
     """
     found = _contents(source)
-    if base is not None and not found.adapters:
+    if base is not None and not found.adapters and not found.rotations:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
             f"{name_of(source)} without adapters",
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     held = {} if base is None else {entry.path: entry for entry in _contents(base).entries}
-    return replace(found, entries=[*found.entries, *entries_of_adapters(found.adapters, held)])
+    adapted = [*entries_of_adapters(found.adapters, held), *entries_of_rotations(found.rotations, held)]
+    return replace(found, entries=[*found.entries, *adapted])
 
 
 def _contents(source: Source) -> Contents:

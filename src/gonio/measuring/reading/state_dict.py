@@ -16,6 +16,7 @@ from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import Adapter, adapters_in
 from gonio.measuring.reading.entry import PART, Entry, Stored, in_memory
 from gonio.measuring.reading.quantised import Packed, packed_weights
+from gonio.measuring.reading.rotations import Rotation, rotations_in
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights", "state")
@@ -107,12 +108,13 @@ class Contents:
     entries: list[Entry]
     adapters: list[Adapter]
     notes: tuple[str, ...] = ()
+    rotations: list[Rotation] = field(default_factory=list)
 
 
 def entries_of_mapping(state: Mapping[Any, Any], notes: tuple[str, ...] = ()) -> Contents:
     """One entry per key; a value that is no tensor has a reason."""
     found = entries_of_stored(in_memory({**state, **packed_linears(state)}), notes=notes)
-    return Contents(found.entries + other_entries(state), found.adapters, notes)
+    return Contents(found.entries + other_entries(state), found.adapters, notes, found.rotations)
 
 
 def packed_linears(state: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -157,7 +159,7 @@ def entries_of_stored(
         else:
             layout, kind, reason, said = infer(name, shapes)
             made.append(Entry(cleaned[name], kind, layout, tensor.load, reason, said, tensor.shape, tensor.dtype))
-    return Contents(made, adapters_in(stored, configs.adapter), notes)
+    return Contents(made, adapters_in(stored, configs.adapter), notes, rotations_in(stored, configs.adapter))
 
 
 def _unpacked(weight: Packed, cleaned: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Entry:
