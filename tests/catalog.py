@@ -624,6 +624,7 @@ VERBS += [
     _verb("init_", lambda m: S.init_(m, init.orthogonal_, gain=1.0), idempotent=True),
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
+    _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),

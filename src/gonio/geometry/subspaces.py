@@ -173,7 +173,8 @@ class IntruderDimensions:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The positions of the intruders among the top directions, from 0."""
-        return tuple((self.cosines < self.threshold).nonzero().flatten().tolist())
+        present = self.top.values > NULL**0.5 * self.top.values[0]
+        return tuple(((self.cosines < self.threshold) & present).nonzero().flatten().tolist())
 
     @property
     def part(self) -> Tensor:
@@ -218,7 +219,8 @@ def intruder_dimensions(
     top = top_subspace(tuned, k, seed=seed)
     small = min(base.shape)
     first = top_subspace(base, min(small, 2 * k), seed=seed)
-    cosines = (first.left.mT @ top.left).double().abs().amax(0)
+    known = first.values > NULL**0.5 * first.values[0]
+    cosines = (first.left.mT @ top.left).double().abs().mul(known[:, None]).amax(0)
     exact = small <= DECOMPOSED
     unlike = (cosines < (max(threshold, SURE) if exact else threshold)).nonzero().flatten()
     if len(unlike):  # like none of the top ones: look at all
@@ -232,12 +234,14 @@ def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:
     """The largest |cosine| of each column with a left singular vector of the base, from the Gram matrix in float64."""
     wide = base.to(widest(base)) / safe_scale(base)
     directions = directions.to(wide)
-    if wide.shape[0] <= wide.shape[1]:
-        return (torch.linalg.eigh(wide @ wide.mT).eigenvectors.mT @ directions).abs().amax(0)
-    squares, right = torch.linalg.eigh(wide.mT @ wide)
+    flat = wide.shape[0] <= wide.shape[1]
+    squares, vectors = torch.linalg.eigh(wide @ wide.mT if flat else wide.mT @ wide)
     known = squares > NULL * squares[-1]
-    found = right[:, known].mT @ (wide.mT @ directions) / squares[known].sqrt()[:, None]
-    return found.abs().amax(0) if bool(known.any()) else directions.new_zeros(directions.shape[1])
+    if not bool(known.any()):
+        return directions.new_zeros(directions.shape[1])
+    if flat:
+        return (vectors[:, known].mT @ directions).abs().amax(0)
+    return (vectors[:, known].mT @ (wide.mT @ directions) / squares[known].sqrt()[:, None]).abs().amax(0)
 
 
 def _cosine_bounds(base: Tensor, directions: Tensor) -> Tensor:
