@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foreign import torchvision
 from gonio.measuring import difference, measure
 from gonio.measuring.changes.sources import base_entries, tuned, values_of
-from gonio.measuring.reading.entry import in_memory
+from gonio.measuring.reading.entry import Stored
 from gonio.measuring.reading.rotations import rotations_in
 
 torchvision()  # peft imports transformers, and that torchvision
@@ -129,5 +129,5 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     found = difference(base, tmp_path)
     assert "the adapter rotates 6 blocks of 8, the base has filters of length 30" in found["q"].reason
     assert found["v"].reason == "only after"
-    ragged = {"q.oft_R.weight": torch.ones(2, 5)}  # 5 entries are no triangle
-    assert rotations_in(in_memory(ragged), {}) == []
+    ragged = Stored((2, 5), "float32", lambda: torch.ones(2, 5))  # 5 entries are no triangle
+    assert rotations_in({"q.oft_R.weight": ragged}, {}) == []

@@ -23,7 +23,7 @@ from cli.shell import COMMAND, invoke, write_task
 from gonio import models
 from gonio.cli import output
 from gonio.cli.options import Level
-from gonio.measuring.findings.finding import LEVELS
+from gonio.measuring.findings.rules import LEVELS
 
 
 class Gadget:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError
-from gonio.measuring import measure
+from gonio.measuring import TensorMeasurement, measure
 
 torchvision()  # peft imports transformers, and that torchvision
 peft = pytest.importorskip("peft")
@@ -46,15 +46,10 @@ def adapted(name: str) -> tuple[nn.Module, Any]:
     return base, peft.get_peft_model(copy.deepcopy(base), config)
 
 
-def figures(found: Any, path: str) -> tuple[Any, ...]:
-    row = found[path]
-    assert row.status == "measured", row.reason
-    return row.shape, row.frobenius, row.sigma_max, row.alignment, row.norm_mean
-
-
-def same(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
-    assert first[0] == second[0]
-    assert first[1:] == pytest.approx(second[1:], rel=1e-4)
+def same(first: TensorMeasurement, second: TensorMeasurement) -> None:
+    assert (first.status, first.shape) == ("measured", second.shape), first.reason
+    for figure in ("frobenius", "sigma_max", "alignment", "norm_mean"):
+        assert getattr(first, figure) == pytest.approx(getattr(second, figure), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -65,13 +60,13 @@ def test_an_adapter_s_file_and_its_base_give_what_peft_merges(name: str, tmp_pat
     found = measure(tmp_path, base=base)
     expected, before = measure(merged), measure(base)
     for path in CONFIGS[name]["target_modules"]:
-        same(figures(found, f"{path}.base_and_lora"), figures(expected, path))
-        same(figures(found, path), figures(before, path))
+        same(found[f"{path}.base_and_lora"], expected[path])
+        same(found[path], before[path])
         layer = model.get_submodule(f"base_model.model.{path}")
         delta = layer.get_delta_weight("default").detach()
-        same(figures(found, f"{path}.lora_BA"), figures(measure({"w.weight": delta}), "w"))
+        same(found[f"{path}.lora_BA"], measure({"w.weight": delta})["w"])
     alone = measure(tmp_path)
-    same(figures(alone, f"{path}.lora_BA"), figures(found, f"{path}.lora_BA"))
+    same(alone[f"{path}.lora_BA"], found[f"{path}.lora_BA"])
     assert "with its scale" in alone[f"{path}.lora_BA"].notes[0]
 
 
@@ -82,8 +77,8 @@ def test_an_adapted_model_shows_the_same(name: str, tmp_path: Path) -> None:
     found, files = measure(model), measure(tmp_path, base=base)
     for path in CONFIGS[name]["target_modules"]:
         at = f"base_model.model.{path}"
-        same(figures(found, f"{at}.base_and_lora.default"), figures(files, f"{path}.base_and_lora"))
-        same(figures(found, f"{at}.lora_BA.default"), figures(files, f"{path}.lora_BA"))
+        same(found[f"{at}.base_and_lora.default"], files[f"{path}.base_and_lora"])
+        same(found[f"{at}.lora_BA.default"], files[f"{path}.lora_BA"])
 
 
 def test_merged_adapters_are_not_added_twice() -> None:
@@ -123,7 +118,7 @@ def test_weights_stored_as_inputs_by_outputs(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     found = measure(tmp_path, base=base)["c_attn.base_and_lora"]
     assert (found.shape, found.filters, found.dim) == ((6, 10), 10, 6)
-    same(figures({"x": found}, "x"), figures(measure(copy.deepcopy(model).merge_and_unload()), "c_attn"))
+    same(found, measure(copy.deepcopy(model).merge_and_unload())["c_attn"])
 
 
 def test_adapters_of_diffusion_tools_have_their_alpha_beside_them(tmp_path: Path) -> None:
@@ -131,7 +126,7 @@ def test_adapters_of_diffusion_tools_have_their_alpha_beside_them(tmp_path: Path
     state = {"a.lora_down.weight": down, "a.lora_up.weight": up, "a.alpha": torch.tensor(2.0)}
     save_file(state, tmp_path / "lora.safetensors")
     found = measure(tmp_path / "lora.safetensors")
-    same(figures(found, "a.lora_BA"), figures(measure({"w.weight": 0.5 * up @ down}), "w"))
+    same(found["a.lora_BA"], measure({"w.weight": 0.5 * up @ down})["w"])
 
 
 def test_what_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
-from gonio.measuring.findings.advice import ADVICE
+from gonio.measuring.findings.rules import ADVICE
+from measuring.nets import Residual
 
 IMAGES = seeded(4, 3, 8, 8)
 
@@ -29,6 +30,10 @@ def loader_of(samples: int, batch: int, **options: Any) -> DataLoader[Any]:
 
 def convolutions(norm: Callable[[int], nn.Module], *, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, bias=bias), norm(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=bias), norm(4))
+
+
+def norm_groups(channels: int) -> nn.Module:
+    return nn.GroupNorm(2, channels)
 
 
 def pooled(norm: nn.Module) -> nn.Sequential:
@@ -71,7 +76,7 @@ def found(setup: Setup) -> dict[str, str]:
 
 # code → (setups that it must find, setups beside them on which it must stay silent)
 def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
-    batch_norms, group_norms = convolutions(nn.BatchNorm2d), convolutions(lambda n: nn.GroupNorm(2, n))
+    batch_norms, group_norms = convolutions(nn.BatchNorm2d), convolutions(norm_groups)
     sync = convolutions(nn.SyncBatchNorm)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     checkpointed = nn.Sequential(checkpoint_wrapper(convolutions(nn.BatchNorm2d)))
@@ -172,19 +177,6 @@ def biased(bias: float, *, units: int = 64) -> nn.Sequential:
     return model
 
 
-class Residual(nn.Module):
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
-
-
-def norm_groups(channels: int) -> nn.Module:
-    return nn.GroupNorm(2, channels)
-
-
 @pytest.mark.parametrize("code", ADVICE)
 def test_a_rule_finds_its_cases_and_not_those_beside_them(code: str) -> None:
     ill, well = cases()[code]
@@ -192,10 +184,6 @@ def test_a_rule_finds_its_cases_and_not_those_beside_them(code: str) -> None:
         assert code in found(setup), setup
     for setup in well:
         assert code not in found(setup), setup
-
-
-def test_every_rule_has_cases() -> None:
-    assert set(cases()) == set(ADVICE)
 
 
 def test_what_is_said() -> None:
@@ -207,10 +195,10 @@ def test_what_is_said() -> None:
     assert unknown["G402"].endswith("training will raise an error if the inputs of 7 are (N, C)")
     assert said["G405"] == "weight decay acts on 3 weights whose scale has no effect: 0.weight, 3.weight, 6.weight"
     assert found((Recurrent(nn.BatchNorm1d(8)), {}))["G404"].endswith("norm (3 times)")
-    text = str(measure(model, loader=loader_of(41, 4)))
-    assert "warn  G401  the model: batch norms compute" in text
-    page = measure(model, loader=loader_of(41, 4)).to_html()
-    assert "the batch size is read from the loader." in page
+    assert found((biased(-100.0), {"batch": seeded(64, 6)}))["G408"].endswith("on the whole batch: 1 (64 of 64)")
+    measured = measure(model, loader=loader_of(41, 4))
+    assert "warn  G401  the model: batch norms compute" in str(measured)
+    assert "the batch size is read from the loader." in measured.to_html()
 
 
 def test_the_output_of_what_is_called_constant_is_constant() -> None:
@@ -221,14 +209,9 @@ def test_the_output_of_what_is_called_constant_is_constant() -> None:
     assert not torch.equal(chain(None)(seeded(2, 6))[0], chain(None)(seeded(2, 6))[1])
 
 
-def test_dead_units_are_counted_once() -> None:
-    said = found((biased(-100.0), {"batch": seeded(64, 6)}))["G408"]
-    assert said == "units whose output is 0 on the whole batch: 1 (64 of 64)"
-
-
 # --- what the rules say is so ---------------------------------------------------------------------
-def epoch(model: nn.Module, data: Tensor, batch: int) -> None:
-    for (x,) in DataLoader(TensorDataset(data), batch_size=batch):
+def epoch(model: nn.Module, data: Tensor) -> None:
+    for x in data.split(4):
         model(x)
 
 
@@ -243,10 +226,10 @@ def test_training_stops_at_a_last_batch_of_one_as_foretold(samples: int) -> None
     if "G402" in said:
         assert "training will raise an error there: 2 get one value per channel" in said["G402"]
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-            epoch(model, data, 4)
+            epoch(model, data)
         gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
         assert "G402" not in found((model, {"loader": loader, "batch": data}))
-    epoch(model, data, 4)
+    epoch(model, data)
 
 
 def test_a_norm_over_single_values_gives_its_shift() -> None:
@@ -259,18 +242,12 @@ def test_a_norm_over_single_values_gives_its_shift() -> None:
     torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-4)  # rounding times 1/√ε = 316
 
 
-def multiplied(model: nn.Module, path: str) -> None:
-    name, _, parameter = path.rpartition(".")
-    with torch.no_grad():
-        model.get_submodule(name)._parameters[parameter].mul_(3.7)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: convolutions(nn.BatchNorm2d),
         lambda: convolutions(nn.InstanceNorm2d),
-        lambda: convolutions(lambda n: nn.GroupNorm(2, n), bias=False),
+        lambda: convolutions(norm_groups, bias=False),
         lambda: convolutions(gnn.SwitchableNorm2d, bias=False),
         lambda: nn.Sequential(nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 5, bias=False), nn.RMSNorm(5)),
         *(
@@ -291,7 +268,8 @@ def test_the_function_does_not_depend_on_the_scale_of_what_is_listed(make: Calla
     listed = said.partition(": ")[2].split(", ")
     assert listed
     for path in listed:
-        multiplied(model, path)
+        with torch.no_grad():
+            dict(model.named_parameters())[path].mul_(3.7)
         torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -350,7 +328,6 @@ def test_loaders_of_every_kind() -> None:
     model = convolutions(nn.BatchNorm2d)
     data = TensorDataset(torch.zeros(34, 1))
     sampled = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    assert "17" not in str(found((model, {"loader": sampled})))
     assert set(found((model, {"loader": sampled}))) == {"G402"}  # 17 samples in each process
     batches = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False))
     assert set(found((model, {"loader": batches}))) == {"G401", "G402"}
@@ -387,11 +364,12 @@ def test_a_compiled_model_and_wrapped_ones_are_advised_as_the_plain_one() -> Non
 
 def test_what_is_no_loader_and_no_optimizer() -> None:
     model = convolutions(nn.BatchNorm2d)
-    with pytest.raises(InvalidArgumentError, match=r"reads the batch size of a DataLoader; found list"):
-        measure(model, loader=[IMAGES])
-    with pytest.raises(InvalidArgumentError, match=r"reads the weight decay of an optimizer; found float"):
-        measure(model, optimizer=0.1)
-    with pytest.raises(InvalidArgumentError, match=r"reads the loader of a model's training; found OrderedDict"):
-        measure(model.state_dict(), loader=loader_of(9, 4))
-    with pytest.raises(InvalidArgumentError, match=r"reads the optimizer of a model's training; found OrderedDict"):
-        measure(model.state_dict(), **decaying(model))
+    for source, options, said in (
+        (model, {"loader": [IMAGES]}, "reads the batch size of a DataLoader; found list"),
+        (model, {"optimizer": 0.1}, "reads the weight decay of an optimizer; found float"),
+        (model.state_dict(), {"loader": loader_of(9, 4)}, "reads the loader of a model's training; found OrderedDict"),
+        (model.state_dict(), decaying(model), "reads the optimizer of a model's training; found OrderedDict"),
+        (model.state_dict(), {"batch": IMAGES}, "runs a batch through a model; found OrderedDict"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said):
+            measure(source, **options)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import random
 import re
-import subprocess
-import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -16,17 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from gonio.errors import GonioError, UnreadableFileError
 from gonio.measuring import Measurements, difference, measure
-from gonio.measuring.reading.formats import load_torch, state_of_torch
-from measuring.mutants import main
-from measuring.zoo_files import FILES, STATES
+from gonio.measuring.reading.source import load_torch, state_of_torch
+from measuring.zoo_files import FILES, STATES, Runs
 from measuring.zoo_models import MODELS, NAMES, Verdict
-
-
-def test_the_zoo_has_more_than_120_animals() -> None:
-    assert len(MODELS) + len(STATES) + len(FILES) >= 120
 
 
 def judge(found: Measurements, verdict: Verdict | None) -> None:
@@ -70,6 +62,8 @@ def test_a_hostile_model(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize("name", STATES)
 def test_a_hostile_state_dict(name: str) -> None:
     make, verdict = STATES[name]
@@ -96,41 +90,6 @@ def test_every_hostile_name_is_in_a_state_dict_too() -> None:
     found = measure({f"{name}.weight": torch.eye(3) for name in NAMES.values()})
     assert len(found.layers) == len(NAMES)
     shown(found)
-
-
-class Runs:
-    """A pickle that runs code where pickles are trusted."""
-
-    def __init__(self, call: object, *arguments: object) -> None:
-        self.call, self.arguments = call, arguments
-
-    def __reduce__(self):
-        return self.call, self.arguments
-
-
-def gadgets(canary: Path) -> dict[str, object]:
-    touch = f"open({str(canary)!r}, 'w').close()"
-    return {
-        "system": Runs(os.system, f"touch {canary}"),
-        "exec": Runs(exec, touch),
-        "eval": Runs(eval, f"open({str(canary)!r}, 'w')"),
-        "open": Runs(open, str(canary), "w"),
-        "nested": {"state_dict": {"w": torch.ones(2), "x": Runs(exec, touch)}},
-        "getattr": Runs(getattr, Runs(__import__, "os"), "system"),
-        "torch.load": Runs(torch.load, str(canary)),
-        "bytes": pickle.dumps(Runs(exec, touch)),
-    }
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", gadgets(Path("x")))
-def test_no_code_in_a_checkpoint_runs(name: str, zipped: bool, tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    path = tmp_path / "model.pt"
-    torch.save(gadgets(canary)[name], path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(GonioError, match=r"holds more than tensors|looks for named tensors"):
-        measure(path)
-    assert not canary.exists()
 
 
 def test_truncated_and_mutated_checkpoints_give_an_error_or_a_result(tmp_path: Path) -> None:
@@ -184,44 +143,45 @@ def test_errors_and_summaries_stay_short(tmp_path: Path) -> None:
     assert len(skipped.coverage) < 5000
 
 
-def test_missing_unknown_and_ambiguous_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFileError, match="there is no such file"):
-        measure(tmp_path / "none.pt")
-    (tmp_path / "model.h5").write_bytes(b"x")
-    with pytest.raises(UnreadableFileError, match=r"kind '.h5' is not known.*Known kinds: .safetensors"):
-        measure(tmp_path / "model.h5")
-    with pytest.raises(UnreadableFileError, match="it holds no checkpoint"):
-        measure(tmp_path)
+def test_a_folder_of_several_models_is_refused(tmp_path: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"w": torch.ones(2)}, tmp_path / name)
     with pytest.raises(UnreadableFileError, match=r"it holds several: a.pt, b.pt"):
         measure(tmp_path)
 
 
-TESTS = Path(__file__).resolve().parents[1]
-
-LIMIT = 600  # seconds for a batch that takes some 5; the machine may be busy
-
-
-def outcomes(lines: str) -> Counter[str]:
-    return Counter(line.split()[1] for line in lines.splitlines())
+STATE = {"a.weight": torch.ones(4, 3), "b": torch.ones(2), "c.weight": torch.zeros(2, 2, 1, 1)}
+TOKENS = (b"-1", b"0", b"1e99", b"null", b"[]", b"{}", b'"', b"F64", b"BOOL", b"18446744073709551616", b"[", b",,")
 
 
-def test_500_mutated_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(tmp_path, 0, 500)
-    found = outcomes(capsys.readouterr().out)
-    assert found.total() == 500
-    assert found["refused"] > 100
-    assert found["measured"] >= 5  # some mutations, as in a name, leave a file that is in order
+def mutant(number: int) -> bytes:
+    """The mutant of this number: bytes changed, cut, doubled or replaced by what parsers stumble over."""
+    rng = random.Random(number)
+    made = bytearray(save(STATE))
+    head = 8 + int.from_bytes(made[:8], "little")
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        place = rng.randrange(min(head, len(made)))
+        match rng.randrange(5):
+            case 0:
+                made[place] = rng.randrange(256)
+            case 1:
+                made[place] = rng.choice(b'abcxyz"{}[],:0123456789')
+            case 2:
+                made[place : place + rng.randrange(6)] = rng.choice(TOKENS)
+            case 3:
+                made[place:place] = made[place : place + rng.randrange(40)]
+            case _:
+                made[:8] = rng.choice([rng.randrange(1 << 64), rng.randrange(2 * head)]).to_bytes(8, "little")
+    return bytes(made[: rng.randrange(1, len(made)) if rng.random() < 0.1 else len(made)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_10_000_mutated_headers_neither_crash_nor_hang(first: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "measuring.mutants", str(tmp_path), str(first), "1000"]
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr[-2000:])
-    assert outcomes(done.stdout).total() == 1000
+def test_500_mutated_headers(tmp_path: Path) -> None:
+    path, outcomes = tmp_path / "mutant.safetensors", Counter[str]()
+    for number in range(500):
+        path.write_bytes(mutant(number))
+        try:
+            outcomes["measured"] += measure(path) is not None
+        except GonioError:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 100
+    assert outcomes["measured"] >= 5  # some mutations, as in a name, leave a file that is in order

@@ -9,7 +9,6 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -36,23 +35,8 @@ def test_the_table_keeps_to_the_width_of_the_terminal(width: int, monkeypatch: p
     monkeypatch.setenv("COLUMNS", str(width))
     text = str(measure(model()))
     assert max(map(len, text.splitlines())) <= width
-    assert "No findings." in text
-    if width >= 60:
-        assert "align" in text
-        assert ("Welch" in text) == (width >= 200)
-    if width >= 200:
-        for title in ("shape", "coher.", "Welch", "s.rank", "min–max"):
-            assert title in text
-
-
-def test_findings_come_first_and_name_their_tensor() -> None:
-    made = model()
-    with torch.no_grad():
-        made[3].weight[1] = float("nan")
-    text = str(measure(made))
-    first = text.splitlines()[2]
-    assert first.startswith("error G001  3: 8 of 32 values are NaN or infinite")
-    assert text.index("G001") < text.index("align")
+    assert ("align" in text) == (width >= 40)
+    assert all((title in text) == (width >= 200) for title in ("Welch", "e.rank"))
 
 
 def test_without_findings_the_scope_of_the_rules_is_shown() -> None:
@@ -60,7 +44,9 @@ def test_without_findings_the_scope_of_the_rules_is_shown() -> None:
     for found, said in ((plain, "outputs only with batch="), (fed, "dead units on the batch")):
         for text in (" ".join(str(found).split()), Page(found.to_html()).text):
             assert f"rank 1; {said}. Not visible here: whether the model is accurate" in text
-    assert "Not visible" not in str(measure({"w.weight": torch.zeros(2, 2)}))
+    lines = str(measure({"w.weight": torch.zeros(2, 2)})).splitlines()
+    assert lines[2].startswith("info  G101  w: every value is 0")
+    assert not any("Not visible" in line for line in lines)
 
 
 def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +54,7 @@ def test_foreign_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     found = measure({"[bold]x[/bold].weight": torch.eye(3), "\x1b[31mred.weight": torch.eye(3)})
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     console.print(found)
-    for text in (str(found), console.file.getvalue(), found.coverage, repr(found)):  # type: ignore[attr-defined]
-        assert "\x1b[31m" not in text
+    assert "\x1b[31m" not in console.file.getvalue()  # type: ignore[attr-defined]
     assert "[bold]x[/bold]" in str(found)
 
 
@@ -103,16 +88,10 @@ def test_the_data_is_versioned_strict_and_complete() -> None:
     found = measure(made)
     read = json.loads(found.to_json())
     assert read == json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert read["schema"] == "gonio.measurements/1"
     assert [t["path"] for t in read["tensors"]] == [t.path for t in found.values()]
     conv = read["tensors"][0]
-    assert conv["nonfinite"] == 1
-    assert conv["alignment"] == found["0"].alignment
+    assert (conv["nonfinite"], conv["alignment"]) == (1, found["0"].alignment)
     assert read["findings"][0]["code"] == "G001"
-    assert set(read) == {
-        *("schema", "source", "coverage", "notes", "findings", "suppressed", "tensors", "versions"),
-        *("scale", "mixtures", "signals"),
-    }
 
 
 def test_the_csv_reads_back_and_no_cell_is_a_formula() -> None:
@@ -137,27 +116,12 @@ def test_measurements_compare_and_travel() -> None:
     found = measure(model())
     assert found == measure(model())
     assert pickle.loads(pickle.dumps(found)) == found
-    assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
-    assert isinstance(found, Mapping)
-    assert list(found) == [t.path for t in found.tensors]
-    assert list(found.values()) == list(found.tensors)
-    assert dict(found.items())["0"] is found["0"]
+    assert dict(found.items()) == {t.path: t for t in found.tensors}
     assert found.get("nowhere") is None
-
-
-def test_what_is_shown_in_a_prompt_is_short() -> None:
-    found, after = measure(model()), model()
-    torch.nn.init.ones_(after[3].weight)
-    tracker = Tracker(model(), every=1)
-    tracker.step()
+    assert repr(found) == "<Measurements of Sequential: 3 layers, 0 findings>"
     assert repr(found["2"]) == "<2 (Conv2d): 8 filters of length 9>"
     assert repr(found["0"]).startswith("<0 (Conv2d): 8 filters of length 27, alignment ")
     assert repr(found["0.bias"]) == "<0.bias (Conv2d): a vector>"
-    assert repr(tracker) == "<Tracker every 1 steps: 3 rows, 0 loggers>"
-    changed = difference(model(), after)
-    assert repr(changed["0"]) == "<0: equal, changed by 0>"
-    assert repr(changed["3"]).startswith("<3: compared, changed by ")
-    assert max(len(repr(thing)) for thing in (found["0"], changed["3"], tracker)) < 80
 
 
 def test_a_frame_has_a_row_per_tensor_and_the_columns_of_the_csv() -> None:
@@ -206,13 +170,6 @@ def test_a_frame_without_pandas_is_one_clear_error(monkeypatch: pytest.MonkeyPat
 )
 def test_figures_keep_two_digits_at_least(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_a_narrow_page_can_name_each_cell_of_a_finding() -> None:
-    """Where the head of the table has no room, the style sheet shows the cell's own title."""
-    read = Page(measure({"a.weight": torch.zeros(2, 2)}).to_html())
-    titles = [a["data-title"] for tag, a in read.tags if tag == "td" and "data-title" in a]
-    assert titles == ["Code", "Tensor", "Found", "By chance", "What to do"]
 
 
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \|", flags=re.M)
@@ -290,27 +247,11 @@ def test_every_figure_occurs_in_the_example(everything: dict[str, Any]) -> None:
         assert not empty, heading
 
 
-def test_a_difference() -> None:
-    after = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    found = json.loads(difference(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), after).to_json())
-    check(found, "gonio.difference/1")
-    assert found["schema"] == "gonio.difference/1"
+@pytest.mark.parametrize("kind", ["difference", "outline"])
+def test_a_difference_and_an_outline(kind: str) -> None:
+    before, after = (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, n)) for n in (2, 3))
+    found = json.loads((difference(before, after) if kind == "difference" else outline(before)).to_json())
+    check(found, f"gonio.{kind}/1")
+    assert found["schema"] == f"gonio.{kind}/1"
     for row in found["tensors"]:
-        check(row, "tensors of a difference")
-
-
-def test_an_outline() -> None:
-    found = json.loads(json.dumps(outline(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).to_dict()))
-    check(found, "gonio.outline/1")
-    assert found["schema"] == "gonio.outline/1"
-    for row in found["tensors"]:
-        check(row, "tensors of an outline")
-
-
-def test_a_key_that_is_not_documented_is_found() -> None:
-    """Negative control."""
-    found = {**dict.fromkeys(documented()["findings"], ""), "more": 1}
-    with pytest.raises(AssertionError, match="findings"):
-        check(found, "findings")
-    with pytest.raises(AssertionError, match="code is text"):
-        check({**dict.fromkeys(documented()["findings"], ""), "code": 1}, "findings")
+        check(row, f"tensors of {'a difference' if kind == 'difference' else 'an outline'}")

@@ -19,6 +19,7 @@ from gonio import init
 from gonio.measuring import measure
 from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
+from measuring.nets import Residual, Scaled
 
 DEPTH = 20
 
@@ -51,15 +52,6 @@ def test_gradients_are_autograds() -> None:
     assert found["0"].norm_ratio == pytest.approx(float(first.detach().norm() / x.norm()), rel=1e-5)
     reached = expected[0] @ model[0].weight
     assert found["0"].gradient_gain == pytest.approx(rms(reached) / rms(expected[0]), rel=1e-5)  # to the model's input
-
-
-class Residual(nn.Module):
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
 
 
 def test_what_the_skip_sends_back_is_not_the_layers() -> None:
@@ -100,58 +92,39 @@ def test_he_keeps_the_signal_through_twenty_layers_and_torchs_default_loses_it()
 def test_rms_goes_forward_and_norm_back_through_rectangles() -> None:
     """Variance 1/fan_in keeps entries forward and norms of gradients backward; 1/fan_out the other way round."""
     model, x = nn.Sequential(nn.Linear(400, 100, bias=False)), draw(500, 400)
-    for preserve, forward, backward in [
-        ("rms", "gain", "gradient_norm_ratio"),
-        ("norm", "norm_ratio", "gradient_gain"),
-    ]:
-        gonio.init_(model, init.variance_scaling_, preserve=preserve, gain=1.0)
-        signal = signals(model, x)["0"]
-        assert getattr(signal, forward) == pytest.approx(1, abs=0.02)
-        assert abs(getattr(signal, "norm_ratio" if forward == "gain" else "gain") - 1) > 0.3
-        if preserve == "norm":
-            assert getattr(signal, backward) == pytest.approx(1, abs=0.02)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+    gonio.init_(model, init.variance_scaling_, preserve="rms", gain=1.0)
+    rows = signals(model, x)["0"]
+    gonio.init_(model, init.variance_scaling_, preserve="norm", gain=1.0)
+    columns = signals(model, x)["0"]
+    assert (rows.gain, columns.norm_ratio, columns.gradient_gain) == pytest.approx((1, 1, 1), abs=0.02)
+    assert min(abs(rows.norm_ratio - 1), abs(columns.gain - 1)) > 0.3
 
 
 def test_a_zero_initialised_branch_is_neither_dead_nor_vanishing() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block(), nn.Flatten(), nn.Linear(288, 4))
-    nn.init.zeros_(model[1].norm2.weight)
+    def block() -> nn.Module:
+        conv1, conv2 = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        branch = nn.Sequential(conv1, nn.BatchNorm2d(8), nn.ReLU(), conv2, nn.BatchNorm2d(8))
+        return nn.Sequential(Residual(branch), nn.ReLU())
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), block(), block(), nn.Flatten(), nn.Linear(288, 4))
+    nn.init.zeros_(model[1][0].branch[4].weight)
     found = signals(model, draw(16, 3, 8, 8))
-    assert found["1.norm2"].branch == "ends"
-    assert found["1.norm2"].gradient_rms > 0  # it does learn
-    for path in ("1.conv1", "1.norm1", "1.conv2"):
+    assert found["1.0.branch.4"].branch == "ends"
+    assert found["1.0.branch.4"].gradient_rms > 0  # it does learn
+    for path in ("1.0.branch.0", "1.0.branch.1", "1.0.branch.2", "1.0.branch.3"):
         assert (found[path].branch, found[path].gradient_rms) == ("waits", 0.0)
         assert found[path].rms > 0
-    assert {found[path].branch for path in found if not path.startswith("1.")} == {""}
+    assert {found[path].branch for path in found if not path.startswith("1.0.")} == {""}
     assert found["0"].gradient_rms > 0  # through the skip
     text = str(measure(model, batch=draw(16, 3, 8, 8)))
     assert "ends a branch" in text
-    assert text.count("waits") == 3
-
-
-class Scaled(nn.Module):
-    """ReZero: the branch is multiplied by a number that starts at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.scale = nn.Linear(8, 8), nn.ReLU(), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.act(self.fc(x))
+    assert text.count("waits") == 4
 
 
 def test_a_branch_multiplied_by_zero_waits() -> None:
-    found = signals(nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 2)), draw(16, 8))
-    assert [found[path].branch for path in ("0", "1.fc", "1.act", "2")] == ["", "waits", "waits", ""]
+    branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    found = signals(nn.Sequential(nn.Linear(8, 8), Scaled(branch), nn.Linear(8, 2)), draw(16, 8))
+    assert [found[path].branch for path in ("0", "1.branch.0", "1.branch.1", "2")] == ["", "waits", "waits", ""]
 
 
 def test_a_dead_layer_is_dead() -> None:
@@ -180,6 +153,10 @@ def test_nothing_is_left_behind() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert signals(model, draw(5, 3, 8, 8)) == found  # a frozen model passes gradients all the same
+    with pytest.raises(RuntimeError, match="size"):
+        measure(model, batch=draw(4, 5, 4, 4))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert [m.training for m in model.modules()] == modes
 
 
 def test_a_batch_norm_without_statistics_uses_those_of_the_batch() -> None:
@@ -239,9 +216,9 @@ def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none()
     assert list(signals(model, draw(5, 8))) == ["0", "1"]
 
 
-def gap(norm: nn.Module, x: torch.Tensor) -> Signal:
+def gap(norm: nn.Module, x: Tensor) -> float | None:
     (signal,) = measure(nn.Sequential(norm), batch=x).signals
-    return signal
+    return signal.train_eval_gap
 
 
 def trained(kind: str, *, shift: float = 0.0, scale: float = 1.0) -> nn.Module:
@@ -261,7 +238,7 @@ def trained(kind: str, *, shift: float = 0.0, scale: float = 1.0) -> nn.Module:
     return norm
 
 
-def batch(count: int, shift: float = 0.0) -> torch.Tensor:
+def batch(count: int, shift: float = 0.0) -> Tensor:
     return shift + torch.randn(count, 4, 6, 6, generator=torch.Generator().manual_seed(2))
 
 
@@ -269,7 +246,7 @@ def batch(count: int, shift: float = 0.0) -> torch.Tensor:
 def test_the_gap_is_between_the_two_modes(kind: str) -> None:
     norm, x = trained(kind, shift=0.5, scale=2.0), batch(8)
     before = copy.deepcopy(norm.state_dict())
-    found = gap(norm, x).train_eval_gap
+    found = gap(norm, x)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True))
     assert norm.training
     there, here = copy.deepcopy(norm).train()(x).detach().double(), copy.deepcopy(norm).eval()(x).detach().double()
@@ -280,21 +257,15 @@ def test_the_gap_is_between_the_two_modes(kind: str) -> None:
 
 @pytest.mark.parametrize("count", [8, 100])
 def test_a_batch_of_the_training_shows_what_its_size_makes(count: int) -> None:
-    found = gap(trained("plain"), batch(count)).train_eval_gap
+    found = gap(trained("plain"), batch(count))
     assert found == pytest.approx(sqrt(1.5 / (36 * count)), rel=0.5)
 
 
-def test_other_data_show_more_than_that() -> None:
-    norm = trained("plain")
-    assert gap(norm, batch(100, shift=1.0)).train_eval_gap == pytest.approx(1.0, rel=0.1)
-
-
-def test_calibration_closes_the_gap() -> None:
-    model = nn.Sequential(trained("batch"))
-    batches = [batch(50, shift=2.0)]
-    assert gap(model[0], batches[0]).train_eval_gap > 0.5
-    gonio.calibrate_(model, batches)
-    assert gap(model[0], batches[0]).train_eval_gap < 0.01
+def test_other_data_show_more_and_calibration_closes_the_gap() -> None:
+    norm, shifted = trained("plain"), batch(100, shift=1.0)
+    assert gap(norm, shifted) == pytest.approx(1.0, rel=0.1)
+    gonio.calibrate_(nn.Sequential(norm), [shifted])
+    assert gap(norm, shifted) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -304,23 +275,12 @@ def test_calibration_closes_the_gap() -> None:
         (nn.BatchNorm2d(4, track_running_stats=False), batch(8)),
         (nn.GroupNorm(2, 4), batch(8)),
         (nn.Linear(6, 4), batch(8)),
+        (trained("batch"), torch.randn(1, 4, 1, 1)),  # one value per channel
     ],
 )
-def test_what_has_no_running_statistics_has_no_gap(norm: nn.Module, x: torch.Tensor) -> None:
-    assert gap(norm, x).train_eval_gap is None
-
-
-def test_one_value_per_channel_has_no_statistics() -> None:
-    norm = trained("batch")
-    assert gap(norm, torch.randn(1, 4, 1, 1)).train_eval_gap is None
+def test_what_has_no_statistics_has_no_gap(norm: nn.Module, x: Tensor) -> None:
+    assert gap(norm, x) is None
     assert norm.training
-
-
-def test_it_is_shown() -> None:
-    found = measure(nn.Sequential(trained("batch")), batch=batch(8, shift=3.0))
-    assert "train–eval" in str(found)
-    assert f"{found.signals[0].train_eval_gap:.2f}" in str(found)
-    assert "train–eval" in found.to_html()
 
 
 def exact(weight: torch.Tensor) -> float:
@@ -332,17 +292,11 @@ def exact(weight: torch.Tensor) -> float:
     return float((degrees - 90).square().mean().sqrt())
 
 
-def leaning(filters: int, dim: int, lean: float) -> nn.Linear:
-    """Filters that share a direction."""
-    layer = nn.Linear(dim, filters)
-    with torch.no_grad():
-        layer.weight.copy_(seeded(filters, dim) + lean)
-    return layer
-
-
 @pytest.mark.parametrize("lean", [0.0, 0.5, 1.5])
 def test_both_agree_for_inputs_uniform_in_direction(lean: float) -> None:
-    layer = leaning(12, 24, lean)
+    layer = nn.Linear(24, 12)
+    with torch.no_grad():
+        layer.weight.copy_(seeded(12, 24) + lean)  # filters that share a direction
     (signal,) = gonio.measure(layer, batch=seeded(4096, 24, seed=1)).signals
     assert signal.angles_exact == pytest.approx(exact(layer.weight.detach()), rel=1e-5)
     assert signal.angles_read == pytest.approx(signal.angles_exact, rel=0.06)
@@ -355,6 +309,13 @@ def test_the_sample_adds_nothing_to_orthogonal_filters() -> None:
     (signal,) = gonio.measure(layer, batch=seeded(100, 64)).signals
     assert signal.angles_exact == pytest.approx(0, abs=1e-3)
     assert signal.angles_read == pytest.approx(0, abs=3)
+
+
+def test_the_gap_and_the_angles_are_shown() -> None:
+    found = measure(nn.Sequential(trained("batch"), nn.Conv2d(4, 6, 1)), batch=batch(8, shift=3.0))
+    for shown in ("train–eval", f"{found.signals[0].train_eval_gap:.2f}", "off 90°"):
+        assert shown in str(found)
+        assert shown in found.to_html()
 
 
 def test_inputs_in_few_directions_show_other_angles_than_the_weights() -> None:
@@ -397,10 +358,3 @@ def test_where_there_is_nothing_to_read() -> None:
         assert (signal.angles_read, signal.angles_exact) == (None, None)
     (one,) = gonio.measure(nn.Linear(4, 3), batch=seeded(2, 4)).signals
     assert one.angles_read is None
-
-
-def test_measuring_prints_and_exports_both() -> None:
-    measured = gonio.measure(nn.Linear(8, 6), batch=seeded(256, 8))
-    (signal,) = measured.signals
-    assert "off 90°" in str(measured)
-    assert measured.to_dict()["signals"][0]["angles_exact"] == signal.angles_exact

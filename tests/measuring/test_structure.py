@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gonio
-from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
 
 
@@ -76,14 +74,9 @@ def test_the_mixture_of_each_switchable_norm_is_shown() -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert list(shares.values()) == pytest.approx([math.exp(i) / sum(map(math.exp, range(3))) for i in range(3)])
     assert "1 mixes mean" in str(found)
-    page = found.to_html()
-    assert "Switchable norms" in page
-    widths = [180 * share for share in shares.values()]
-    bar = page[page.index('aria-label="instance 0.09, layer 0.24, batch 0.67"') :]
-    bar = bar[: bar.index("</svg>")]
-    drawn = [float(width) for width in re.findall(r'width="([\d.]+)"', bar)]
-    assert drawn == pytest.approx(widths, abs=0.05)
-    assert "<title>batch 0.67</title>" in bar
+    _, _, bar = found.to_html().partition('aria-label="instance 0.09, layer 0.24, batch 0.67"')
+    drawn = [float(width) for width in re.findall(r'width="([\d.]+)"', bar[: bar.index("</svg>")])]
+    assert drawn == pytest.approx([180 * share for share in shares.values()], abs=0.05)
 
 
 def test_signals_are_the_outputs_of_the_layers() -> None:
@@ -103,37 +96,16 @@ def test_signals_are_the_outputs_of_the_layers() -> None:
     assert json.loads(measure(made, batch=x).to_json())["signals"][1]["dead_units"] == 1
 
 
-def test_measuring_a_batch_leaves_the_model_as_it_was() -> None:
-    made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(32, 2)).train()
-    before = copy.deepcopy(made.state_dict())
-    x = torch.randn(4, 3, 4, 4)
-    first, second = measure(made, batch=x), measure(made, batch=x)
-    assert first.signals == second.signals
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
-    assert all(m.training for m in made.modules())
-    with pytest.raises(RuntimeError, match="size"):
-        measure(made, batch=torch.randn(4, 5, 4, 4))
-    assert not any(m._forward_hooks for m in made.modules())
-    assert all(m.training for m in made.modules())
-
-
 class Branches(nn.Module):
     """Outputs that are no tensors, a layer that runs twice, one that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.twice, self.never = nn.LSTM(4, 5), nn.Linear(5, 5), nn.Linear(2, 2)
-        self.nothing = Nothing()
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, object]:
         y, (h, _) = self.rnn(x * scale)
-        self.nothing(y)
         return {"y": self.twice(self.twice(y)), "rest": [h, None]}
-
-
-class Nothing(nn.Module):
-    def forward(self, x: Tensor) -> None:
-        return None
 
 
 @pytest.mark.parametrize(
@@ -161,8 +133,3 @@ def test_non_finite_outputs_are_counted_and_left_out() -> None:
     assert signal.nonfinite == 2
     assert "2 values NaN or infinite" in str(found)
     assert math.isfinite(signal.rms)
-
-
-def test_a_batch_needs_a_model() -> None:
-    with pytest.raises(InvalidArgumentError, match="runs a batch through a model; found dict"):
-        measure({"w": torch.ones(2)}, batch=torch.ones(2))

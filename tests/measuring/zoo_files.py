@@ -48,7 +48,7 @@ def saved(content: Any, *, zipped: bool = True) -> Callable[[Path], Path]:
 
 
 class Runs:
-    """A pickle that touches a file where pickles are trusted."""
+    """A pickle that runs code where pickles are trusted."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
         self.call, self.arguments = call, arguments
@@ -57,8 +57,19 @@ class Runs:
         return self.call, self.arguments
 
 
-def code(call: Any, command: str) -> Callable[[Path], Path]:
-    return lambda folder: saved({"w": Runs(call, command.format(folder / "canary"))})(folder)
+GADGETS: dict[str, Callable[[str], Any]] = {
+    "os.system": lambda canary: Runs(os.system, f"touch {canary}"),
+    "exec": lambda canary: Runs(exec, f"open({canary!r}, 'w')"),
+    "eval": lambda canary: Runs(eval, f"open({canary!r}, 'w')"),
+    "open": lambda canary: Runs(open, canary, "w"),
+    "exec beside a tensor": lambda canary: {"v": torch.ones(2), "w": Runs(exec, f"open({canary!r}, 'w')")},
+    "getattr": lambda _: Runs(getattr, Runs(__import__, "os"), "system"),
+    "torch.load": lambda canary: Runs(torch.load, canary),
+}
+
+
+def code(gadget: Callable[[str], Any], *, zipped: bool) -> Callable[[Path], Path]:
+    return lambda folder: saved({"state_dict": gadget(str(folder / "canary"))}, zipped=zipped)(folder)
 
 
 def index(content: Any) -> Callable[[Path], Path]:
@@ -112,7 +123,6 @@ def appended(folder: Path) -> Path:
     return path
 
 
-NAN, MARKUP = float("nan"), "<script>\x1b[1m"
 INTACT, DATA = "not an intact file of its kind", b"\x00" * 16
 ONLY_DATA = "damaged or holds more than tensors"
 FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
@@ -161,9 +171,11 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "a folder called a file": (folder_called_file, "it holds no checkpoint"),
     "an unknown kind": (raw(b"x", ".h5"), "its kind '.h5' is not known"),
     "capitals": (raw(b"x", ".SAFETENSORS"), "is not known"),
-    "os.system": (code(os.system, "touch {}"), ONLY_DATA),
-    "exec": (code(exec, "open({!r}, 'w')"), ONLY_DATA),
-    "eval": (code(eval, "open({!r}, 'w')"), ONLY_DATA),
+    **{
+        f"{name}, {'zipped' if zipped else 'of the old format'}": (code(gadget, zipped=zipped), ONLY_DATA)
+        for name, gadget in GADGETS.items()
+        for zipped in (True, False)
+    },
     "a model and its class": (saved(torch.nn.Linear(2, 2)), ONLY_DATA),
     "a raw pickle": (raw(pickle.dumps(WELL), ".pt"), ONLY_DATA),
     "a list of tensors": (saved([torch.ones(2)]), "looks for named tensors"),
@@ -213,7 +225,35 @@ class Odd:
         raise RuntimeError("no")
 
 
+class Subclass(torch.Tensor):
+    """A quantised tensor of another library: it says how to get plain numbers."""
+
+    def dequantize(self) -> torch.Tensor:
+        return torch.full((3, 4), 2.0)
+
+
+class Opaque(torch.Tensor):
+    def dequantize(self) -> torch.Tensor:
+        raise RuntimeError("needs its own kernel")
+
+
+def skipped(reason: str) -> Verdict:
+    return Verdict("w", "skipped", reason)
+
+
 STATES: dict[str, tuple[Callable[[], Any], Verdict | None]] = {
+    "csr": (lambda: {"w.weight": torch.eye(3).to_sparse_csr()}, skipped("sparse (sparse_csr)")),
+    "bytes": (lambda: {"w.weight": torch.ones(3, 4, dtype=torch.uint8)}, skipped("uint8: packed or quantised weights")),
+    "int8": (lambda: {"w.weight": torch.ones(3, 4, dtype=torch.int8)}, skipped("int8: packed or quantised weights")),
+    "quantised": (
+        lambda: {"w.weight": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8)},
+        Verdict("w"),
+    ),
+    "subclass": (lambda: {"w.weight": torch.ones(3, 4).as_subclass(Subclass)}, Verdict("w")),
+    "opaque": (
+        lambda: {"w.weight": torch.ones(3, 4).as_subclass(Opaque)},
+        skipped("quantised (Opaque), and cannot be dequantised"),
+    ),
     "numbers as keys": (lambda: {0: torch.eye(3), (1, 2): torch.eye(3)}, Verdict("0", "no filters")),
     "no key": (lambda: {"": torch.eye(3), "weight": torch.eye(3)}, Verdict()),
     "dots": (lambda: {"...": torch.eye(3), ".weight": torch.eye(3)}, Verdict("...", "no filters")),

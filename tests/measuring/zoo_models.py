@@ -119,15 +119,8 @@ class Hides(torch.Tensor):
         raise PermissionError("not this one")
 
 
-def cyclic() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5))
-    model[0].add_module("parent", model)
-    return model
-
-
-def itself() -> nn.Module:
-    model = nn.Linear(6, 5)
-    model.add_module("me", model)
+def cyclic(model: nn.Module, inner: nn.Module) -> nn.Module:
+    inner.add_module("parent", model)
     return model
 
 
@@ -138,16 +131,8 @@ def deep() -> nn.Module:
     return model
 
 
-def unsafely(make: Callable[[], nn.Module]) -> nn.Module:
-    """Registered past torch's checks."""
-    model = nn.Linear(6, 5)
-    unbroken = make()
-    parametrize.register_parametrization(model, "weight", unbroken, unsafe=True)
-    return model
-
-
 def broken_parametrization() -> nn.Module:
-    model = unsafely(nn.Identity)
+    model = parametrize.register_parametrization(nn.Linear(6, 5), "weight", nn.Identity(), unsafe=True)
     model.parametrizations.weight[0] = Breaks()
     return model
 
@@ -165,20 +150,11 @@ def tied(other: Callable[[nn.Parameter], Any]) -> nn.Module:
     return model
 
 
-def pruned() -> nn.Module:
-    return prune.l1_unstructured(nn.Linear(6, 5), "weight", amount=0.5)
-
-
-def scripted() -> nn.Module:
+def old(function: Callable[..., nn.Module], *layers: nn.Module) -> nn.Module:
+    """What torch warns of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.script(nn.Sequential(nn.Linear(6, 5), nn.ReLU()))
-
-
-def old(function: Callable[..., nn.Module]) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(nn.Linear(6, 5))
+        return function(*(layers or (nn.Linear(6, 5),)))
 
 
 def fake() -> nn.Module:
@@ -239,8 +215,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "prelu": (nn.PReLU, Verdict(status=NONE, reason="a vector")),
     "bag": (lambda: nn.EmbeddingBag(5, 4), Verdict()),
     "attention": (lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=4), Verdict("k_proj_weight")),
-    "circular": (cyclic, Verdict("0")),
-    "its own child": (itself, Verdict()),
+    "circular": (lambda: cyclic(m := nn.Sequential(nn.Linear(6, 5)), m[0]), Verdict("0")),
+    "its own child": (lambda: cyclic(m := nn.Linear(6, 5), m), Verdict()),
     "deep": (deep, Verdict(".".join("0" * 1500))),
     "wide": (lambda: nn.ModuleList(nn.Linear(1, 1) for _ in range(300)), Verdict("299")),
     "raises": (Raises, Verdict()),
@@ -255,14 +231,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(6, 5)), Verdict()),
     "old weight norm": (lambda: old(nn.utils.weight_norm), Verdict()),
     "old spectral norm": (lambda: old(nn.utils.spectral_norm), Verdict()),
-    "pruned": (pruned, Verdict()),
+    "pruned": (lambda: prune.l1_unstructured(nn.Linear(6, 5), "weight", amount=0.5), Verdict()),
     "tied": (lambda: tied(lambda w: w), Verdict("b", SKIPPED, "tied to a.weight")),
     "tied by memory": (lambda: tied(lambda w: nn.Parameter(w.detach())), Verdict("b")),
     "lazy": (lambda: nn.LazyConv2d(4, 3), Verdict(status=SKIPPED, reason="a lazy layer that has seen no input")),
     "lazy norm": (nn.LazyBatchNorm2d, Verdict("running_mean", SKIPPED, "a lazy layer")),
     "meta": (lambda: nn.Linear(6, 5, device="meta"), Verdict(status=SKIPPED, reason="on the meta device")),
     "fake": (fake, Verdict(status=SKIPPED, reason="cannot be read: ")),
-    "scripted": (scripted, Verdict("0")),
+    "scripted": (lambda: old(torch.jit.script, nn.Sequential(nn.Linear(6, 5), nn.ReLU())), Verdict("0")),
     "exported": (exported, Verdict("0")),
     "traced symbolically": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 5))), Verdict("0")),
     "compiled": (lambda: torch.compile(nn.Linear(6, 5), backend="eager"), Verdict()),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gonio
 from gonio.cli.inputs import build_model, load_torch
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.state_dict import state_in
+from gonio.measuring.reading.source import state_in
 from gonio.recipes import Recipe
 
 __all__ = ["Checkpoint", "check_target", "load_into_", "read", "restored_model", "write"]

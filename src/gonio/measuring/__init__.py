@@ -7,8 +7,7 @@ from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.profile import DepthChange
 from gonio.measuring.changes.several import Agreement, Changes, changes
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.finding import Finding, Suppressed
-from gonio.measuring.findings.rules import explain
+from gonio.measuring.findings.rules import Finding, Suppressed, explain
 from gonio.measuring.findings.suppression import Suppression
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements

@@ -17,9 +17,8 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameErr
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.figures.signals import measure_signals
-from gonio.measuring.figures.structure import Structure, structure_of
+from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
-from gonio.measuring.findings.advice import Setting, Training
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import Entry
@@ -113,25 +112,22 @@ def measure(
         [2] L. Welch, "Lower bounds on the maximum cross correlation of signals", IEEE Trans. Inf. Theory
         20(3), 1974.
     """
+    options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
     if after is not None:
-        given = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
-        given["engine"] = None if engine == "local" else engine
-        _check_two((after, *more), [name for name, value in given.items() if value is not None])
+        _check_two((after, *more), {**options, "engine": None if engine == "local" else engine})
         return (
             changes(source, after, *more, progress=progress) if more else difference(source, after, progress=progress)
         )
-    _check(source, batch, loader, optimizer)
-    _check_engine(engine, source, base)
-    _check_also(also)
-    training = Training.of(loader, optimizer)
-    name, contents = name_of(source), contents_of(source, base)
+    _check(source, options, engine)
+    training = Training.of(loader, optimizer) if isinstance(source, nn.Module) else None
+    contents = contents_of(source, base)
     if engine == "ray":
         tensors = _on_ray(source, base, contents.entries, progress, also)
     else:
         tensors = _here(contents.entries, progress, also)
-    notes = contents.notes
-    if not isinstance(source, nn.Module):
-        return Measurements(name, tuple(tensors), findings_of(tensors), notes=notes, versions=_versions())
+    name, versions = name_of(source), _versions()
+    if not isinstance(source, nn.Module) or training is None:
+        return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=versions)
     structure = structure_of(source)
     signals, silent = ((), ()) if batch is None else measure_signals(source, batch)
     return Measurements(
@@ -141,44 +137,42 @@ def measure(
         scale=structure.scale,
         mixtures=structure.mixtures,
         signals=signals,
-        notes=(*notes, *structure.notes, *silent),
-        versions=_versions(),
+        notes=(*contents.notes, *structure.notes, *silent),
+        versions=versions,
     )
 
 
-def _check_two(after: Sequence[Source], given: list[str]) -> None:
-    """Refuse what only a single source has, such as `measure(model, batch)` without its keyword."""
+def _check_two(after: Sequence[Source], options: dict[str, Any]) -> None:
+    """Refuse options of a single source, and `measure(model, batch)` without its keyword."""
     if any(isinstance(source, torch.Tensor) for source in after):
         raise InvalidArgumentError("measure(a, b) compares two sources", "a Tensor", "Pass a batch as batch=.")
+    given = next((name for name, value in options.items() if value is not None), "")
     if given:
-        raise InvalidArgumentError("measure(a, b) compares two sources", f"{given[0]}= as well", "Leave it out.")
+        raise InvalidArgumentError("measure(a, b) compares two sources", f"{given}= as well", "Leave it out.")
 
 
-def _check(source: Source, batch: Any, loader: Any, optimizer: Any) -> None:
-    """Refuse arguments that describe the use of a model where there is no model."""
-    given = {
-        "batch": (batch, "runs a batch through a model"),
-        "loader": (loader, "reads the loader of a model's training"),
-        "optimizer": (optimizer, "reads the optimizer of a model's training"),
-    }
-    for name, (value, what) in given.items():
-        if value is not None and not isinstance(source, nn.Module):
+_OF_MODELS = {
+    "batch": "runs a batch through a model",
+    "loader": "reads the loader of a model's training",
+    "optimizer": "reads the optimizer of a model's training",
+}
+
+
+def _check(source: Source, options: dict[str, Any], engine: str) -> None:
+    """Refuse options that do not fit the source, an unknown engine and unknown figures."""
+    for name, what in _OF_MODELS.items():
+        if options[name] is not None and not isinstance(source, nn.Module):
             raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
-
-
-def _check_engine(engine: str, *sources: Source | None) -> None:
     if engine not in ("local", "ray"):
         raise InvalidArgumentError("measure(engine=) is 'local' or 'ray'", repr(engine), "Choose one of them.")
-    other = [source for source in sources if source is not None and not isinstance(source, (str, os.PathLike))]
-    if engine == "ray" and other:
-        raise InvalidArgumentError(
-            "measure(engine='ray') distributes the tensors of files",
-            type(other[0]).__name__,
-            "Save the weights where all nodes can read them, or measure here.",
-        )
-
-
-def _check_also(also: Also) -> None:
+    for given in (source, options["base"]) if engine == "ray" else ():
+        if given is not None and not isinstance(given, (str, os.PathLike)):
+            raise InvalidArgumentError(
+                "measure(engine='ray') distributes the tensors of files",
+                type(given).__name__,
+                "Save the weights where all nodes can read them, or measure here.",
+            )
+    also = options["also"] or ()
     if isinstance(also, str):
         raise InvalidArgumentError("measure(also=) is a tuple of figures", repr(also), f"Write ({also!r},).")
     for name in also:
@@ -240,17 +234,17 @@ def _connected() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
+
+        if not ray.is_initialized():
+            ray.init(address="auto", log_to_driver=False)
     except ImportError as error:
         raise MissingExtraError("measure(engine='ray')", "ray", "ray") from error
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False)
-        except ConnectionError as error:
-            raise InvalidArgumentError(
-                "measure(engine='ray') connects to a running cluster",
-                "none",
-                "Start one (`ray start --head`), or set RAY_ADDRESS, or measure here.",
-            ) from error
+    except ConnectionError as error:
+        raise InvalidArgumentError(
+            "measure(engine='ray') connects to a running cluster",
+            "none",
+            "Start one (`ray start --head`), or set RAY_ADDRESS, or measure here.",
+        ) from error
     return ray
 
 

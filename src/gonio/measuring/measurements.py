@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.escaping import markdown_cell, plain
+from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.finding import Finding, Suppressed
-from gonio.measuring.showing import terminal
-from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS
+from gonio.measuring.findings.rules import Finding, Suppressed
+from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table, reasons
+from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
 
 SCHEMA = "gonio.measurements/1"
+TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,13 +96,22 @@ class Measurements(Table[TensorMeasurement]):
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        yield from terminal.findings(self.findings, self.suppressed, self.scope)
+        for finding in self.findings:
+            head = (f"{finding.level:5} {finding.code}", TONES[finding.level])
+            yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
+        if self.findings:
+            yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
+        else:
+            yield from (Text("No findings."), Text(self.scope, style="dim"))
+        for sentence in self.suppressed.sentences if self.suppressed is not None else ():
+            yield Text(plain(sentence, longest=len(sentence)), style="dim")
+        yield Text("")
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
-            yield terminal.tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
+            yield tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
-            yield Text(terminal.scale_sentence(self.scale))
+            yield Text(_sentence(self.scale))
             yield Text("")
         for path, shares in self.mixtures.items():
             parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
@@ -109,7 +119,7 @@ class Measurements(Table[TensorMeasurement]):
         if self.mixtures:
             yield Text("")
         if self.signals:
-            yield terminal.signal_table(self.signals, width)
+            yield _signal_table(self.signals, width)
             yield Text("")
         yield Text(self.coverage, style="dim")
 
@@ -128,7 +138,7 @@ class Measurements(Table[TensorMeasurement]):
             m=self,
             columns=COLUMNS,
             signals=SIGNALS,
-            scale=self.scale and terminal.scale_sentence(self.scale),
+            scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),
             others=[tensor for tensor in self.tensors if tensor.status == "skipped" or tensor.notes],
         )
@@ -136,29 +146,24 @@ class Measurements(Table[TensorMeasurement]):
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version, a non-finite number is None."""
         scale = self.scale
-        made: dict[str, Any] = _finite(
-            {
-                "schema": SCHEMA,
-                "source": self.source,
-                "coverage": self.coverage,
-                "notes": self.notes,
-                "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
-                "mixtures": self.mixtures,
-                "signals": [asdict(signal) for signal in self.signals],
-                "findings": [asdict(finding) for finding in self.findings],
-                "suppressed": self.suppressed and asdict(self.suppressed),
-                "tensors": [asdict(tensor) for tensor in self.tensors],
-                "versions": self.versions,
-            }
-        )
-        return made
+        content = {
+            "schema": SCHEMA,
+            "source": self.source,
+            "coverage": self.coverage,
+            "notes": self.notes,
+            "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
+            **{name: getattr(self, name) for name in ("mixtures", "signals", "findings", "suppressed", "tensors")},
+            "versions": self.versions,
+        }
+        return {key: _plain(value) for key, value in content.items()}
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
         lines = [f"**{markdown_cell(self.source)}**", ""]
-        for f in self.findings:
-            place = markdown_cell(f.path) or "the model"
-            lines.append(f"- **{f.level} {f.code}** {place}: {markdown_cell(f.found)}")
+        lines += [
+            f"- **{f.level} {f.code}** {markdown_cell(f.path) or 'the model'}: {markdown_cell(f.found)}"
+            for f in self.findings
+        ]
         lines += [""] if self.findings else []
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
@@ -170,11 +175,39 @@ def _plural(reason: str, n: int) -> str:
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """JSON-able data: records as objects, plain text, None for a non-finite number."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, dict):
-        return {plain(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {plain(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _sentence(scale: MovableScale) -> str:
+    """The wasted L2 in one sentence."""
+    return (
+        f"The same function can be computed with {scale.wasted:.1%} less squared weight norm ({number(scale.least)} "
+        f"instead of {number(scale.sum)}, {scale.layers} layers; {scale.wasted_by_layer:.1%} less with one scale per "
+        f"layer instead of one per neuron): gonio.balance_(model) does it."
+    )
+
+
+def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:
+    """One row per layer's output in as many columns as fit; those without any figure are dropped first."""
+    paths = [shorten(signal.path or signal.kind) for signal in signals]
+    cells = {c.name: [c.cell(signal) for signal in signals] for c in SIGNALS}
+    widths = {c.name: max(map(len, (c.title, *cells[c.name]))) + 2 for c in SIGNALS}
+    empty = [name for name, column in cells.items() if set(column) == {"–"}]
+    left = width - max(map(len, ("output of", *paths)))
+    for name in (*empty, *DROPPED):
+        if sum(widths.values()) > left:
+            widths.pop(name, None)
+    table = bare_table("output of", [column.title for column in SIGNALS if column.name in widths])
+    for i, path in enumerate(paths):
+        table.add_row(Text(path), *(cells[name][i] for name in widths))
+    return table

@@ -17,8 +17,7 @@ from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
 from gonio.measuring.reading.entry import Entry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.showing.table import Table
-from gonio.measuring.showing.terminal import bare_table
+from gonio.measuring.showing.table import Table, bare_table
 
 SCHEMA = "gonio.outline/1"
 

@@ -79,6 +79,10 @@ class Parametrization(nn.Module, ABC):
             wide = wide - wide.detach() * (wide.detach().abs() < torch.finfo(raw.dtype).tiny)
         return self.weight_of(wide).to(raw.dtype)
 
+    def remarks(self, weight: Callable[[], Tensor]) -> tuple[str, ...]:
+        """Notes of :func:`gonio.measure` on the effective weight, which `weight` returns."""
+        return ()
+
     def right_inverse(self, weight: Tensor) -> Tensor:
         """A trained tensor whose effective weight is `weight`, or the nearest weight that the map can reach."""
         return weight

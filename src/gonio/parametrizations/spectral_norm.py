@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -152,6 +152,14 @@ class SpectralNorm(Parametrization):
         """
         weight = whole(weight.detach())
         return _view_of(self.view, self.bound_layout, weight).measured(weight)
+
+    def remarks(self, weight: Callable[[], Tensor]) -> tuple[str, ...]:
+        """The gain now and the one it is set to: the vectors may be outdated."""
+        used = weight()
+        if used.is_meta or not used.isfinite().all():
+            return ()
+        of = "of the convolution" if self.view == "conv" else "of the filters' matrix"
+        return (f"its largest gain, {of}, is {self.measured(used):.4g} for a norm of {self.norm:g}",)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the largest gain is `norm` within 1 %; with ``view="conv"``, at most 1 % above, and below by

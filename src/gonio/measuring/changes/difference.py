@@ -14,15 +14,13 @@ from torch import Tensor
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.changes.pair import TensorDifference, figures_of
 from gonio.measuring.changes.profile import DepthChange, profile_of
-from gonio.measuring.changes.rules import findings_of_change
+from gonio.measuring.changes.rules import findings_of_change, told
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
-from gonio.measuring.findings.finding import Finding
+from gonio.measuring.findings.rules import Finding
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
-from gonio.measuring.showing import terminal
-from gonio.measuring.showing.columns import Column, number
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table, reasons
+from gonio.measuring.showing.table import Column, Table, markdown_table, number, reasons, tensor_table
 
 
 def _degrees(value: float | None) -> str:
@@ -147,12 +145,11 @@ class Differences(Table[TensorDifference]):
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        if self.findings:
-            yield from terminal.findings(self.findings, None, "")
+        yield from told(self.findings)
         if self.moved:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             width = options.max_width
-            yield terminal.tensor_table("tensor", self.largest, COLUMNS, KEPT, width, flagged=flagged)
+            yield tensor_table("tensor", self.largest, COLUMNS, KEPT, width, flagged=flagged)
             yield Text("")
         yield Text(self.coverage, style="dim")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
+from rich.text import Text
+
 from gonio.errors import listing
+from gonio.escaping import plain
 from gonio.measuring.changes.pair import TensorDifference
-from gonio.measuring.findings.finding import LEVELS, Finding, Rule, rule
+from gonio.measuring.findings.rules import LEVELS, Finding, Rule, register, rule
+from gonio.measuring.measurements import TONES
 
 DWARFED = 1.0  # relative change of a weight by an adapter
 UNTOUCHED = 0.5  # share of the weights that may be equal without a finding, at least
@@ -129,6 +133,7 @@ def _cancel(pair: Pairing) -> str | None:
 TENSOR_RULES: Mapping[str, Rule[TensorDifference]] = {found.code: found for found in (_intruders, _dwarfed)}
 MODEL_RULES: Mapping[str, Rule[WholeChange]] = {_untouched.code: _untouched}
 PAIR_RULES: Mapping[str, Rule[Pairing]] = {_cancel.code: _cancel}
+register({**TENSOR_RULES, **MODEL_RULES, **PAIR_RULES})
 
 
 def findings_of_change(rows: Sequence[TensorDifference], adapters: bool) -> tuple[Finding, ...]:
@@ -142,3 +147,13 @@ def findings_of_pairs(pairs: Sequence[Pairing]) -> tuple[Finding, ...]:
     """All findings on pairs of models."""
     made = [rule.finding(pair, "") for pair in pairs for rule in PAIR_RULES.values()]
     return tuple(f for f in made if f is not None)
+
+
+def told(found: Sequence[Finding]) -> Iterator[Text]:
+    """The findings on a terminal: one line each, then a blank one; nothing without findings."""
+    for finding in found:
+        head = (f"{finding.level:5} {finding.code}", TONES[finding.level])
+        yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
+    if found:
+        yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
+        yield Text("")

@@ -16,14 +16,12 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.changes.difference import Differences, assembled, compared
-from gonio.measuring.changes.rules import Pairing, findings_of_pairs
+from gonio.measuring.changes.rules import Pairing, findings_of_pairs, told
 from gonio.measuring.changes.sources import base_entries, tuned
-from gonio.measuring.findings.finding import LEVELS, Finding
+from gonio.measuring.findings.rules import LEVELS, Finding
 from gonio.measuring.reading.source import Source, name_of
-from gonio.measuring.showing import terminal
-from gonio.measuring.showing.columns import Column, number
 from gonio.measuring.showing.page import render
-from gonio.measuring.showing.table import Table, markdown_table
+from gonio.measuring.showing.table import Column, Table, bare_table, markdown_table, number, tensor_table
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
 
@@ -165,16 +163,15 @@ class Changes(Table[Agreement]):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.base)} → {len(self.models)} models", style="bold")
         yield Text("")
-        if self.all_findings:
-            yield from terminal.findings(self.all_findings, None, "")
+        yield from told(self.all_findings)
         yield from self._cosines()
-        yield terminal.tensor_table("tensor", [self.whole, *self.by_cosine], COLUMNS, KEPT, options.max_width)
+        yield tensor_table("tensor", [self.whole, *self.by_cosine], COLUMNS, KEPT, options.max_width)
         yield Text("")
         yield Text(self.coverage, style="dim")
 
     def _cosines(self) -> Iterator[RenderableType]:
         """The N × N cosines over all tensors, with each model's change."""
-        table = terminal.bare_table("model", ["change", "intruders", *map(str, range(1, len(self.models) + 1))])
+        table = bare_table("model", ["change", "intruders", *map(str, range(1, len(self.models) + 1))])
         for i, (name, model) in enumerate(zip(self.names, self.models, strict=True)):
             found = str(sum(t.intruders or 0 for t in model.moved))
             cells = [number(self.whole.relative[i]), found, *(number(c) for c in self.whole.cosines[i])]

@@ -15,8 +15,7 @@ from torch import Tensor
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import Entry, numbers_of
-from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.reading.state_dict import some
+from gonio.measuring.reading.source import Source, contents_of, name_of, some
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
@@ -57,7 +56,7 @@ def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
         InvalidArgumentError: as :func:`gonio.measure`, and if no name is that of a tensor of the base.
     """
     found = contents_of(source)
-    adapters = {adapter.path: adapter for adapter in (*found.adapters, *found.rotations)}
+    adapters = {adapter.path: adapter for adapter in found.adapters}
     entries = _whole({entry.name: entry for entry in found.entries})
     wanted = [*(name for name in entries if name not in base), *(f"{path}.weight" for path in adapters)]
     names = renamed([*(set(entries) & set(base)), *wanted] if wanted else [*entries], base)

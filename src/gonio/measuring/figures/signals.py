@@ -1,8 +1,8 @@
-"""The outputs of all layers on a batch, and the gradients there."""
+"""The outputs of all layers on a batch, the gradients there, and what the outputs reveal of norms and angles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from gonio.geometry import angles, layout_of, matrix_view
-from gonio.measuring.figures.gradients import Gradient, leads_to, measure_gradients
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
@@ -89,11 +89,14 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
     layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
     with run_eagerly(plain), evaluating(plain), _first_statistics(plain):
-        forward = _Outputs(layers).run(plain, batch)
-        backward, why = measure_gradients(plain, batch, list(forward))
-    zero = [m for m, s in forward.items() if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
+        outputs = _Outputs(layers)
+        with torch.no_grad(), _hooked(layers, outputs):
+            call(plain, batch)
+        backward, why = _backward(plain, batch, list(outputs.found))
+    forward = outputs.found.items()
+    zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
     dead = [backward[module].node for module in zero if module in backward]
-    signals = [_joined(m, s, backward.get(m), dead) for m, s in forward.items()]
+    signals = [_joined(s, backward[m], dead) if m in backward else s for m, s in forward]
     return tuple(signals), (f"Gradients were not measured: {why}.",) if why else ()
 
 
@@ -124,6 +127,17 @@ def _use_batch(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     norm.track_running_stats = not several  # type: ignore[assignment]
 
 
+@contextmanager
+def _hooked(layers: Iterable[nn.Module], hooks: _Outputs | _Gradients) -> Iterator[None]:
+    handles = [layer.register_forward_pre_hook(hooks.before) for layer in layers]
+    handles += [layer.register_forward_hook(hooks.after) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class _Outputs:
     """Hooks that measure each layer's first call; its input first, because a layer may overwrite it in place."""
 
@@ -132,20 +146,8 @@ class _Outputs:
         self.found: dict[nn.Module, Signal] = {}
         self.fed: dict[nn.Module, tuple[float, int]] = {}  # rms and number of entries
 
-    @torch.no_grad()
-    def run(self, model: nn.Module, batch: Any) -> dict[nn.Module, Signal]:
-        """Call the model once; the signals of all layers that ran."""
-        handles = [layer.register_forward_pre_hook(self.before) for layer in self.layers]
-        handles += [layer.register_forward_hook(self.after) for layer in self.layers]
-        try:
-            call(model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return self.found
-
     def before(self, module: nn.Module, inputs: Any) -> None:
-        source = _first_tensor(inputs)
+        source = _signal_in(inputs)
         if module not in self.fed and source is not None:
             self.fed[module] = _rms(source), source.numel()
 
@@ -153,7 +155,7 @@ class _Outputs:
         if module in self.found:
             self.found[module] = replace(self.found[module], calls=self.found[module].calls + 1)
             return
-        tensor = _first_tensor(output)
+        tensor = _signal_in(output)
         if tensor is not None:
             figures = _figures(tensor, *self.fed.get(module, (0.0, 0)))
             figures["angles_read"], figures["angles_exact"] = off_right_angle(module, tensor)
@@ -165,11 +167,9 @@ class _Outputs:
             self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)
 
 
-def _joined(module: nn.Module, signal: Signal, gradient: Gradient | None, dead: list[Any]) -> Signal:
-    if gradient is None:
-        return signal
+def _joined(signal: Signal, gradient: Gradient, dead: list[Node | None]) -> Signal:
     stopped = gradient.output == 0 and signal.rms > 0
-    waits = stopped and not any(leads_to(node, gradient.node) for node in dead)
+    waits = stopped and not any(_leads_to(node, gradient.node) for node in dead)
     return replace(
         signal,
         gradient_rms=gradient.rms,
@@ -179,12 +179,13 @@ def _joined(module: nn.Module, signal: Signal, gradient: Gradient | None, dead: 
     )
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def _signal_in(value: Any) -> Tensor | None:
     """The first floating-point tensor in any nesting of tuples, lists and dicts."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-            return leaf.detach()
-    return None
+    return next(filter(_is_signal, pytree.tree_leaves(value)), None)
+
+
+def _is_signal(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 def _figures(output: Tensor, fed: float, entries: int) -> dict[str, Any]:
@@ -211,6 +212,122 @@ def _rms(tensor: Tensor) -> float:
     """Root mean square of the finite entries; 0 if there is none."""
     values = tensor[torch.isfinite(tensor)].double()
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+# --- the gradient of a random linear function of the output ----------------------------------------------------------
+
+
+@dataclass
+class Gradient:
+    """Sums of squares of the gradient at a layer's output, and at its input through this layer alone."""
+
+    output: float | None = None  # None where no gradient arrives
+    outputs: int = 0
+    input: float | None = None
+    inputs: int = 0
+    node: Node | None = None  # where autograd computes the layer's output
+
+    @property
+    def rms(self) -> float | None:
+        return None if self.output is None else sqrt(self.output / self.outputs)
+
+    @property
+    def norm_ratio(self) -> float | None:
+        """Norm of the gradient at the input over that at the output."""
+        return sqrt(self.input / self.output) if self.output and self.input is not None else None
+
+    @property
+    def gain(self) -> float | None:
+        return None if self.norm_ratio is None else self.norm_ratio * sqrt(self.outputs / self.inputs)
+
+    def at_output(self, gradient: Tensor) -> None:
+        self.output, self.outputs = float(gradient.double().square().sum()), gradient.numel()
+
+    def at_input(self, gradient: Tensor) -> None:
+        self.input, self.inputs = float(gradient.double().square().sum()), gradient.numel()
+
+
+def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tuple[dict[nn.Module, Gradient], str]:
+    """The gradient at each layer's first call; or an empty dict and the reason.
+
+    The output is multiplied by standard normal numbers and summed. No `.grad` is changed. Frozen parameters take
+    part, because gradients pass through their layers too.
+    """
+    hooks = _Gradients()
+    try:
+        with _unfrozen(model), torch.enable_grad(), _hooked(layers, hooks):
+            outputs = pytree.tree_leaves(call(model, batch))
+            hooks.recording = False  # a checkpointed part calls its layers again in the backward
+            roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not roots:
+                return {}, "its output has no gradient"
+            draws = [torch.randn(t.shape, generator=generator(0, "cotangent", i)) for i, t in enumerate(roots)]
+            inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
+            torch.autograd.grad(roots, inputs, [d.to(t) for d, t in zip(draws, roots, strict=True)], allow_unused=True)
+    except RuntimeError as error:  # no derivative, or an operation in place that autograd cannot follow
+        return {}, str(error).split("\n")[0]
+    return hooks.found, ""
+
+
+class _Gradients:
+    """Hooks that record each layer's first call."""
+
+    def __init__(self) -> None:
+        self.found: dict[nn.Module, Gradient] = {}
+        self.sources: list[Tensor] = []  # inputs without a gradient of their own
+        self.recording = True
+
+    def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        first = self.recording and module not in self.found
+        gradient = self.found.setdefault(module, Gradient())
+        if getattr(module, "inplace", False):
+            return None  # it must write into the tensor that it was given
+        for index, argument in enumerate(arguments):
+            if _is_signal(argument):
+                # A separate view, so that the gradients of other layers to the same tensor are not counted; in
+                # every call, because a checkpointed part must compute the same twice.
+                own = argument.view_as(argument) if argument.requires_grad else argument.detach().requires_grad_()
+                if first:
+                    self.sources += [own] if own.is_leaf else []
+                    own.register_hook(gradient.at_input)
+                return (*arguments[:index], own, *arguments[index + 1 :])
+        return None
+
+    def after(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        gradient = self.found.get(module)
+        if not self.recording or gradient is None or gradient.node is not None:
+            return
+        tensor = _signal_in(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.register_hook(gradient.at_output)
+            gradient.node = tensor.grad_fn
+
+
+@contextmanager
+def _unfrozen(model: nn.Module) -> Iterator[None]:
+    """All parameters require gradients inside; restored afterwards."""
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _leads_to(later: Node | None, earlier: Node | None) -> bool:
+    """Whether the result of `earlier` is an input of `later`, directly or through other nodes."""
+    pending, seen = [later], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if node is earlier:
+            return True
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return False
 
 
 # --- norms: training mode beside evaluation mode ---------------------------------------------------------------------

@@ -1,15 +1,23 @@
-"""Figures of a model's graph: scale that can move between layers, layers before a normalisation, mixtures."""
+"""Facts of a model and its training: movable scale, layers before a normalisation, norms, batch sizes, decay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from gonio.surgery import sites
+from gonio.errors import InvalidArgumentError
+from gonio.measuring.figures.signals import Signal
+from gonio.parametrizations.mechanism import parametrization_of
+from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
 from gonio.surgery.graph import Graph, ScaleVariable, trace
@@ -80,27 +88,24 @@ def structure_of(model: nn.Module) -> Structure:
     model = unwrapped(model)
     mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)}
     try:
-        return _traced(model, mixtures)
+        found = _refusal(model) or _traced(model)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
         said = str(error).strip().partition("\n")[0][:200]
-        return _without_graph(f"reading the model raised {type(error).__name__}: {said}", mixtures)
+        found = f"reading the model raised {type(error).__name__}: {said}"
+    if isinstance(found, str):
+        return Structure(mixtures=mixtures, notes=(f"Scale between layers was not measured: {found}.",))
+    return replace(found, mixtures=mixtures)
 
 
-def _without_graph(why: str, mixtures: dict[str, dict[str, dict[str, float]]]) -> Structure:
-    return Structure(mixtures=mixtures, notes=(f"Scale between layers was not measured: {why}.",))
-
-
-def _traced(model: nn.Module, mixtures: dict[str, dict[str, dict[str, float]]]) -> Structure:
-    why = _refusal(model)
-    if why:
-        return _without_graph(why, mixtures)
+def _traced(model: nn.Module) -> Structure | str:
+    """What the graph shows, or why there is none."""
     with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
         graph = trace(model)
         if graph.reason:
-            return _without_graph(f"the model cannot be traced ({graph.reason})", mixtures)
+            return f"the model cannot be traced ({graph.reason})"
         free = [variable for variable in graph.scale_variables() if variable.free()]
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
-        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts, mixtures)
+        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts)
 
 
 def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
@@ -137,3 +142,146 @@ def _movable(free: list[ScaleVariable]) -> MovableScale | None:
         return None
     layers = least_scales(free, per_channel=False, sweeps=SWEEPS, tolerance=CONVERGED)
     return MovableScale(len(placed.layers), placed.before, placed.after, layers.after)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """Batch sizes and weight decays, as far as they are known.
+
+    Attributes:
+        batch, last: samples per batch and process, and of an epoch's last batch.
+        decayed: `id` of each Parameter under weight decay.
+    """
+
+    batch: int | None = None
+    last: int | None = None
+    decayed: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Training:
+        """Read a data loader, without drawing from it, and an optimizer.
+
+        Raises:
+            InvalidArgumentError: if they are something else.
+        """
+        if loader is not None and not hasattr(loader, "batch_size"):
+            asked = "measure(loader=) reads the batch size of a DataLoader"
+            raise InvalidArgumentError(asked, type(loader).__name__, "Pass the loader.")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            asked = "measure(optimizer=) reads the weight decay of an optimizer"
+            raise InvalidArgumentError(asked, type(optimizer).__name__, "Pass it.")
+        groups = [] if optimizer is None else optimizer.param_groups
+        decayed = frozenset(id(p) for group in groups if group.get("weight_decay", 0) for p in group["params"])
+        return cls(*_sizes(loader), decayed)
+
+
+def _sizes(loader: Any) -> tuple[int | None, int | None]:
+    """Samples of a batch and of the last one of an epoch; None if the loader does not tell."""
+    source = loader if getattr(loader, "batch_size", None) else getattr(loader, "batch_sampler", None)
+    batch = getattr(source, "batch_size", None)
+    if not isinstance(batch, int) or batch < 1:
+        return None, None
+    if getattr(source, "drop_last", False):
+        return batch, batch
+    sampler = getattr(source, "sampler", None)
+    if not isinstance(sampler, Sized):
+        return batch, None
+    try:
+        samples = len(sampler)
+    except TypeError:  # the sampler of an iterable data set has no length
+        return batch, None
+    return batch, (samples % batch or batch) if samples else None
+
+
+_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
+
+
+@dataclass(frozen=True)
+class NormUse:
+    """One normalisation layer.
+
+    Attributes:
+        calls: how often it runs in one forward, as far as is known; else 1.
+        positions: values per channel and sample; None if no batch was measured.
+        frozen: whether it does not update its running statistics while the rest of the model trains.
+        recomputed: whether activation checkpointing runs it twice.
+    """
+
+    path: str
+    module: nn.Module
+    calls: int
+    positions: int | None
+    frozen: bool
+    recomputed: bool
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether it has running statistics."""
+        return self.module._buffers.get("running_mean") is not None
+
+    @property
+    def averages_over_batches(self) -> bool:
+        """Whether it is a batch norm that updates its statistics in training."""
+        return isinstance(self.module, _BatchNorm) and not self.frozen
+
+    @property
+    def values(self) -> int | None:
+        """Number of values that are centred together, for a layer or group norm."""
+        if isinstance(self.module, nn.LayerNorm):
+            return prod(self.module.normalized_shape)
+        if isinstance(self.module, nn.GroupNorm) and self.positions is not None:
+            return self.positions * self.module.num_channels // self.module.num_groups
+        return None
+
+    def samples(self, batch: int | None) -> float:
+        """The number of samples in its statistics, for a batch of this size in each process."""
+        if batch is None:
+            return float("inf")
+        several = isinstance(self.module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()
+        return batch * (dist.get_world_size() if several else 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The facts that the rules on a whole model read.
+
+    Attributes:
+        norms: every normalisation layer.
+        decayed: paths of the weights under weight decay whose scale the function does not depend on.
+        constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
+    """
+
+    norms: tuple[NormUse, ...]
+    training: Training
+    decayed: tuple[str, ...]
+    constant: tuple[str, ...]
+    signals: tuple[Signal, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: Training) -> Setting:
+        everything = sites(model)
+        wrappers = [site.module for site in everything if "_checkpoint_wrapped_module" in site.module._modules]
+        inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
+        ran = {signal.path: signal for signal in signals}
+        norms = []
+        for path, module in ((s.path, s.module) for s in everything if isinstance(s.module, _NORMS)):
+            signal = ran.get(path)
+            calls = max(structure.calls.get(path, 1), signal.calls if signal is not None else 1)
+            positions = prod(signal.shape[2:]) if signal is not None else None
+            frozen = model.training and not module.training
+            norms.append(NormUse(path, module, calls, positions, frozen, id(module) in inside))
+        free = [
+            f"{site.path}.{name}" if site.path else name
+            for site in everything
+            for name, parameter in site.module._parameters.items()
+            if id(parameter) in training.decayed and _is_free(site, name, structure)
+        ]
+        return cls(tuple(norms), training, tuple(free), structure.constant, tuple(signals))
+
+
+def _is_free(site: Site, name: str, structure: Structure) -> bool:
+    """Whether the function does not depend on the scale of this weight."""
+    return parametrization_of(site.module, name) is not None or (name == "weight" and site.path in structure.invariant)

@@ -1,26 +1,119 @@
-"""The rules on tensors: each with its reason, its source and its false-alarm rate.
+"""Findings, and the rules that report them: each with its reason, its source and its false-alarm rate.
 
-A finding does not mean that a network is broken. It means that a figure is very unlikely for random weights, and why
-that can matter. The false-alarm rates were measured on randomly initialised and on trained models by
-`benchmarks/false_alarms.py`; every rule has a measured rate, or a reason why it has no false alarms.
+A finding does not mean that a network is broken. Of a tensor it means that a figure is very unlikely for random
+weights, and why that can matter; the false-alarm rates were measured on randomly initialised and on trained models by
+`benchmarks/false_alarms.py`. Rules on a whole model read facts, judge no figure and have no false alarms.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from math import sqrt
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from gonio.errors import UnknownNameError
+from torch import nn
+
+from gonio.errors import UnknownNameError, listing
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
+from gonio.measuring.figures.structure import NormUse, Setting
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.findings.advice import ADVICE, Setting
-from gonio.measuring.findings.finding import LEVELS, Finding, Rule, rule
 from gonio.measuring.reading.entry import PADDING
+
+LEVELS = ("info", "warn", "error")
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One unusual property of a tensor, or of the whole model (path "").
+
+    Attributes:
+        code: of the rule; :func:`gonio.measuring.explain` prints the details.
+        level: `error` (the model cannot work), `warn` (it probably does not work as intended), `info`.
+        found: what was found. `chance`: the value for random weights. `do`: the recommended action.
+    """
+
+    code: str
+    level: str
+    path: str
+    found: str
+    chance: str
+    do: str
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """One rule.
+
+    Attributes:
+        check: what it found in its subject (a tensor, or the setting of a training), in words; None for nothing.
+        means: the meaning of the figure, and when it is harmless.
+        do: the recommended action.
+        source: a reference.
+        chance: the value for random weights.
+        exact: why the rule has no false alarms, for one that reads facts instead of judging a figure; the rate of
+            the others is measured.
+    """
+
+    code: str
+    level: str
+    title: str
+    check: Callable[[Subject], str | None]
+    means: str
+    do: str
+    source: str
+    chance: str = ""
+    exact: str = ""
+
+    def finding(self, subject: Subject, path: str) -> Finding | None:
+        """The finding on this subject, if there is one."""
+        found = self.check(subject)
+        chance = self.chance or self.exact
+        return None if found is None else Finding(self.code, self.level, path, found, chance, self.do)
+
+
+def rule(
+    code: str, level: str, title: str, *, means: str, do: str, source: str, chance: str = "", exact: str = ""
+) -> Callable[[Callable[[Subject], str | None]], Rule[Subject]]:
+    """A decorator that makes a :class:`Rule` of its check."""
+    return lambda check: Rule(code, level, title, check, means, do, source, chance, exact)
+
+
+@dataclass(frozen=True)
+class Suppressed:
+    """Findings that were suppressed.
+
+    Attributes:
+        by: the file or option that suppressed them.
+        findings: worst first.
+        unmatched: parts of the suppression that matched no finding.
+    """
+
+    by: str
+    findings: tuple[Finding, ...]
+    unmatched: tuple[str, ...] = ()
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The number of suppressed findings, and the unmatched parts.
+
+        Example:
+            >>> from gonio.measuring import Suppressed
+            >>> Suppressed("gonio.toml", (), ("G405", "G101 for head.*")).sentences
+            ('Not found, though gonio.toml suppresses it: G405, G101 for head.*.',)
+        """
+        count = len(self.findings)
+        said = [f"{count} finding{'s' if count > 1 else ''} suppressed by {self.by}"] if count else []
+        if self.unmatched:
+            said.append(f"Not found, though {self.by} suppresses it: {', '.join(self.unmatched)}.")
+        return tuple(said)
 
 
 def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = None) -> tuple[Finding, ...]:
@@ -59,7 +152,11 @@ def measured_rates() -> dict[str, Any]:
 
 
 def _rate(code: str) -> str:
-    """On random and on trained models, each with the upper end of its interval."""
+    """On random and on trained models, or on changes that are in order, each with the upper end of its interval."""
+    seen = measured_rates()["changes"].get(code)
+    if seen is not None:
+        rate = f"the true rate is below {100 * seen['upper']:.2g} % (95 %)."
+        return f"{seen['alarms']} of {seen['changes']} {seen['of']}; {rate}"
     said = []
     for name, models in (("random", "randomly initialised models"), ("trained", "trained networks")):
         rates = measured_rates()[name]
@@ -69,6 +166,9 @@ def _rate(code: str) -> str:
             f"the true rate per model is below {100 * seen['models_upper']:.2g} % (95 %)."
         )
     return " ".join(said)
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -224,10 +324,174 @@ def _one_direction(t: TensorMeasurement) -> str | None:
     return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
 
 
-_RULES = (
-    *(_nonfinite, _zero, _dead, _weak, _dominant, _negative_variance),
-    *(_shared, _alike, _one_direction),
-)
-WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {found.code: found for found in _RULES}
+# --- a model and its training ----------------------------------------------------------------------------------------
 
-RULES: Mapping[str, Rule[Any]] = MappingProxyType({**WEIGHT_RULES, **ADVICE})
+SMALL = 8  # samples, below which [Wu and He 2018, table 2] sees batch normalisation fail
+
+
+def _listed(norms: list[NormUse]) -> str:
+    return listing([norm.path or "the model" for norm in norms], limit=3)
+
+
+@rule(
+    "G401",
+    "warn",
+    "batch normalisation over fewer than 8 samples",
+    means="Statistics over few samples are noisy and differ from those used in evaluation. Harmless for "
+    "frozen norms (in evaluation mode while the rest trains), which the rule leaves out.",
+    exact="the batch size is read from the loader.",
+    do="Use larger batches; SyncBatchNorm over several processes; or a norm without batch statistics "
+    "(gonio.swap_ with gonio.nn.to_group_norm, or SwitchableNorm with use_batch=False).",
+    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, table 2: top-1 error of a ResNet-50 "
+    "with batch norm 23.6 % at 32 images per process, 24.8 % at 8, 27.3 % at 4, 34.7 % at 2; with group norm "
+    "24.1 to 24.2 %.",
+)
+def _small_batches(setting: Setting) -> str | None:
+    batch = setting.training.batch
+    norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
+    return f"batch norms compute statistics over {batch} samples: {_listed(norms)}" if norms else None
+
+
+@rule(
+    "G402",
+    "warn",
+    "a last batch of one sample under batch normalisation",
+    means="With one value per channel torch raises an error, at the end of the first epoch. With more (a map "
+    "of one image) the variance of a single image enters the running statistics.",
+    exact="the number of samples and the batch size are read from the loader.",
+    do="Use drop_last=True, a batch size with another remainder, or a norm without batch statistics.",
+    source="pytorch issue 7716 ('Expected more than 1 value per channel when training').",
+)
+def _last_batch(setting: Setting) -> str | None:
+    norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(setting.training.last) < 2]
+    if not norms:
+        return None
+    raising = [norm for norm in norms if norm.positions == 1]
+    unknown = [norm for norm in norms if norm.positions is None and isinstance(norm.module, nn.BatchNorm1d)]
+    said = f"the last batch of an epoch has a single sample; batch norms: {_listed(norms)}"
+    if raising:
+        return f"{said}; training will raise an error there: {_listed(raising)} get one value per channel"
+    return f"{said}; training will raise an error if the inputs of {_listed(unknown)} are (N, C)" if unknown else said
+
+
+@rule(
+    "G403",
+    "warn",
+    "a normalisation over single values",
+    means="A value minus itself is 0: the output of the layer is its shift, for every input, and no gradient "
+    "passes. A group norm with one channel per group does this on 1×1 maps, a layer norm on one feature.",
+    exact="for one value x the output is (x − x)/√(0 + ε)·γ + β = β; the group's size is read from the layer "
+    "and from the measured batch.",
+    do="Use fewer groups, so that each has several values; or remove the norm.",
+    source="Y. Wu, K. He, 'Group normalization', 2018, arXiv 1803.08494, equation (7).",
+)
+def _single_values(setting: Setting) -> str | None:
+    norms = [norm for norm in setting.norms if norm.values == 1]
+    return f"each statistic is over one value, so that the input is lost: {_listed(norms)}" if norms else None
+
+
+@rule(
+    "G404",
+    "warn",
+    "batch statistics shared by several calls",
+    means="A batch norm that runs more than once per forward (at each time step of a recurrent net, or in each "
+    "branch of a shared one) normalises each call by its own statistics in training and all of them by "
+    "one running average in evaluation. Harmless if all inputs have the same distribution.",
+    exact="the calls are counted in the model's graph, or in the measured batch.",
+    do="Use layer norm in recurrent nets, or one batch norm per call, with shared weights around it.",
+    source="T. Cooijmans et al., 'Recurrent batch normalization', 2017, arXiv 1603.09025, section 3; J. L. Ba "
+    "et al., 'Layer normalization', 2016, arXiv 1607.06450, section 2.",
+)
+def _several_uses(setting: Setting) -> str | None:
+    reused = [norm for norm in setting.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
+    uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
+    return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
+
+
+@rule(
+    "G406",
+    "warn",
+    "batch normalisation inside activation checkpointing",
+    means="The forward pass is repeated during the backward pass and updates the running statistics a second "
+    "time: their momentum is larger than configured, and batches are counted twice.",
+    exact="torch's batch norm updates its buffers in every forward in training mode, the repeated one too.",
+    do="Use the momentum 1 − √(1 − m) instead of m, or a layer that handles this (SwitchableNorm), or call "
+    "calibrate_ before evaluating.",
+    source="pytorch issue 96136.",
+)
+def _recomputed(setting: Setting) -> str | None:
+    norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
+    return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
+
+
+@rule(
+    "G405",
+    "info",
+    "weight decay on weights whose scale has no effect",
+    means="Such a weight is followed by a normalisation, or parametrized by its direction: decay cannot make "
+    "the function simpler. It does keep the effective learning rate lr/‖w‖² high, which is often intended.",
+    exact="the function is the same for every positive multiple of such a weight, up to the norm's ε.",
+    do="Keep it as a schedule of the effective learning rate, or set it to 0 there; do not rely on it as "
+    "regularisation, and do not add a penalty on the scale.",
+    source="T. van Laarhoven, 'L2 regularization versus batch and weight normalization', 2017, "
+    "arXiv 1706.05350, sections 2 and 3.",
+)
+def _decayed(setting: Setting) -> str | None:
+    free = setting.decayed
+    if not free:
+        return None
+    return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
+
+
+@rule(
+    "G407",
+    "warn",
+    "an output that does not depend on the input",
+    means="Every path from the input to the output leads through a layer whose weight is 0. This is normal only at "
+    "the start of training, for a last layer that is initialised to 0.",
+    exact="the weight is 0, and the graph of the model has no path around the layer.",
+    do="If the model is trained, restore an earlier checkpoint; otherwise initialise the layer (gonio.init_).",
+    source="H. Zhang, Y. Dauphin, T. Ma, 'Fixup initialization', 2019, arXiv 1901.09321, for last layers initialised "
+    "to 0 on purpose.",
+)
+def _constant(setting: Setting) -> str | None:
+    paths = [path or "the model" for path in setting.constant]
+    return f"the output is the same for every input: the weight of {listing(paths, limit=3)} is 0" if paths else None
+
+
+@rule(
+    "G408",
+    "warn",
+    "a layer most of whose units are dead",
+    means="The output of these units is 0 on the whole batch, and no gradient passes through them. After a ReLU, "
+    "inputs that are all alike leave about half of the units dead; the rule needs five standard deviations more.",
+    exact="the units are counted on the given batch; with other inputs some may be active.",
+    do="Check the biases and the learning rate before this layer; use a smaller learning rate, an activation with a "
+    "gradient below 0 (LeakyReLU, GELU), or a normalisation.",
+    source="L. Lu et al., 'Dying ReLU and initialization: theory and numerical examples', 2019, arXiv 1903.06733.",
+)
+def _dead_units(setting: Setting) -> str | None:
+    found, before = [], 0.0
+    for signal in setting.signals:
+        share = signal.dead_units / max(1, signal.units)
+        many = signal.dead_units >= signal.units / 2 + 2.5 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
+        if many and share != before and signal.branch == "":  # an equal share is that of the layer before
+            found.append(f"{signal.path or 'the model'} ({signal.dead_units} of {signal.units})")
+        before = share
+    return f"units whose output is 0 on the whole batch: {listing(found, limit=3)}" if found else None
+
+
+_TENSOR_RULES = (_nonfinite, _zero, _dead, _weak, _dominant, _negative_variance, _shared, _alike, _one_direction)
+_MODEL_RULES = (
+    *(_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed, _constant),
+    _dead_units,
+)
+WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {rule.code: rule for rule in _TENSOR_RULES}
+ADVICE: Mapping[str, Rule[Setting]] = {rule.code: rule for rule in _MODEL_RULES}
+_KNOWN: dict[str, Rule[Any]] = {**WEIGHT_RULES, **ADVICE}
+RULES: Mapping[str, Rule[Any]] = MappingProxyType(_KNOWN)
+
+
+def register(rules: Mapping[str, Rule[Any]]) -> None:
+    """Add rules on other subjects, so that they can be explained."""
+    _KNOWN.update(rules)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gonio.errors import UnknownNameError
-from gonio.measuring.findings.finding import Finding, Suppressed
-from gonio.measuring.findings.rules import RULES
+from gonio.measuring.findings.rules import RULES, Finding, Suppressed
 from gonio.measuring.measurements import Measurements
 from gonio.surgery import as_selector, sites
 

@@ -1,12 +1,11 @@
-"""A tensor before it is measured: its name and layout, how to read it, and its values as a dense tensor of floats."""
+"""A tensor before it is measured: its name, the layout that its key and shape suggest, and its values as floats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +14,6 @@ from gonio.geometry import Layout
 
 PART = "part"  # the kind of a tensor that is one of several parts of a quantised weight
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A named tensor of a file or state dict: its header, and a function that reads its values.
-
-    Attributes:
-        dtype: torch's name for it, without `torch.`; the file's own name for one that torch does not have.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    load: Callable[[], Tensor]
-
-    @property
-    def entries(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -63,6 +45,33 @@ class Entry:
         return self.name.removesuffix(".weight")
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file or state dict: its header, and a function that reads its values.
+
+    Attributes:
+        dtype: torch's name for it, without `torch.`; the file's own name for one that torch does not have.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], Tensor]
+
+    @property
+    def entries(self) -> int:
+        return prod(self.shape)
+
+    @classmethod
+    def of(cls, tensor: Tensor, load: Callable[[], Tensor] | None = None) -> Stored:
+        """A tensor in memory, or one that `load` reads again."""
+        return cls(*header_of(tensor), load or (lambda: tensor))
+
+    def entry(
+        self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()
+    ) -> Entry:
+        return Entry(name, kind, layout, self.load, reason, notes, self.shape, self.dtype)
+
+
 def dtype_named(name: str) -> torch.dtype | None:
     """The dtype of this name; None if torch has none."""
     found = getattr(torch, name, None)
@@ -77,22 +86,9 @@ def header_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
         return (), ""
 
 
-def in_memory(tensors: Mapping[Any, Any]) -> dict[str, Stored]:
-    """The tensors of a mapping; other values are left out."""
-    return {
-        str(name): Stored(*header_of(value), partial(_same, value))
-        for name, value in tensors.items()
-        if isinstance(value, Tensor)
-    }
-
-
 def stored_entries(tensor: Tensor) -> int:
     """The entries in a strided tensor's storage; fewer than `numel()` for an expanded one."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor of a model may repeat those that it stores
@@ -162,3 +158,69 @@ def _no_floats(tensor: Tensor) -> Numbers:
 
 def _named(value: torch.dtype | torch.layout) -> str:
     return str(value).removeprefix("torch.")
+
+
+# --- layouts from keys and shapes -------------------------------------------------------------------------------------
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_RECURRENT = re.compile(r"(.*?)weight_(ih|hh)(_l\d+(?:_reverse)?)?")
+_KINDS = {2: "linear or embedding", 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
+_RAW = "the tensor that a parametrization computes the weight from"
+
+
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Each key without the names that wrappers add; `module.` is removed only if every key begins with it.
+
+    Example:
+        >>> from gonio.measuring.reading.entry import clean_names
+        >>> clean_names(["module._orig_mod.fc.weight", "module.module.w"])
+        {'module._orig_mod.fc.weight': 'fc.weight', 'module.module.w': 'module.w'}
+    """
+    names = list(names)
+    shared = bool(names) and all(name.startswith("module.") for name in names)
+    cleaned = {}
+    for name in names:
+        parts = (name.removeprefix("module.") if shared else name).split(".")
+        cleaned[name] = ".".join(part for part in parts if part not in _WRAPPERS)
+    unique = len(set(cleaned.values())) == len(cleaned)
+    return cleaned if unique else {name: name for name in names}
+
+
+def infer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Layout | None, str, str, tuple[str, ...]]:
+    """The layout that a tensor's key and shape suggest, or None; its kind; the reason for None; notes.
+
+    A tensor of two to five dimensions called a weight is a stack of filters on dim 0: a linear layer or an
+    embedding (2), a convolution (3 to 5). The shape alone does not reveal whether a convolution is grouped or
+    transposed; it is read as neither, and a note says so.
+
+    Args:
+        shapes: of all tensors of the state dict; the blocks of recurrent weights follow from two of them.
+    """
+    shape = shapes[name]
+    last = name.rsplit(".", 1)[-1]
+    if len(shape) < 2:
+        return None, f"{len(shape)}-d tensor", "a single number" if not shape else "a vector", ()
+    if ".parametrizations." in f".{name}" and last.startswith("original"):
+        return Layout(), "parametrization", "", (_RAW,)
+    if ("weight" not in last and last not in ("kernel", "lora_A", "lora_B")) or len(shape) not in _KINDS:
+        return None, f"{len(shape)}-d tensor", "not called a weight, so not read as filters", ()
+    blocks, notes = _blocks(name, shapes)
+    if len(shape) > 2:
+        lone = shape[1] == 1 and shape[0] > 1
+        notes = (*notes, "depthwise, or of one input channel" if lone else "groups unknown, read as 1")
+    if f"{name}_parametrization._extra_state" in shapes:
+        notes = (*notes, _RAW)
+    return Layout(blocks=blocks), _KINDS[len(shape)], "", notes
+
+
+def _blocks(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, tuple[str, ...]]:
+    """The number of stacked matrices in packed attention and recurrent weights, and a note."""
+    shape = shapes[name]
+    if name.endswith("in_proj_weight") and shape[0] == 3 * shape[1]:
+        return 3, ("packed attention: three matrices",)
+    if found := _RECURRENT.fullmatch(name):
+        hidden = shapes.get(f"{found[1]}weight_hh{found[3] or ''}", (0, 0))[-1]
+        blocks = shape[0] // hidden if hidden and shape[0] % hidden == 0 else 1
+        if blocks in (3, 4):
+            return blocks, (f"{'LSTM' if blocks == 4 else 'GRU'}: {blocks} matrices",)
+    return 1, ()

@@ -1,4 +1,4 @@
-"""The tensors of a model: its parameters and buffers, and the weights that its layers compute."""
+"""The tensors of a model: its parameters and buffers, and the weights that its layers and adapters compute."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.reading.adapters import entries_of_adapted
-from gonio.measuring.reading.entry import PADDING, Entry, header_of
-from gonio.measuring.reading.state_dict import infer
+from gonio.measuring.reading.entry import PADDING, Entry, header_of, infer
+from gonio.measuring.reading.packed import with_norms
 from gonio.parametrizations.mechanism import parametrization_of
-from gonio.parametrizations.spectral_norm import SpectralNorm
 from gonio.surgery import Site, sites
 
 
@@ -33,7 +32,7 @@ def entries_of_model(model: nn.Module) -> list[Entry]:
             else:
                 reason = f"tied to {first}, where it is measured"
                 made.append(Entry(path, type(site.module).__name__, None, None, reason))
-        made.extend(entries_of_adapted(site.path, site.module, partial(_layout, name="weight", tensor=None)))
+        made.extend(_adapted(site.path, site.module))
     return made
 
 
@@ -80,26 +79,13 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
         return Entry(path, kind, None, partial(_read, module, name), "a part of a parametrization", notes)
     parametrization = parametrization_of(module, name)
     if parametrization is not None:
-        notes = (*notes, f"the weight that {type(parametrization).__name__} computes", *_gain(module, name))
+        remarks = parametrization.remarks(partial(_read, module, name))
+        notes = (*notes, f"the weight that {type(parametrization).__name__} computes", *remarks)
     elif tensor is None:
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     shape, dtype = (None, "") if tensor is None else header_of(tensor)
     return Entry(path, kind, layout, partial(_read, module, name), reason, notes, shape, dtype)
-
-
-def _gain(module: nn.Module, name: str) -> tuple[str, ...]:
-    """The gain that a spectral norm has now and the one it is set to: its singular vectors may be outdated."""
-    parametrization = parametrization_of(module, name)
-    if not isinstance(parametrization, SpectralNorm):
-        return ()
-    weight = _read(module, name)
-    if weight.is_meta or not weight.isfinite().all():
-        return ()
-    of = "of the convolution" if parametrization.view == "conv" else "of the filters' matrix"
-    return (
-        f"its largest gain, {of}, is {parametrization.measured(weight):.4g} for a norm of {parametrization.norm:g}",
-    )
 
 
 def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:
@@ -113,8 +99,7 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
     if name == "weight" and tensor.ndim >= 2:
         layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
         return layout, reason
-    what = {0: "a single number", 1: "a vector"}.get(tensor.ndim, "not known to be a stack of filters")
-    return None, what
+    return None, {0: "a single number", 1: "a vector"}.get(tensor.ndim, "not known to be a stack of filters")
 
 
 def _read(module: nn.Module, name: str) -> Tensor:
@@ -137,3 +122,33 @@ def _frozen(module: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.training = True
+
+
+def _adapted(path: str, module: Any) -> Iterator[Entry]:
+    """Two entries per adapter of PEFT's LoRA layers, which are recognised by their methods and names."""
+    base = getattr(module, "base_layer", None)
+    if not callable(getattr(module, "get_delta_weight", None)) or not isinstance(base, nn.Module):
+        return
+    layout, reason = _layout(base, "weight", None)
+    held = [getattr(module, name, None) for name in ("lora_A", "lora_embedding_A")]
+    merged = list(getattr(module, "merged_adapters", ()))
+    notes = (f"merged into the base's weight: {', '.join(merged)}",) if merged else ()
+    for adapter in (name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part):
+        scale = getattr(module, "scaling", {}).get(adapter)
+        note = "with its scale" if scale is None else f"with its scale {scale:.4g}"
+        delta, total = partial(module.get_delta_weight, adapter), partial(_total, module, adapter)
+        yield Entry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, delta, reason, (note,))
+        yield Entry(f"{path}.base_and_lora.{adapter}", type(base).__name__, layout, total, reason, notes)
+
+
+def _total(module: Any, adapter: str) -> Tensor:
+    """The layer's weight with only this adapter active, or with the merged ones."""
+    weight: Tensor = module.base_layer.weight.detach()
+    if getattr(module, "merged_adapters", ()):
+        return weight
+    total = torch.add(weight, module.get_delta_weight(adapter).detach().to(weight))
+    magnitudes = getattr(module, "lora_magnitude_vector", {})
+    if adapter not in magnitudes:
+        return total
+    turned = getattr(module, "fan_in_fan_out", False) or isinstance(module.base_layer, nn.Embedding)
+    return with_norms(total, magnitudes[adapter].weight.detach(), turned=turned)

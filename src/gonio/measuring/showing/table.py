@@ -5,17 +5,60 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from gonio.errors import MissingExtraError, UnknownNameError
-from gonio.escaping import csv_cell, markdown_cell, plain
-from gonio.measuring.showing.columns import Column
-from gonio.measuring.showing.terminal import as_text
+from gonio.escaping import csv_cell, markdown_cell, plain, shorten
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Subject]):
+    """One column.
+
+    Attributes:
+        name: unique among the columns of a table; without `text`, the attribute of the subject that is shown.
+        title: its heading; `explanation`: its meaning, and the value for random weights.
+        width: in characters.
+        text: the figure of a subject as text.
+        spectral: whether a page shows it in the table of spectra.
+    """
+
+    name: str
+    title: str
+    explanation: str
+    width: int
+    text: Callable[[Subject], str] | None = None
+    spectral: bool = False
+
+    def cell(self, subject: Subject) -> str:
+        """The figure of this subject as text."""
+        return number(getattr(subject, self.name)) if self.text is None else self.text(subject)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure with `digits` significant digits, two below 1; a dash for None."""
+    if value is None:
+        return "–"
+    size = abs(value)
+    if value == 0:
+        text = "0"
+    elif not 1e-3 <= size < 1e5:
+        text = f"{value:.1e}"
+    elif size < 1:
+        text = f"{value:.2f}" if size >= 0.1 else f"{value:.2g}"
+    else:
+        text = f"{value:.{max(0, digits - len(str(int(size))))}f}"
+    return text.replace("-", "−")
 
 
 class Named(Protocol):
@@ -57,7 +100,11 @@ class Table(Mapping[str, Row], ABC):
         return any(path in (tensor.path, tensor.name) for tensor in self.tensors)
 
     def __str__(self) -> str:
-        return as_text(self)
+        """Without colours, as wide as the terminal, or 100 columns where there is none."""
+        stream = io.StringIO()
+        width = shutil.get_terminal_size((100, 24)).columns
+        Console(file=stream, width=width, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines())
 
     @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]: ...
@@ -76,7 +123,8 @@ class Table(Mapping[str, Row], ABC):
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(names)
-        writer.writerows([csv_cell(_flat(value)) for value in row] for row in rows)
+        flat = (["; ".join(map(str, v)) if isinstance(v, tuple) else v for v in row] for row in rows)
+        writer.writerows(map(csv_cell, row) for row in flat)
         return buffer.getvalue()
 
     def to_frame(self) -> Any:
@@ -102,10 +150,6 @@ def reasons(tensors: Sequence[Any]) -> str:
     return f"{len(tensors)} ({', '.join(said)}{more})" if tensors else ""
 
 
-def _flat(value: Any) -> Any:
-    return "; ".join(map(str, value)) if isinstance(value, tuple) else value
-
-
 def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
     """A data frame of these rows.
 
@@ -121,11 +165,46 @@ def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
 
 def markdown_table(name: str, tensors: Sequence[Any], columns: Sequence[Column[Any]]) -> Iterator[str]:
     """The lines of a markdown table: one per tensor."""
-    yield _line([name, *(column.title for column in columns)])
-    yield _line(["---"] * (len(columns) + 1))
+    head: list[Iterable[str]] = [[name, *(column.title for column in columns)], ["---"] * (len(columns) + 1)]
+    rows = (map(markdown_cell, (tensor.path, *(column.cell(tensor) for column in columns))) for tensor in tensors)
+    yield from (f"| {' | '.join(cells)} |" for cells in (*head, *rows))
+
+
+def bare_table(first: str, titles: Sequence[str], **options: Any) -> RichTable:
+    """An empty table without borders: names on the left, figures on the right."""
+    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True, **options)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def tensor_table(
+    first: str,
+    tensors: Sequence[Any],
+    columns: Sequence[Column[Any]],
+    kept: Sequence[str],
+    width: int,
+    *,
+    flagged: Collection[str] = (),
+) -> RichTable:
+    """One row per tensor in as many columns as fit.
+
+    Args:
+        first: the heading of the paths.
+        kept: names of columns, most important first; all others follow in the order of `columns`.
+        flagged: paths to show in colour.
+    """
+    longest = max(12, min(max(len(plain(t.path)) for t in tensors), max(16, width // 3)))
+    left, fitting = width - longest - 2, set()
+    for column in sorted(columns, key=lambda c: kept.index(c.name) if c.name in kept else len(kept)):
+        left -= column.width + 2
+        if left < 0:
+            break
+        fitting.add(column.name)
+    shown = [column for column in columns if column.name in fitting]
+    table = bare_table(first, [column.title for column in shown], min_width=min(longest, 12))
     for tensor in tensors:
-        yield _line([markdown_cell(cell) for cell in (tensor.path, *(column.cell(tensor) for column in columns))])
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        name = Text(shorten(tensor.path, longest=longest), style="dark_orange3" if tensor.path in flagged else "")
+        table.add_row(name, *(Text(column.cell(tensor)) for column in shown))
+    return table
