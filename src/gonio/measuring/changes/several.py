@@ -66,14 +66,18 @@ class Agreement:
 C = Column[Agreement]
 COLUMNS: tuple[Column[Agreement], ...] = (
     C("relative", "change", "norm of each model's change over the norm of the base", 18, lambda a: _each(a.relative)),
-    C("cosine_mean", "cosine", "between two changes: mean over the pairs", 7),
-    C("cosine_min", "least", "the smallest of these cosines", 7),
+    C("cosine_mean", "cosine", "between two changes: mean over the pairs", 7, lambda a: _cosine(a.cosine_mean)),
+    C("cosine_min", "least", "the smallest of these cosines", 7, lambda a: _cosine(a.cosine_min)),
     C("chance", "chance ±", "standard deviation of a cosine by chance", 8),
     C("sign_mean", "signs", "share of entries changed in the same direction; by chance 0.5", 6),
     C("kept", "kept", "norm of the mean change over the mean of the norms", 6),
     C("kept_random", "chance", "the same for orthogonal changes", 6),
 )
 KEPT = ("cosine_mean", "chance", "kept", "kept_random", "cosine_min", "sign_mean", "relative")
+
+
+def _cosine(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}".replace("-", "−")
 
 
 def _each(values: Sequence[float | None]) -> str:
@@ -174,7 +178,7 @@ class Changes(Table[Agreement]):
         table = bare_table("model", ["change", "intruders", *map(str, range(1, len(self.models) + 1))])
         for i, (name, model) in enumerate(zip(self.names, self.models, strict=True)):
             found = str(sum(t.intruders or 0 for t in model.moved))
-            cells = [number(self.whole.relative[i]), found, *(number(c) for c in self.whole.cosines[i])]
+            cells = [number(self.whole.relative[i]), found, *(_cosine(c) for c in self.whole.cosines[i])]
             table.add_row(Text(f"{i + 1}  {plain(name)}"), *cells)
         yield Text(f"Cosines of the changes (by chance 0 ± {self.whole.chance:.2g}):", style="bold")
         yield table
