@@ -580,6 +580,8 @@ INITS += [
         ("xavier_", init.xavier_, 2 / 96, {}),
         ("he_", init.he_, 2 / 32, {}),
         ("lecun_", init.lecun_, 1 / 32, {}),
+        ("mup_ hidden", init.mup_, 1 / 32, {"base": (16, 8)}),
+        ("mup_ output", init.mup_, 8 / 32**2, {"base": (64, 8)}),
     ]
 ]
 INITS += [

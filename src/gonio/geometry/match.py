@@ -94,7 +94,7 @@ def match(a: Tensor, b: Tensor, *, signs: Literal["same", "either"] = "same", se
         first, second, cosines = _paired(rows[0], rows[1], signs)
         d = rows[0].shape[1]
         random = [_random(len(x), d, seed, name) for x, name in zip(rows, "ab", strict=True)]
-        chance = float(_paired(*random, signs)[2].abs().mean())
+        chance = float(_paired(random[0], random[1], signs)[2].abs().mean())
     return Matching(
         first, second, cosines, chance, random_coherence(len(rows[0]) * len(rows[1]), d, quantile=CERTAINTY)
     )

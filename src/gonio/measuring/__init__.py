@@ -13,6 +13,7 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
+from gonio.measuring.widths import Widths, WidthScaling, widths
 
 __all__ = [
     "Agreement",
@@ -28,11 +29,14 @@ __all__ = [
     "TensorHeader",
     "TensorMeasurement",
     "Tracker",
+    "WidthScaling",
+    "Widths",
     "changes",
     "difference",
     "explain",
     "measure",
     "outline",
+    "widths",
 ]
 
 

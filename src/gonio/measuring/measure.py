@@ -47,7 +47,7 @@ def measure(source: Source, after: Source, *, progress: Progress = None) -> Diff
 
 
 @overload
-def measure(source: Source, after: Source, other: Source, *more: Source, progress: Progress = None) -> Changes: ...
+def measure(source: Source, after: Source, other: Source, /, *more: Source, progress: Progress = None) -> Changes: ...
 
 
 def measure(
