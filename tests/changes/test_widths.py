@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from cli.shell import invoke
 from gonio.errors import InvalidArgumentError
 from gonio.init import mup_, mup_groups
 from gonio.measuring import Widths, widths
@@ -103,3 +105,21 @@ def test_it_prints_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match=r"two widths, two seeds and one step at least; found 1 widths"):
         widths(right, (64,), (torch.zeros(1), torch.zeros(1)))
+
+
+def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from gonio.models import ByteTransformer\n\ndef make(n):\n    return ByteTransformer(width=n, depth=1)\n"
+    )
+    result = invoke("measure", "mine.py:make", "--widths", "8,16", "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["sizes"] == [8, 16]
+    for words, said in (
+        (["mine.py:make", "--widths", "8,x"], "--widths takes whole numbers joined by commas; found '8,x'"),
+        (["digits-cnn", "--widths", "8,16"], "--widths takes a file.py:factory of the width"),
+        (["mine.py:make", "mine.py:make", "--widths", "8,16"], "a second source cannot be combined with --widths"),
+    ):
+        result = invoke("measure", *words)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())

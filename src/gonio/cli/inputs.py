@@ -23,7 +23,16 @@ from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
-__all__ = ["build_model", "check_runs", "load_torch", "read_batch", "read_source", "read_where", "users_code"]
+__all__ = [
+    "build_model",
+    "build_of_width",
+    "check_runs",
+    "load_torch",
+    "read_batch",
+    "read_source",
+    "read_where",
+    "users_code",
+]
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
@@ -43,6 +52,23 @@ def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
     with users_code(spec), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return models.resolve(spec)(**sizes)
+
+
+def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
+    """The model that a factory of the user builds for a width; the same random weights for the same seed.
+
+    Raises:
+        UserCodeError: if the user's own code raises anything.
+        InvalidArgumentError: for a name that is not of the user's own code, or if it builds no model.
+    """
+    if not is_user_code(spec):
+        raise InvalidArgumentError("--widths takes a file.py:factory of the width", f"{spec!r:.80}", "Write a factory.")
+    with users_code(spec), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = models.resolve(spec).function(width)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"{spec} builds a model of a width", type(model).__name__, "Return the model.")
+    return model
 
 
 @contextmanager

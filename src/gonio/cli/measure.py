@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from json import dumps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 _SHOWN = 10  # findings on stderr
+_BATCH = 32  # samples that models of several widths see
 
 
 def measure(
@@ -38,6 +40,8 @@ def measure(
     fail_on: options.FailOn = None,
     ignore: options.Ignore = None,
     config: options.Config = None,
+    widths: options.Widths = None,
+    task: options.Task = "bytes",
 ) -> None:
     """Measure norms, angles and spectra of the weights, compared with random weights.
 
@@ -53,6 +57,10 @@ def measure(
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine is not options.Engine.local}
+    if widths is not None:
+        _refuse("--widths", {**whole, "--headers": headers, "--html": html, "a second source": after})
+        _widths(source, widths, task, seed, targets)
+        return
     if after:
         _refuse("two sources", {**whole, "--headers": headers})
         first, *others = (read_source(word, seed=seed) for word in (source, *after))
@@ -79,6 +87,25 @@ def measure(
     if _write(found, targets):
         _summarise(found)
     _fail(found, fail_on)
+
+
+def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
+    from gonio import measuring
+    from gonio.cli.inputs import build_of_width
+    from gonio.compare import tasks
+
+    words = sizes.split(",")
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 1 << 20 for word in words):
+        raise InvalidArgumentError(
+            "--widths takes whole numbers joined by commas", f"{sizes!r:.80}", "Write 64,128,256."
+        )
+    made, seeds = tasks.resolve(task), count(seed)
+    batch = made.train.inputs[:_BATCH], made.train.targets[:_BATCH]
+    found = measuring.widths(
+        lambda width: build_of_width(source, width, seed=next(seeds)), [int(w) for w in words], batch, loss=made.loss
+    )
+    if not save_formats(targets, {"json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}):
+        show(found)
 
 
 def _refuse(mode: str, given: dict[str, Any]) -> None:

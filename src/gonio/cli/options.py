@@ -90,6 +90,18 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option("--ignore", help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE"),
 ]
+Widths = Annotated[
+    str | None,
+    typer.Option(
+        "--widths",
+        help="Widths joined by commas: how activations and changes by training scale with them.",
+        metavar="N,N,…",
+    ),
+]
+Task = Annotated[
+    str,
+    typer.Option("--task", help="With --widths: a task of gonio compare, whose data the models see.", metavar="TASK"),
+]
 Config = Annotated[
     str | None,
     typer.Option(

@@ -32,8 +32,7 @@ class WidthScaling:
 
     Attributes:
         activation: of its output at initialisation; `activation_interval`: (low, high). Of a last linear layer of
-            :math:`\text{RMS}(W) \sqrt{\text{fan\_in}}\, \text{RMS}(x)`, as for random signs of its weights: a few outputs
-            alone vary too much.
+            RMS(W) √fan_in RMS(x), as for weights of random signs: a few outputs alone vary too much.
         gradient: of the gradient of the loss at its output, at initialisation.
         change: of the change of its output on the same batch after the steps of training.
         last: whether it is the model's last layer, whose output at initialisation has to shrink with the width.
