@@ -121,6 +121,11 @@ class Widths(Table[WidthScaling]):
     Attributes:
         sizes: the widths. `seeds`: models of each. `steps`: of training.
         findings: exponents that are not 0, and should be.
+
+    Example:
+        >>> batch = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> gonio.measuring.widths(lambda n: nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3)), (8, 16), batch)
+        <Widths of 2 layers at 8, 16>
     """
 
     ROW: ClassVar = WidthScaling
