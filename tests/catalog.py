@@ -580,6 +580,8 @@ INITS += [
         ("xavier_", init.xavier_, 2 / 96, {}),
         ("he_", init.he_, 2 / 32, {}),
         ("lecun_", init.lecun_, 1 / 32, {}),
+        ("mup_ hidden", init.mup_, 1 / 32, {"base": (16, 8)}),
+        ("mup_ output", init.mup_, 8 / 32**2, {"base": (64, 8)}),
     ]
 ]
 INITS += [
@@ -624,6 +626,7 @@ VERBS += [
     _verb("init_", lambda m: S.init_(m, init.orthogonal_, gain=1.0), idempotent=True),
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
+    _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),

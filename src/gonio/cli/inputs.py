@@ -32,6 +32,23 @@ def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
         return models.resolve(spec)(**sizes)
 
 
+def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
+    """The model that a factory of the user builds for a width; the same random weights for the same seed.
+
+    Raises:
+        UserCodeError: if the user's own code raises anything.
+        InvalidArgumentError: for a name that is not of the user's own code, or if it builds no model.
+    """
+    if not is_user_code(spec):
+        raise InvalidArgumentError("--widths takes a file.py:factory of the width", f"{spec!r:.80}", "Write a factory.")
+    with users_code(spec), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = models.resolve(spec).function(width)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"{spec} builds a model of a width", type(model).__name__, "Return the model.")
+    return model
+
+
 def read_where(word: str | None) -> Selector:
     """The modules that an option `--where` selects."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from json import dumps
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,10 +14,11 @@ from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, sho
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Differences, Measurements, Outline
+    from gonio.measuring import Changes, Differences, Measurements, Outline
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
+_BATCH = 32  # samples that models of several widths see
 
 
 def measure(
@@ -37,6 +39,8 @@ def measure(
     fail_on: options.FailOn = None,
     ignore: options.Ignore = None,
     config: options.Config = None,
+    widths: options.Widths = None,
+    task: options.Task = "bytes",
 ) -> None:
     """Measure norms, angles and spectra of the weights, compared with random weights.
 
@@ -51,12 +55,15 @@ def measure(
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
-    if after is not None:
+    if widths is not None:
+        _refuse("--widths", {**whole, "--headers": headers, "--html": html, "a second source": after})
+        _widths(source, widths, task, seed, targets)
+        return
+    if after:
         _refuse("two sources", {**whole, "--headers": headers})
-        first, second = (read_source(word, seed=seed) for word in (source, after))
+        first, *others = (read_source(word, seed=seed) for word in (source, *after))
         with progress("comparing") as update:
-            difference = measuring.difference(first, second, progress=update)
-        _write(difference, targets)
+            _write(measuring.measure(first, *others, progress=update), targets)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
@@ -85,6 +92,25 @@ def measure(
     _fail(found, fail_on)
 
 
+def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
+    from gonio import measuring
+    from gonio.cli.inputs import build_of_width
+    from gonio.compare import tasks
+
+    words = sizes.split(",")
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 1 << 20 for word in words):
+        raise InvalidArgumentError(
+            "--widths takes whole numbers joined by commas", f"{sizes!r:.80}", "Write 64,128,256."
+        )
+    made, seeds = tasks.resolve(task), count(seed)
+    batch = made.train.inputs[:_BATCH], made.train.targets[:_BATCH]
+    found = measuring.widths(
+        lambda width: build_of_width(source, width, seed=next(seeds)), [int(w) for w in words], batch, loss=made.loss
+    )
+    if not save_formats(targets, {"json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}):
+        show(found)
+
+
 def _refuse(mode: str, given: dict[str, Any]) -> None:
     """Refuse options that cannot be combined with a mode."""
     for name, value in given.items():
@@ -92,7 +118,7 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
             raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-def _write(found: Measurements | Differences, targets: dict[str, str | None]) -> bool:
+def _write(found: Measurements | Differences | Changes, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
     writers = {"html": found.to_html, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
     saved = save_formats(targets, writers)

@@ -47,7 +47,8 @@ Source = Annotated[
     ),
 ]
 After = Annotated[
-    str | None, typer.Argument(help="Second checkpoint: report the change from the first.", metavar="AFTER")
+    list[str] | None,
+    typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="[AFTER…]"),
 ]
 OfCheckpoint = Annotated[
     str | None, typer.Option(help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL")
@@ -62,6 +63,18 @@ Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which
 FailOn = Annotated[Level | None, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
 Ignore = Annotated[
     list[str] | None, typer.Option(help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE")
+]
+Widths = Annotated[
+    str | None,
+    typer.Option(
+        "--widths",
+        help="Widths joined by commas: how activations and changes by training scale with them.",
+        metavar="N,N,…",
+    ),
+]
+Task = Annotated[
+    str,
+    typer.Option("--task", help="With --widths: a task of gonio compare, whose data the models see.", metavar="TASK"),
 ]
 Config = Annotated[
     str | None,

@@ -29,6 +29,7 @@ from gonio.geometry.conv_norm import (
 from gonio.geometry.conv_operator import operator_matrix, unview_operator
 from gonio.geometry.duplicates import NearDuplicates, near_duplicates
 from gonio.geometry.lanczos import spectral_norm
+from gonio.geometry.match import Matching, match
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
 from gonio.geometry.scale import least_scale, scale_imbalance
 from gonio.geometry.spectra import (
@@ -41,14 +42,24 @@ from gonio.geometry.spectra import (
     spectrum,
     stable_rank,
 )
+from gonio.geometry.subspaces import (
+    IntruderDimensions,
+    TopSubspace,
+    intruder_dimensions,
+    principal_angles,
+    top_subspace,
+)
 from gonio.geometry.views import Layout, View, layout_of, matrix_view, unview
 
 __all__ = [
+    "IntruderDimensions",
     "Layout",
     "MarchenkoPastur",
+    "Matching",
     "NearDuplicates",
     "OrthogonalityDefect",
     "Spectrum",
+    "TopSubspace",
     "View",
     "alignment",
     "alignment_deviation",
@@ -65,14 +76,17 @@ __all__ = [
     "effective_rank",
     "expected_coherence",
     "filter_norms",
+    "intruder_dimensions",
     "layout_of",
     "least_scale",
     "marchenko_pastur",
+    "match",
     "matrix_view",
     "near_duplicates",
     "normalize",
     "operator_matrix",
     "orthogonality_defect",
+    "principal_angles",
     "random_angle_density",
     "safe_norm",
     "scale_imbalance",
@@ -82,6 +96,7 @@ __all__ = [
     "spectral_norm",
     "spectrum",
     "stable_rank",
+    "top_subspace",
     "unview",
     "unview_operator",
     "welch_bound",

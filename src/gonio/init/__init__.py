@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from gonio.init.gain import gain
+from gonio.init.mup import mup_, mup_groups
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
 from gonio.init.variance import Fans, fans, he_, lecun_, variance_scaling_, xavier_
 
-__all__ = ["Fans", "delta_orthogonal_", "fans", "gain", "he_", "lecun_", "orthogonal_", "variance_scaling_", "xavier_"]
+__all__ = [
+    "Fans",
+    "delta_orthogonal_",
+    "fans",
+    "gain",
+    "he_",
+    "lecun_",
+    "mup_",
+    "mup_groups",
+    "orthogonal_",
+    "variance_scaling_",
+    "xavier_",
+]
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gonio.measuring.difference import Differences, TensorDifference, difference
+from gonio.measuring.changes.difference import Differences, difference
+from gonio.measuring.changes.pair import TensorDifference
+from gonio.measuring.changes.profile import DepthChange
+from gonio.measuring.changes.several import Agreement, Changes, changes
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, explain
 from gonio.measuring.findings.suppression import Suppression
@@ -10,8 +13,12 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
+from gonio.measuring.widths import Widths, WidthScaling, widths
 
 __all__ = [
+    "Agreement",
+    "Changes",
+    "DepthChange",
     "Differences",
     "Finding",
     "Measurements",
@@ -22,10 +29,14 @@ __all__ = [
     "TensorHeader",
     "TensorMeasurement",
     "Tracker",
+    "WidthScaling",
+    "Widths",
+    "changes",
     "difference",
     "explain",
     "measure",
     "outline",
+    "widths",
 ]
 
 

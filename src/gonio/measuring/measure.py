@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
-from gonio.measuring.difference import Differences, difference
+from gonio.measuring.changes.difference import Differences, difference
+from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.figures.signals import measure_signals
 from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
@@ -45,10 +46,14 @@ def measure(
 def measure(source: Source, after: Source, *, progress: Progress = None) -> Differences: ...
 
 
+@overload
+def measure(source: Source, after: Source, other: Source, /, *more: Source, progress: Progress = None) -> Changes: ...
+
+
 def measure(
     source: Source,
     after: Source | None = None,
-    *,
+    *more: Source,
     batch: Any = None,
     loader: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -56,7 +61,7 @@ def measure(
     engine: Literal["local", "ray"] = "local",
     also: Also = (),
     progress: Progress = None,
-) -> Measurements | Differences:
+) -> Measurements | Differences | Changes:
     r"""Norms, angles and spectra of all weights, each beside its value for random weights.
 
     For filters :math:`w_1, \dots, w_n \in \mathbb{R}^d` of a layer: their norms; the angles between them,
@@ -71,6 +76,7 @@ def measure(
             torch checkpoint (loaded with `weights_only`: no code in it runs), or of a folder that holds one
             of these. Without the model, layouts are inferred from the shapes; each tensor's `notes` say so.
         after: a second one: then the result is :func:`gonio.measuring.difference` of the two.
+        more: further ones: then the result is :func:`gonio.measuring.changes` of all from the first.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
             the outputs of all layers and the gradients there are measured too, in evaluation mode: `signals`.
         loader: the data loader of the model's training, for advice on batch sizes. Nothing is drawn from it.
@@ -84,7 +90,8 @@ def measure(
         progress: called after each tensor with the number done and the number in all.
 
     Returns:
-        :class:`Measurements`, or :class:`Differences` for two sources: printable, a mapping from paths, exportable.
+        :class:`Measurements`, :class:`Differences` for two sources, or :class:`Changes` for more: printable, a mapping
+        from paths, exportable.
 
     Raises:
         InvalidArgumentError: if the source is none of these or holds no tensors; if a batch, a loader or an
@@ -107,8 +114,10 @@ def measure(
     """
     options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
     if after is not None:
-        _check_two(after, {**options, "engine": None if engine == "local" else engine})
-        return difference(source, after, progress=progress)
+        _check_two((after, *more), {**options, "engine": None if engine == "local" else engine})
+        return (
+            changes(source, after, *more, progress=progress) if more else difference(source, after, progress=progress)
+        )
     _check(source, options, engine)
     training = Training.of(loader, optimizer) if isinstance(source, nn.Module) else None
     contents = contents_of(source, base)
@@ -133,9 +142,9 @@ def measure(
     )
 
 
-def _check_two(after: Source, options: dict[str, Any]) -> None:
+def _check_two(after: Sequence[Source], options: dict[str, Any]) -> None:
     """Refuse options of a single source, and `measure(model, batch)` without its keyword."""
-    if isinstance(after, torch.Tensor):
+    if any(isinstance(source, torch.Tensor) for source in after):
         raise InvalidArgumentError("measure(a, b) compares two sources", "a Tensor", "Pass a batch as batch=.")
     given = next((name for name, value in options.items() if value is not None), "")
     if given:

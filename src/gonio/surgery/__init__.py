@@ -11,6 +11,7 @@ from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
+from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 from gonio.surgery.where import (
     Everything,
@@ -52,6 +53,7 @@ __all__ = [
     "lsuv_",
     "parametrize_",
     "select",
+    "shrink_intruders_",
     "sites",
     "swap_",
 ]

@@ -152,7 +152,11 @@ def measured_rates() -> dict[str, Any]:
 
 
 def _rate(code: str) -> str:
-    """On random and on trained models, each with the upper end of its interval."""
+    """On random and on trained models, or on changes that are in order, each with the upper end of its interval."""
+    seen = measured_rates()["changes"].get(code)
+    if seen is not None:
+        rate = f"the true rate is below {100 * seen['upper']:.2g} % (95 %)."
+        return f"{seen['alarms']} of {seen['changes']} {seen['of']}; {rate}"
     said = []
     for name, models in (("random", "randomly initialised models"), ("trained", "trained networks")):
         rates = measured_rates()[name]
@@ -484,4 +488,10 @@ _MODEL_RULES = (
 )
 WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {rule.code: rule for rule in _TENSOR_RULES}
 ADVICE: Mapping[str, Rule[Setting]] = {rule.code: rule for rule in _MODEL_RULES}
-RULES: Mapping[str, Rule[Any]] = MappingProxyType({**WEIGHT_RULES, **ADVICE})
+_KNOWN: dict[str, Rule[Any]] = {**WEIGHT_RULES, **ADVICE}
+RULES: Mapping[str, Rule[Any]] = MappingProxyType(_KNOWN)
+
+
+def register(rules: Mapping[str, Rule[Any]]) -> None:
+    """Add rules on other subjects, so that they can be explained."""
+    _KNOWN.update(rules)

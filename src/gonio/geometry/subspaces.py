@@ -1,0 +1,298 @@
+"""Top singular subspaces with a stated error, the angles between them, and directions that a base does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.blocks import safe_scale
+from gonio.geometry.chance import random_coherence
+from gonio.geometry.norms import check_finite, computed_in, full_precision, widest
+from gonio.seeding import generator
+
+__all__ = ["IntruderDimensions", "TopSubspace", "intruder_dimensions", "principal_angles", "top_subspace"]
+
+# Note [Block Krylov]
+# From a random block Q₀ the vectors (W Wᵀ)ʲ Q₀ span a space whose Ritz vectors converge with the square root of
+# the relative gap, so that a Gaussian matrix, whose top singular values are close together, needs tens of steps where
+# the power iteration needs thousands. The blocks are kept orthonormal. With the residual R of the
+# Ritz vectors and their distance g from the next Ritz value, the sine of the largest angle to the true subspace is
+# at most ‖R‖/g [Davis and Kahan 1970], as far as the next Ritz value has converged.
+EXACT = 512  # smaller side up to which all singular vectors are computed, in float64
+BLOCK = 24  # vectors of a block beyond k
+STEPS = 64  # blocks at most
+TOLERANCE = 3e-4  # of the sine, at which the iteration ends
+CHECKS = frozenset((4, 6, 9, 13, 18, 24, 31, 39, 48, 56, STEPS))  # blocks after which the error is computed
+
+# Note [Directions of a base]
+# Of the vector y = Wᵀu the spectral measure under WᵀW has the mass σᵢ² cos²(u, uᵢ) at σᵢ². q Lanczos steps give its
+# orthonormal polynomials, and 1/Σ pⱼ(x)² bounds the mass at x from above [Akhiezer 1965, §2.3]. So the largest
+# cosine with any singular vector is bounded without computing them; the bound is exact once the space is complete.
+DECOMPOSED = 1024  # smaller side up to which the largest cosine is computed from all singular vectors instead
+LANCZOS = 64
+LEAST = 1e-2  # singular values of the base below this share of the largest are left out where the bound is used
+GRID = 2048  # positions at which the bound is evaluated
+COMPLETE = 1e-6  # size of a step, over the largest, below which the Krylov space is complete
+NULL = 1e-14  # squared singular values below this share of the largest have no direction
+SURE = 0.71  # a cosine above √½ with one direction is the largest
+
+THRESHOLD = 0.5  # of the cosine below which a direction is an intruder
+CONSIDERED = 10  # top directions of the tuned weight
+
+
+@dataclass(frozen=True)
+class TopSubspace:
+    """The largest singular values of a matrix with their vectors; see :func:`top_subspace`."""
+
+    left: Tensor  # (n, k), orthonormal columns
+    values: Tensor  # (k,), largest first
+    right: Tensor  # (d, k), orthonormal columns
+    error: float  # sine of the largest angle between the subspace and the true one, at most; 0: all were computed
+
+
+@torch.no_grad()
+def top_subspace(matrix: Tensor, k: int, *, seed: int = 0) -> TopSubspace:
+    r"""The k largest singular values with their vectors, by a randomised block Krylov method.
+
+    `error` bounds the sine of the largest angle between the subspace found and the true one (left and right alike to
+    first order); the iteration ends at 3e-4. It is near 1 where :math:`\sigma_k` and :math:`\sigma_{k+1}` are equal:
+    then no subspace of this dimension is defined. Up to a smaller side of 512 all singular vectors are computed.
+
+    Shape: (n, d) → left (n, k), values (k,), right (d, k), in float32 at least.
+    Raises: InvalidArgumentError for another rank, non-finite entries, or k outside 1 … min(n, d).
+
+    Example:
+        >>> found = gonio.geometry.top_subspace(torch.diag(torch.tensor([1.0, 5.0, 2.0])), 2)
+        >>> found.values, found.error
+        (tensor([5., 2.]), 0.0)
+
+    References: [1] C. Musco, C. Musco, "Randomized block Krylov methods for stronger and faster approximate singular
+        value decomposition", NeurIPS 2015, Algorithm 2. [2] C. Davis, W. Kahan, "The rotation of eigenvectors by a
+        perturbation III", SIAM J. Numer. Anal. 7(1), 1970 (the error).
+    """
+    _check_pair("top_subspace", k, matrix)
+    check_finite(matrix, "top_subspace")
+    with full_precision(matrix):
+        scale = safe_scale(matrix)
+        wide = matrix.to(computed_in(matrix.dtype))
+        wide = wide / scale if scale != 1 else wide
+        flipped = wide.shape[0] > wide.shape[1]
+        small = wide.mT if flipped else wide
+        left, values, right, error = _exact(small, k) if small.shape[0] <= EXACT else _krylov(small, k, seed)
+        left, right = (right, left) if flipped else (left, right)
+        return TopSubspace(left.to(wide), values.to(wide) * scale, right.to(wide), error)
+
+
+def _exact(matrix: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    left, values, right = torch.linalg.svd(matrix.to(widest(matrix)), full_matrices=False)
+    return left[:, :k], values[:k], right[:k].mT, 0.0
+
+
+def _krylov(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Left vectors, values, right vectors and error of a matrix with no more rows than columns."""
+    n, width = matrix.shape[0], k + BLOCK
+    draw = torch.randn(n, width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
+    basis = torch.linalg.qr(draw.to(matrix)).Q
+    images = block = basis
+    for step in range(1, STEPS + 1):
+        image = matrix.mT @ block  # (d, width)
+        images = image if step == 1 else torch.cat([images, image], 1)
+        following = matrix @ image
+        block, first = torch.linalg.qr(following - basis @ (basis.mT @ following))
+        # Once the space is complete the block is rounding, normalised: a second pass after the first decomposition.
+        block, second = torch.linalg.qr(block - basis @ (basis.mT @ block))
+        full = basis.shape[1] + width > n
+        if step in CHECKS or full:
+            vectors, squares = _ritz(images)
+            residual = float(torch.linalg.matrix_norm((second @ first).double() @ vectors[-width:, :k], 2))
+            gap = float(squares[k - 1] - squares[k])
+            error = min(1.0, residual / gap) if gap > 0 else 1.0
+            if error <= TOLERANCE or full:
+                break
+        basis = torch.cat([basis, block], 1)
+    basis, top = basis[:, : len(vectors)], vectors[:, :k]
+    values = squares[:k].clamp_min(0).sqrt()
+    right = (images @ top.to(images)) / values.clamp_min(torch.finfo(torch.float32).tiny).to(images)
+    return basis @ top.to(basis), values, right, error
+
+
+def _ritz(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues, largest first, of the projection of W Wᵀ, from WᵀQ."""
+    squares, vectors = torch.linalg.eigh((images.mT @ images).to(widest(images)))
+    return vectors.flip(-1), squares.flip(-1)
+
+
+@torch.no_grad()
+def principal_angles(a: Tensor, b: Tensor) -> Tensor:
+    r"""Angles between the subspaces that the columns of two matrices span, in radians, smallest first.
+
+    The cosines are the singular values of :math:`Q_a^\top Q_b`; the angles are computed from cosines and sines, so that
+    small ones are accurate too. Two random subspaces of dimension k in :math:`\mathbb{R}^n` have a mean squared cosine
+    of k/n.
+
+    Shape: (n, k), (n, l) → (min(k, l),), between 0 and π/2, in float64.
+    Raises: InvalidArgumentError for another rank, different n, more columns than rows, or non-finite entries.
+
+    Example:
+        >>> plane, line = torch.eye(3)[:, :2], torch.tensor([[1.0], [0.0], [1.0]])
+        >>> torch.rad2deg(gonio.geometry.principal_angles(plane, line))
+        tensor([45.0000], dtype=torch.float64)
+
+    References: [1] Å. Björck, G. Golub, "Numerical methods for computing angles between linear subspaces", Math. Comp.
+        27(123), 1973, §3.
+    """
+    for matrix in (a, b):
+        check_finite(matrix, "principal_angles")
+        if matrix.ndim != 2 or len(matrix) != len(a) or matrix.shape[1] > len(matrix):
+            raise InvalidArgumentError(
+                "principal_angles() takes two matrices (n, k) and (n, l) with k, l <= n",
+                f"shapes {tuple(a.shape)} and {tuple(b.shape)}",
+                "Pass bases of subspaces of one space, one vector per column.",
+            )
+    first, second = (torch.linalg.qr(m.to(widest(m))).Q for m in (a, b))
+    first, second = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
+    shared = first.mT @ second
+    cosines = torch.linalg.svdvals(shared)
+    sines = torch.linalg.svdvals(second - first @ shared).flip(-1)
+    return torch.atan2(sines, cosines)
+
+
+@dataclass(frozen=True)
+class IntruderDimensions:
+    """The top singular directions of a tuned weight beside its base; see :func:`intruder_dimensions`."""
+
+    cosines: Tensor  # (k,), the largest with any singular direction of the base
+    top: TopSubspace  # of the tuned weight
+    base: TopSubspace  # of the base, with up to 2k directions
+    threshold: float
+    chance: float  # median of the largest cosine of a random direction with those of the base
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The positions of the intruders among the top directions, from 0."""
+        present = self.top.values > NULL**0.5 * self.top.values[0]
+        return tuple(((self.cosines < self.threshold) & present).nonzero().flatten().tolist())
+
+    @property
+    def part(self) -> Tensor:
+        """The sum of σ u vᵀ over the intruders, (n, d)."""
+        chosen = list(self.numbers)
+        return self.top.left[:, chosen] * self.top.values[chosen] @ self.top.right[:, chosen].mT
+
+
+@torch.no_grad()
+def intruder_dimensions(
+    base: Tensor, tuned: Tensor, *, k: int = CONSIDERED, threshold: float = THRESHOLD, seed: int = 0
+) -> IntruderDimensions:
+    r"""The top k left singular directions of a tuned weight that are like none of its base.
+
+    A direction :math:`u_j` is an intruder if :math:`\max_i |\langle u_j, u_i^0 \rangle|` over all singular directions
+    of the base is below `threshold`. A random direction reaches `chance`, about :math:`\sqrt{2 \ln n / n}`: where that
+    is near the threshold (fewer than about 20 rows) an intruder cannot be told from any other direction.
+
+    Up to a smaller side of 1024 the cosines are exact. For larger weights a direction without a counterpart
+    among the top ones of the base has an upper bound instead, from 64 products with the weight, over the directions of
+    the base with at least a hundredth of its largest singular value; so no direction is called an intruder wrongly.
+
+    Shape: (n, d), (n, d).
+    Raises: InvalidArgumentError as :func:`top_subspace`, and for different shapes.
+
+    Example:
+        >>> base = torch.diag(torch.arange(1.0, 41.0))
+        >>> added = torch.ones(40, 1) @ torch.ones(1, 40) * 5  # a new direction, larger than all others
+        >>> found = gonio.geometry.intruder_dimensions(base, base + added, k=3)
+        >>> found.numbers, round(found.chance, 2)
+        ((0,), 0.37)
+
+    References: [1] R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
+        equivalence", 2024, arXiv 2410.21228, Algorithm 1 (k = 10, threshold 0.5 and 0.6).
+    """
+    if base.shape != tuned.shape:
+        raise InvalidArgumentError(
+            "intruder_dimensions() compares two weights of one shape",
+            f"shapes {tuple(base.shape)} and {tuple(tuned.shape)}",
+            "Pass the weight before and after.",
+        )
+    top = top_subspace(tuned, k, seed=seed)
+    small = min(base.shape)
+    first = top_subspace(base, min(small, 2 * k), seed=seed)
+    known = first.values > NULL**0.5 * first.values[0]
+    cosines = (first.left.mT @ top.left).double().abs().mul(known[:, None]).amax(0)
+    exact = small <= DECOMPOSED
+    unlike = (cosines < (max(threshold, SURE) if exact else threshold)).nonzero().flatten()
+    if len(unlike):  # like none of the top ones: look at all
+        others = top.left[:, unlike]
+        cosines[unlike] = _cosines_with_all(base, others) if exact else _cosine_bounds(base, others)
+    chance = random_coherence(small, len(base))
+    return IntruderDimensions(cosines.clamp_max(1).to(top.values), top, first, threshold, chance)
+
+
+def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:
+    """The largest |cosine| of each column with a left singular vector of the base, from the Gram matrix in float64."""
+    wide = base.to(widest(base)) / safe_scale(base)
+    directions = directions.to(wide)
+    flat = wide.shape[0] <= wide.shape[1]
+    squares, vectors = torch.linalg.eigh(wide @ wide.mT if flat else wide.mT @ wide)
+    known = squares > NULL * squares[-1]
+    if not bool(known.any()):
+        return directions.new_zeros(directions.shape[1])
+    if flat:
+        return (vectors[:, known].mT @ directions).abs().amax(0)
+    return (vectors[:, known].mT @ (wide.mT @ directions) / squares[known].sqrt()[:, None]).abs().amax(0)
+
+
+def _cosine_bounds(base: Tensor, directions: Tensor) -> Tensor:
+    """Upper bounds of these cosines; see Note [Directions of a base]."""
+    wide = base.to(computed_in(base.dtype)) / safe_scale(base)
+    return torch.tensor([_cosine_bound(wide, u) for u in directions.to(wide).mT], dtype=torch.float64).to(base.device)
+
+
+def _cosine_bound(base: Tensor, direction: Tensor) -> float:
+    image = base.mT @ direction
+    size = float(torch.linalg.vector_norm(image, dtype=torch.float64))
+    if not size:
+        return 0.0
+    basis, diagonal, beside, v = [], [], [], image / size
+    for _ in range(min(LANCZOS, *base.shape)):
+        basis.append(v)
+        following = base.mT @ (base @ v)
+        diagonal.append(float(following @ v))
+        known = torch.stack(basis)
+        for _ in range(2):  # one pass leaves a component from cancellation
+            following -= known.mT @ (known @ following)
+        beside.append(float(torch.linalg.vector_norm(following)))
+        if beside[-1] <= COMPLETE * max(diagonal):
+            break
+        v = following / beside[-1]
+    return _largest_atom(diagonal, beside) ** 0.5 * size
+
+
+def _largest_atom(diagonal: list[float], beside: list[float]) -> float:
+    """Upper bound of mass(x)/x over x, from the coefficients of the orthonormal polynomials."""
+    off = torch.tensor(beside[:-1], dtype=torch.float64)
+    jacobi = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+    nodes, vectors = torch.linalg.eigh(jacobi)
+    least = LEAST**2 * float(nodes[-1])
+    kept = nodes >= least
+    largest = float((vectors[0, kept].square() / nodes[kept]).max()) if bool(kept.any()) else 0.0
+    if beside[-1] <= COMPLETE * max(diagonal):  # the measure is that of the nodes
+        return largest
+    x = torch.linspace(least**0.5, float(nodes[-1]) ** 0.5, GRID, dtype=torch.float64).square()
+    before, now = torch.zeros_like(x), torch.ones_like(x)
+    total = torch.ones_like(x)
+    for j, alpha in enumerate(diagonal[:-1]):
+        before, now = now, ((x - alpha) * now - (beside[j - 1] if j else 0.0) * before) / beside[j]
+        total += now.square()
+    return max(largest, float((1 / (total * x)).max()))
+
+
+def _check_pair(function: str, k: int, matrix: Tensor) -> None:
+    if matrix.ndim != 2 or not 1 <= k <= min(matrix.shape):
+        raise InvalidArgumentError(
+            f"{function}() takes a matrix (n, d) and 1 <= k <= min(n, d)",
+            f"shape {tuple(matrix.shape)}, k={k}",
+            "Pass one matrix of gonio.geometry.matrix_view(weight, layout).",
+        )

@@ -1,0 +1,260 @@
+"""`difference`: how far the weights of one model or file are from those of another, norms and directions apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from gonio.escaping import markdown_cell, plain
+from gonio.measuring.changes.pair import TensorDifference, figures_of
+from gonio.measuring.changes.profile import DepthChange, profile_of
+from gonio.measuring.changes.rules import findings_of_change, told
+from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.findings.rules import Finding
+from gonio.measuring.reading.entry import Entry
+from gonio.measuring.reading.source import Source, name_of
+from gonio.measuring.showing.page import render
+from gonio.measuring.showing.table import Column, Table, markdown_table, number, reasons, tensor_table
+
+
+def _degrees(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}°"
+
+
+def _intruders(t: TensorDifference) -> str:
+    if t.intruders is None:
+        return "–"
+    return str(t.intruders) if t.intruders_random is None else f"{t.intruders} · {t.intruders_random}"
+
+
+def _overlap(t: TensorDifference) -> str:
+    return "–" if t.overlap is None else f"{number(t.overlap)} · {number(t.overlap_random)}"
+
+
+def _gram(t: TensorDifference) -> str:
+    return "–" if t.gram_change is None else f"{number(t.gram_change)} · {number(t.gram_change_random)}"
+
+
+C = Column[TensorDifference]
+COLUMNS: tuple[Column[TensorDifference], ...] = (
+    C("shape", "shape", "of the tensor", 14, lambda t: "×".join(map(str, t.shape))),
+    C("relative", "change", "norm of the difference over the norm before", 7),
+    C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
+    C("angle_mean", "angle", "between each filter before and after: mean", 6, lambda t: _degrees(t.angle_mean)),
+    C("angle_max", "largest", "the largest of these angles", 7, lambda t: _degrees(t.angle_max)),
+    C("form", "form", "of the change: scaled, rotation, rank r (low), full", 8, lambda t: t.form or "–"),
+    C(
+        "intruders",
+        "intr.",
+        "of the 10 top directions after, those unlike any before · after a random change",
+        6,
+        _intruders,
+    ),
+    C("stable_rank", "s.rank", "stable rank of the difference", 6),
+    C("stable_rank_random", "chance", "stable rank of a random difference", 6),
+    C("rank_99", "rank 99%", "singular directions with 99 % of its squared norm", 8, lambda t: str(t.rank_99 or "–")),
+    C("gram_change", "products", "change of WWᵀ, 0 after a rotation · after a random change", 12, _gram),
+    C("overlap", "overlap", "mean cos² between the 10 top directions before and after · by chance", 12, _overlap),
+    C("magnitude_direction", "m–d", "correlation over filters of the changes of norm and direction", 6),
+)
+KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
+
+
+@dataclass(frozen=True, repr=False)
+class Differences(Table[TensorDifference]):
+    """Every tensor of either source: a mapping from paths to rows that prints as a table.
+
+    Attributes:
+        before, after: the names of the sources.
+        tensors: one :class:`TensorDifference` each, in the order of `before`, then those only in `after`.
+        findings: what is unusual in the change, with advice.
+        notes: how the sources were read, and their names matched.
+
+    Example:
+        >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
+        >>> found, found["a"].norm_ratio
+        (<Differences of 1 tensors>, 2.0)
+    """
+
+    ROW: ClassVar = TensorDifference
+
+    before: str
+    after: str
+    tensors: tuple[TensorDifference, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def moved(self) -> tuple[TensorDifference, ...]:
+        """The tensors that differ and could be compared."""
+        return tuple(tensor for tensor in self.tensors if tensor.status == "compared")
+
+    @property
+    def largest(self) -> tuple[TensorDifference, ...]:
+        """:attr:`moved`, the largest relative change first."""
+        return tuple(sorted(self.moved, key=lambda t: -(t.relative if t.relative is not None else float("inf"))))
+
+    @property
+    def intruders(self) -> tuple[TensorDifference, ...]:
+        """The weights with intruder dimensions, most first."""
+        return tuple(sorted((t for t in self.moved if t.intruders), key=lambda t: -(t.intruders or 0)))
+
+    @property
+    def depth(self) -> tuple[DepthChange, ...]:
+        """The relative change of each block of layers, in the order of the base."""
+        return profile_of(self.tensors)
+
+    @property
+    def coverage(self) -> str:
+        """How many tensors were compared, and why the others were not."""
+        equal = sum(t.status == "equal" for t in self.tensors)
+        left = reasons([t for t in self.tensors if t.status == "not compared"])
+        said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
+        return f"{said} Not compared: {left or 'none'}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able data; `schema` names its version."""
+        depth = [asdict(part) for part in self.depth]
+        return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self), "depth": depth}
+
+    def to_markdown(self) -> str:
+        """The table of the tensors that changed, and the coverage."""
+        head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
+        told = [f"* {f.code}: {markdown_cell(f.path or 'the model')}: {markdown_cell(f.found)}" for f in self.findings]
+        table = markdown_table("tensor", self.largest, COLUMNS)
+        return "\n".join([head, "", *told, *[""] * bool(told), *table, "", markdown_cell(self.coverage), ""])
+
+    def to_html(self) -> str:
+        """One self-contained page without scripts and network access."""
+        return render("differences.html.j2", whole=True, d=self, columns=COLUMNS)
+
+    def _repr_html_(self) -> str:
+        return render("differences.html.j2", whole=False, d=self, columns=COLUMNS)
+
+    def __repr__(self) -> str:
+        return f"<Differences of {len(self.tensors)} tensors>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
+        for note in self.notes:
+            yield Text(plain(note), style="dim")
+        yield Text("")
+        yield from told(self.findings)
+        if self.moved:
+            flagged = {finding.path for finding in self.findings if finding.level != "info"}
+            width = options.max_width
+            yield tensor_table("tensor", self.largest, COLUMNS, KEPT, width, flagged=flagged)
+            yield Text("")
+        yield Text(self.coverage, style="dim")
+
+
+def difference(before: Source, after: Source, *, progress: Callable[[int, int], None] | None = None) -> Differences:
+    r"""Compare two models, state dicts or files tensor by tensor, norms and directions apart.
+
+    For each filter the ratio of the norms and the angle between :math:`w` before and after; for each tensor the
+    relative change :math:`\lVert W' - W \rVert / \lVert W \rVert`. A change of direction can change the function
+    of a layer that a normalisation follows; a change of norm there only changes the step size. The rank of
+    :math:`W' - W` is the number of directions of the change: at most r after fine-tuning with adapters of rank r.
+    Intruder dimensions are top singular directions after that are like none before.
+
+    Args:
+        before, after: anything that :func:`gonio.measure` takes. Tensors are matched by name, across prefixes such as
+            `model.`. `after` may hold adapters of peft (LoRA, DoRA, OFT) for `before`, without peft installed.
+        progress: called after each tensor with the number done and the number in all.
+
+    Returns:
+        :class:`Differences`; a tensor of only one source, or of different shapes, is listed with the reason.
+
+    Raises:
+        InvalidArgumentError: as :func:`gonio.measure`, and if the two have no tensor of the same name.
+        UnreadableFileError: as :func:`gonio.measure`.
+
+    Example:
+        >>> layer = nn.Linear(8, 4)
+        >>> before = {name: value.clone() for name, value in layer.state_dict().items()}
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.mul_(3.0)
+        >>> moved = gonio.measuring.difference(before, layer)["weight"]
+        >>> round(moved.norm_ratio, 4), round(moved.angle_max, 3), round(moved.relative, 4)
+        (3.0, 0.0, 2.0)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.copy_(before["weight"]).add_(torch.ones(4, 1) @ torch.ones(1, 8))
+        >>> gonio.measuring.difference(before, layer)["weight"].rank_99
+        1
+
+    References:
+        [1] E. J. Hu et al., "LoRA: Low-rank adaptation of large language models", 2021, arXiv 2106.09685, §4.1. [2] R.
+        Shuttleworth et al., "LoRA vs full fine-tuning: an illusion of equivalence", 2024, arXiv 2410.21228.
+    """
+    base = base_entries(before)
+    model = tuned(base, after)
+    rows = [row for (row,), _ in compared(base, [model], progress)]
+    return assembled(name_of(before), model, rows)
+
+
+def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Differences:
+    """The differences of one model with their findings."""
+    return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
+
+
+Pair = tuple[list[TensorDifference], list[Tensor | None]]
+
+
+@torch.no_grad()
+def compared(
+    base: dict[str, Entry], models: Sequence[Tuned], progress: Callable[[int, int], None] | None = None
+) -> Iterator[Pair]:
+    """Of each name the row and the change of every model; one base tensor is read once and then released."""
+    names = [*base, *dict.fromkeys(name for model in models for name in model.entries if name not in base)]
+    for done, name in enumerate(names, start=1):
+        yield _compared(name, base.get(name), models)
+        if progress is not None:
+            progress(done, len(names))
+
+
+def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> Pair:
+    rows: list[TensorDifference] = []
+    changes: list[Tensor | None] = []
+    before: Tensor | str | None = None
+    for model in models:
+        entry = model.entries.get(name)
+        if entry is None and held is not None and model.adapters:
+            rows.append(_row(name, "equal", shape=held.shape or ()))
+        elif entry is None or held is None:
+            rows.append(_row(name, "not compared", f"only {'after' if held is None else 'before'}"))
+        else:
+            before = values_of(held, "before") if before is None else before
+            row, change = _row_of(name, held, entry, before)
+            rows.append(row)
+            changes.append(change)
+            continue
+        changes.append(None)
+    return rows, changes
+
+
+def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDifference:
+    path = name.removesuffix(".weight")
+    return TensorDifference(name=name, path=path, status=status, reason=reason, **values)
+
+
+def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple[TensorDifference, Tensor | None]:
+    if isinstance(before, str):
+        return _row(name, "not compared", before), None
+    after = values_of(entry, "after")
+    if isinstance(after, str):
+        return _row(name, "not compared", after), None
+    if before.shape != after.shape:
+        return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
+    dtype = torch.promote_types(before.dtype, after.dtype)
+    before, after = before.to(dtype), after.to(before.device, dtype)
+    if torch.equal(before, after):
+        norm = float(torch.linalg.vector_norm(before, dtype=torch.float64))
+        return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
+    values, change = figures_of(before, after, layout_of_pair(held, entry), name)
+    return replace(_row(name, "compared"), **values), change

@@ -1,0 +1,232 @@
+"""The figures of one tensor before and after: how far it moved, in how many directions, and what kept its geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.escaping import plain
+from gonio.geometry import Layout, chance, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry.spectra import energy_rank, spectrum_estimate
+from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.seeding import generator
+
+FILTERS = 4096  # of one matrix, at most, among which products are compared
+MATRICES = 16  # of one weight, at most, whose directions are compared
+CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
+BLOCK = 1 << 22  # entries converted to float64 at once
+ROTATION = 0.1  # share of the change of a random difference below which the filters' products are preserved
+LOW_RANK = 0.5  # share of the stable rank of a random change up to which a change is of low rank
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TensorDifference:
+    r"""One tensor of both sources, W before and :math:`W' = W + \Delta` after; filters are rows w.
+
+    Attributes:
+        status: `compared`, `equal` (every value), or `not compared`, with the reason.
+        relative: :math:`\lVert \Delta \rVert / \lVert W \rVert`; None from a zero tensor. `norm`, `change_norm`: its
+            parts.
+        norm_ratio: median over filters of the norm after over the norm before.
+        angle_mean, angle_max: between each filter before and after, in degrees; 90 for independent directions.
+        magnitude_change: mean over filters of :math:`|\lVert w' \rVert / \lVert w \rVert - 1|`. `direction_change`:
+            mean of 1 − cos: the two axes of DoRA. `magnitude_direction`: correlation of the two over the filters
+            (by chance 0 ± 1/√n); None below 8 filters.
+        stable_rank: :math:`\lVert \Delta \rVert^2 / \sigma_{\max}^2(\Delta)`. `stable_rank_random`: for a change with
+            independent entries.
+        rank_99: the smallest number of singular directions of :math:`\Delta` with 99 % of its squared norm, so that the
+            best approximation of this rank has a relative error of 0.1; None where it is above 256 in a
+            weight too large for all singular values. `effective_rank`: of :math:`\Delta`; None in such a weight.
+        gram_change: :math:`\lVert W'W'^\top - WW^\top \rVert / \lVert WW^\top \rVert`: 0 if all filters were turned by
+            one rotation. `gram_change_random`: for a change with independent entries of the same norm.
+        intruders: of the 10 largest left singular directions after, those whose largest cosine with any before is below
+            0.5. None where chance alone comes near 0.5, below about 35 filters. `intruder_cosines`: these largest
+            cosines, largest direction first (of the first matrix). `intruder_chance`: their median for a random
+            direction. `intruders_random`: the number after a random change of the same norm; None without intruders.
+        principal_angles: between the subspaces of the 10 largest left singular directions before and after, in degrees,
+            smallest first (of the first matrix). `overlap`: their mean squared cosine; `overlap_random`: for two
+            random subspaces.
+    """
+
+    name: str
+    path: str
+    status: str
+    reason: str = ""
+    shape: tuple[int, ...] = ()
+    relative: float | None = None
+    norm_ratio: float | None = None
+    angle_mean: float | None = None
+    angle_max: float | None = None
+    stable_rank: float | None = None
+    stable_rank_random: float | None = None
+    rank_99: int | None = None
+    norm: float | None = None
+    change_norm: float | None = None
+    magnitude_change: float | None = None
+    direction_change: float | None = None
+    magnitude_direction: float | None = None
+    effective_rank: float | None = None
+    gram_change: float | None = None
+    gram_change_random: float | None = None
+    intruders: int | None = None
+    intruders_random: int | None = None
+    intruder_cosines: tuple[float, ...] = ()
+    intruder_chance: float | None = None
+    principal_angles: tuple[float, ...] = ()
+    overlap: float | None = None
+    overlap_random: float | None = None
+
+    def __repr__(self) -> str:
+        change = "" if self.relative is None else f", changed by {self.relative:.3g}"
+        return f"<{plain(self.path)}: {plain(self.reason) or self.status}{change}>"
+
+    @property
+    def form(self) -> str:
+        """The change in a word or two: `equal`, `scaled`, `rotation`, `rank r`, `full`; empty without filters."""
+        if self.status != "compared" or self.angle_max is None:
+            return self.status if self.status == "equal" else ""
+        if self.angle_max < 0.1:
+            return "scaled"
+        if self.gram_change is not None and self.gram_change < ROTATION * (self.gram_change_random or 0.0):
+            return "rotation"
+        low = self.rank_99 is not None and self.rank_99 <= LOW_RANK * (self.stable_rank_random or 0.0)
+        return f"rank {self.rank_99}" if low else "full"
+
+
+@torch.no_grad()
+def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> tuple[dict[str, Any], Tensor]:
+    """The figures of two finite tensors of one shape and dtype that differ, and their difference.
+
+    The memory of `after` is left as it was; the difference is a tensor of its own.
+    """
+    values: dict[str, Any] = {"shape": tuple(before.shape)}
+    matrices = None if layout is None or before.ndim < 2 else matrix_view(before, layout)
+    if matrices is not None and layout is not None:
+        values |= _directions(matrices, matrix_view(after, layout), name)
+    change = after - before
+    norm, moved = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (before, change))
+    values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
+    if matrices is not None and layout is not None and moved:
+        changes = matrix_view(change, layout)
+        values |= _turned(matrices.flatten(0, 1), changes.flatten(0, 1)) | _ranks(changes, moved, name)
+        values |= _products(matrices, changes, norm, moved, name)
+        if values.get("intruders"):
+            values["intruders_random"] = _intruders_by_chance(matrices, moved, name)
+    return values, change
+
+
+def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
+    """Norms and angles of the filters that are not zero in either, from sums in float64."""
+    parts = []
+    for old, delta in _doubles(before, change):
+        parts.append(torch.stack([old.square().sum(1), (old * delta).sum(1), delta.square().sum(1)]))
+    norms, inner, moved = torch.cat(parts, 1)
+    norms_after = (norms + 2 * inner + moved).clamp_min(0)
+    alive = (norms > 0) & (norms_after > 1e-14 * (norms + moved))
+    if not bool(alive.any()):
+        return {}
+    norms, inner, moved, norms_after = (x[alive] for x in (norms, inner, moved, norms_after))
+    radial = inner / norms.sqrt()
+    tangential = (moved - radial.square()).clamp_min(0)
+    tangential = torch.where(tangential > 1e-14 * moved, tangential, 0).sqrt()  # below this only rounding
+    angles = torch.atan2(tangential, norms.sqrt() + radial)
+    ratios = (norms_after / norms).sqrt()
+    degrees, magnitudes = torch.rad2deg(angles), (ratios - 1).abs()
+    values = {
+        "norm_ratio": float(ratios.median()),
+        "angle_mean": float(degrees.mean()),
+        "angle_max": float(degrees.max()),
+        "magnitude_change": float(magnitudes.mean()),
+        "direction_change": float((2 * (angles / 2).sin().square()).mean()),
+    }
+    spread = [float(x.std()) if len(x) > 1 else 0.0 for x in (magnitudes, angles)]
+    if len(angles) >= 8 and all(s > 1e-7 * float(x.mean()) for s, x in zip(spread, (magnitudes, angles), strict=True)):
+        values["magnitude_direction"] = float(torch.corrcoef(torch.stack([magnitudes, angles]))[0, 1])
+    return values
+
+
+def _doubles(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of some matrices in float64, some at a time."""
+    height = max(1, BLOCK // max(1, matrices[0].shape[1]))
+    for top in range(0, len(matrices[0]), height):
+        yield tuple(matrix[top : top + height].double() for matrix in matrices)
+
+
+def _ranks(change: Tensor, total: float, name: str) -> dict[str, Any]:
+    """Ranks of the change as one block-diagonal matrix, beside that of independent entries."""
+    _, n, d = change.shape
+    found = spectrum_estimate(change, name=name)
+    return {
+        "stable_rank": found.stable_rank(total),
+        "stable_rank_random": change.numel() / (n**0.5 + d**0.5) ** 2,
+        "rank_99": energy_rank(change, found, 0.99, name=name),
+        "effective_rank": found.effective_rank,
+    }
+
+
+def _products(before: Tensor, change: Tensor, norm: float, moved: float, name: str) -> dict[str, float]:
+    """How far the filters' products with each other changed: W'W'ᵀ − WWᵀ = P + Pᵀ with P = (W + Δ/2) Δᵀ."""
+    groups, n, d = before.shape
+    if n < 2 or not norm:
+        return {}
+    rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:FILTERS]
+    difference = own = 0.0
+    for old, delta in zip(before, change, strict=True):
+        old, delta = (x[rows] / s for x, s in ((old, norm), (delta, moved)))
+        share = moved / norm
+        half = share * (old @ delta.mT) + 0.5 * share**2 * (delta @ delta.mT)
+        difference += float((half + half.mT).double().square().sum())
+        own += float((old @ old.mT).double().square().sum())
+    if not own:
+        return {}
+    n = min(n, FILTERS)
+    kept = sum(float(old[rows].double().square().sum()) for old in before) / norm**2
+    s = (moved / norm) ** 2 / (groups * before.shape[1] * d)  # variance of an entry, at a norm of W of 1
+    random = 2 * (n + 1) * s * kept + groups * s**2 * (n * d**2 + n**2 * d + n * d)
+    return {"gram_change": sqrt(difference / own), "gram_change_random": sqrt(random / own)}
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+def _tellable(matrices: Tensor) -> bool:
+    """Whether an intruder can be told from a random direction."""
+    groups, n, d = matrices.shape
+    return groups <= MATRICES and n > 1 and chance.random_coherence(min(n, d), n) <= CLEAR * THRESHOLD
+
+
+def _considered(n: int, d: int) -> int:
+    return max(1, min(CONSIDERED, min(n, d) // 4))
+
+
+def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
+    """Intruders and the angles between top subspaces; of all matrices, the details of the first."""
+    _, n, d = before.shape
+    if not _tellable(before) or not all(bool(x.any()) for x in (before, after)):
+        return {}
+    k = _considered(n, d)
+    found = [intruder_dimensions(old, new, k=k) for old, new in zip(before, after, strict=True)]
+    angles = [principal_angles(one.base.left[:, :k], one.top.left) for one in found]
+    return {
+        "intruders": sum(len(one.numbers) for one in found),
+        "intruder_cosines": tuple(round(c, 6) for c in found[0].cosines.tolist()),
+        "intruder_chance": found[0].chance,
+        "principal_angles": tuple(torch.rad2deg(angles[0]).tolist()),
+        "overlap": float(torch.stack(angles).cos().square().mean()),
+        "overlap_random": k / n,
+    }
+
+
+def _intruders_by_chance(before: Tensor, moved: float, name: str) -> int:
+    """The number of intruders after a change of this norm with independent normal entries."""
+    _, n, d = before.shape
+    total = 0
+    for i, old in enumerate(before):
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i)).to(old)
+        total += len(intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers)
+    return total

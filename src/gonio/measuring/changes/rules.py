@@ -1,0 +1,159 @@
+"""The rules on changes: intruders, changes that cancel, adapters larger than their base, layers left untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from rich.text import Text
+
+from gonio.errors import listing
+from gonio.escaping import plain
+from gonio.measuring.changes.pair import TensorDifference
+from gonio.measuring.findings.rules import LEVELS, Finding, Rule, register, rule
+from gonio.measuring.measurements import TONES
+
+DWARFED = 1.0  # relative change of a weight by an adapter
+UNTOUCHED = 0.5  # share of the weights that may be equal without a finding, at least
+CANCELLED = 0.1  # by which a cosine of two changes lies below 0, at least
+SIGMAS = 6.0  # standard deviations of chance below 0
+
+
+@dataclass(frozen=True)
+class WholeChange:
+    """All tensors of one change.
+
+    Attributes:
+        adapters: whether the model is given as adapters.
+    """
+
+    rows: tuple[TensorDifference, ...]
+    adapters: bool
+
+    @property
+    def weights(self) -> tuple[TensorDifference, ...]:
+        """The matrices that could be compared."""
+        return tuple(t for t in self.rows if t.status != "not compared" and len(t.shape) > 1)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The changes of two models as one vector each.
+
+    Attributes:
+        first, second: the names of the models.
+        cosine: of the two changes. `chance`: its standard deviation for changes with independent entries.
+        kept: norm of their mean over the mean of their norms.
+    """
+
+    first: str
+    second: str
+    cosine: float
+    chance: float
+    kept: float
+
+
+@rule(
+    "G501",
+    "warn",
+    "intruder dimensions",
+    means="Top singular directions of the tuned weight are like none of the base. They are typical of LoRA at high "
+    "rates and low ranks; models with more of them forget more of what the base could do. Full fine-tuning at a usual "
+    "rate has none. The rule needs two more than a random change of the same norm causes.",
+    chance="those that a random change of the same norm causes are counted beside them.",
+    do="Scale them down (gonio.shrink_intruders_), or train again with a higher rank or a lower rate.",
+    source="R. Shuttleworth et al., 'LoRA vs full fine-tuning: an illusion of equivalence', 2024, arXiv 2410.21228.",
+)
+def _intruders(t: TensorDifference) -> str | None:
+    if t.intruders is None or t.intruders < (t.intruders_random or 0) + 2:
+        return None
+    return (
+        f"{t.intruders} of the {len(t.intruder_cosines)} top directions are like none of the base; "
+        f"{t.intruders_random or 0} after a random change of the same norm"
+    )
+
+
+@rule(
+    "G502",
+    "warn",
+    "a change larger than the weight that it changes",
+    means="The difference has a larger norm than the base: little of the base's function can be left in this layer. "
+    "This is normal for a head that was initialised anew, and wrong for most adapters: a scale (alpha/r) that is too "
+    "large, or one that is applied twice.",
+    exact="the norms are compared; a weight that was trained from a small initial value is not left out.",
+    do="Check the adapter's scale (lora_alpha, use_rslora) and its rate; scale it down before merging.",
+    source="E. J. Hu et al., 'LoRA: low-rank adaptation of large language models', 2021, arXiv 2106.09685, section 4.1 "
+    "(the scale alpha/r).",
+)
+def _dwarfed(t: TensorDifference) -> str | None:
+    if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2:
+        return None
+    return f"the change has {t.relative:.3g} times the norm of the base"
+
+
+@rule(
+    "G503",
+    "info",
+    "layers left untouched",
+    means="Some weights are equal to the base in every value while others changed. This is intended for frozen layers, "
+    "and a sign of a layer that received no gradient otherwise. Adapters are left out: they name their layers.",
+    exact="every value is compared.",
+    do="Nothing if they were frozen; otherwise check requires_grad, the optimizer's groups and the graph.",
+    source="the values of both files.",
+)
+def _untouched(change: WholeChange) -> str | None:
+    equal = [t.path for t in change.weights if t.status == "equal"]
+    few = len(equal) < len(change.weights) or not change.weights
+    if change.adapters or not equal or not few or len(equal) > UNTOUCHED * len(change.weights):
+        return None
+    return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
+
+
+@rule(
+    "G504",
+    "warn",
+    "changes that cancel in a merge",
+    means="The changes of two models point against each other: their mean keeps less of them than that of two "
+    "unrelated changes would, and the merged model loses both tasks.",
+    chance="cosines of changes with independent entries are 0 with a standard deviation of 1/√d.",
+    do="Merge with weights of one sign per entry (TIES), leave out layers with the lowest cosine, or keep both models.",
+    source="P. Yadav et al., 'TIES-merging: resolving interference when merging models', 2023, arXiv 2306.01708; G. "
+    "Ilharco et al., 'Editing models with task arithmetic', 2023, arXiv 2212.04089, section 5 (cosines of changes).",
+)
+def _cancel(pair: Pairing) -> str | None:
+    if pair.cosine > -max(CANCELLED, SIGMAS * pair.chance):
+        return None
+    return (
+        f"the changes of {pair.first} and {pair.second} have a cosine of {pair.cosine:.2f} (by chance 0 ± "
+        f"{pair.chance:.2g}): their mean keeps {pair.kept:.0%} of their norm, {1 / sqrt(2):.0%} for unrelated changes"
+    )
+
+
+TENSOR_RULES: Mapping[str, Rule[TensorDifference]] = {found.code: found for found in (_intruders, _dwarfed)}
+MODEL_RULES: Mapping[str, Rule[WholeChange]] = {_untouched.code: _untouched}
+PAIR_RULES: Mapping[str, Rule[Pairing]] = {_cancel.code: _cancel}
+register({**TENSOR_RULES, **MODEL_RULES, **PAIR_RULES})
+
+
+def findings_of_change(rows: Sequence[TensorDifference], adapters: bool) -> tuple[Finding, ...]:
+    """All findings on the change of one model, warnings first."""
+    made = [rule.finding(row, row.path) for row in rows for rule in TENSOR_RULES.values()]
+    made += [rule.finding(WholeChange(tuple(rows), adapters), "") for rule in MODEL_RULES.values()]
+    return tuple(sorted((f for f in made if f is not None), key=lambda f: -LEVELS.index(f.level)))
+
+
+def findings_of_pairs(pairs: Sequence[Pairing]) -> tuple[Finding, ...]:
+    """All findings on pairs of models."""
+    made = [rule.finding(pair, "") for pair in pairs for rule in PAIR_RULES.values()]
+    return tuple(f for f in made if f is not None)
+
+
+def told(found: Sequence[Finding]) -> Iterator[Text]:
+    """The findings on a terminal: one line each, then a blank one; nothing without findings."""
+    for finding in found:
+        head = (f"{finding.level:5} {finding.code}", TONES[finding.level])
+        yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
+    if found:
+        yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
+        yield Text("")

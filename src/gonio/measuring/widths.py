@@ -1,0 +1,311 @@
+"""`widths`: how activations, gradients and the changes by training scale with the width of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import log2, sqrt
+from statistics import NormalDist, mean
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gonio.errors import InvalidArgumentError
+from gonio.measuring.changes.rules import told
+from gonio.measuring.findings.rules import Finding, Rule, register, rule
+from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.surgery import sites
+from gonio.surgery.equivalent import call
+
+TOLERANCE = 0.25  # of an exponent, in which small widths and few steps are not told from 0
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WidthScaling:
+    r"""One layer's exponents a of :math:`\text{RMS} \propto n^a` with the width n, each with its 95 % interval.
+
+    Attributes:
+        activation: of its output at initialisation; `activation_interval`: (low, high). Of a last linear layer of
+            RMS(W) √fan_in RMS(x), as for weights of random signs: a few outputs alone vary too much.
+        gradient: of the gradient of the loss at its output, at initialisation.
+        change: of the change of its output on the same batch after the steps of training.
+        last: whether it is the model's last layer, whose output at initialisation has to shrink with the width.
+    """
+
+    name: str
+    path: str
+    activation: float | None
+    activation_interval: tuple[float, float] | None
+    gradient: float | None
+    gradient_interval: tuple[float, float] | None
+    change: float | None
+    change_interval: tuple[float, float] | None
+    last: bool = False
+
+
+def _fit(value: float | None, interval: tuple[float, float] | None) -> str:
+    if value is None or interval is None:
+        return "–"
+    return f"{value:+.2f} ± {(interval[1] - interval[0]) / 2:.2f}".replace("-", "−")
+
+
+C = Column[WidthScaling]
+COLUMNS: tuple[Column[WidthScaling], ...] = (
+    C("activation", "output", "exponent of its RMS at initialisation", 13,
+      lambda s: _fit(s.activation, s.activation_interval)),
+    C("gradient", "gradient", "exponent of the RMS of the gradient there", 13,
+      lambda s: _fit(s.gradient, s.gradient_interval)),
+    C("change", "change", "exponent of the RMS of the change of the output after training", 13,
+      lambda s: _fit(s.change, s.change_interval)),
+)  # fmt: skip
+
+
+def _beyond(interval: tuple[float, float] | None) -> int:
+    """1 if the whole interval is above the tolerance, −1 if below, else 0."""
+    if interval is None:
+        return 0
+    return int(interval[0] > TOLERANCE) - int(interval[1] < -TOLERANCE)
+
+
+@rule(
+    "G601",
+    "warn",
+    "activations that depend on the width at initialisation",
+    means="The size of this output grows or shrinks with the width: hyper-parameters tuned at one width fit no other. "
+    "The output of the last layer has to shrink (exponent −1/2, or be 0), or its change by training grows later.",
+    chance="an exponent of 0 within ±0.25, of the last layer −0.5; the 95 % interval must lie outside.",
+    do="Set the variance of the weights to 1/fan_in for hidden layers, 1/fan_in² for the last one, and a constant for "
+    "embeddings (gonio.init.mup_).",
+    source="G. Yang et al., 'Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer', "
+    "2022, arXiv 2203.03466, table 3.",
+)
+def _initial(s: WidthScaling) -> str | None:
+    interval = s.activation_interval
+    if interval is None or not (interval[0] > -TOLERANCE if s.last else _beyond(interval)):
+        return None
+    return f"its output scales as width^{_fit(s.activation, s.activation_interval)} at initialisation"
+
+
+@rule(
+    "G602",
+    "warn",
+    "changes by training that depend on the width",
+    means="After a few steps the change of this output grows with the width (the learning rate that is stable becomes "
+    "smaller) or shrinks (wide models do not learn here).",
+    chance="an exponent of 0 within ±0.25; the 95 % interval must lie outside.",
+    do="With Adam divide the learning rate of hidden layers and of the last one by the fan_in, and keep that of "
+    "embeddings and biases (gonio.init.mup_groups).",
+    source="G. Yang et al., 'Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer', "
+    "2022, arXiv 2203.03466, table 3 and appendix D.1 (coordinate check).",
+)
+def _trained(s: WidthScaling) -> str | None:
+    if not _beyond(s.change_interval):
+        return None
+    return f"the change of its output by training scales as width^{_fit(s.change, s.change_interval)}"
+
+
+WIDTH_RULES: Mapping[str, Rule[WidthScaling]] = {found.code: found for found in (_initial, _trained)}
+register(WIDTH_RULES)
+
+
+@dataclass(frozen=True, repr=False)
+class Widths(Table[WidthScaling]):
+    """The exponents of every layer: a mapping from paths to rows.
+
+    Attributes:
+        sizes: the widths. `seeds`: models of each. `steps`: of training.
+        findings: exponents that are not 0, and should be.
+
+    Example:
+        >>> batch = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> gonio.measuring.widths(lambda n: nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3)), (8, 16), batch)
+        <Widths of 2 layers at 8, 16>
+    """
+
+    ROW: ClassVar = WidthScaling
+
+    sizes: tuple[int, ...]
+    seeds: int
+    steps: int
+    tensors: tuple[WidthScaling, ...]
+    findings: tuple[Finding, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able data; `schema` names its version."""
+        return {"schema": "gonio.widths/1", **asdict(self)}
+
+    def to_markdown(self) -> str:
+        """The table of exponents."""
+        told_of = [f"* {f.code}: {f.path}: {f.found}" for f in self.findings]
+        return "\n".join([*told_of, *[""] * bool(told_of), *markdown_table("layer", self.tensors, COLUMNS), ""])
+
+    def __repr__(self) -> str:
+        return f"<Widths of {len(self.tensors)} layers at {', '.join(map(str, self.sizes))}>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        sizes = ", ".join(map(str, self.sizes))
+        said = f"Exponents of the width ({sizes}; {self.seeds} seeds, {self.steps} steps); 0: independent of the width"
+        yield Text(said, style="bold")
+        yield Text("")
+        yield from told(self.findings)
+        flagged = {finding.path for finding in self.findings}
+        kept = [column.name for column in COLUMNS]
+        yield tensor_table("layer", self.tensors, COLUMNS, kept, options.max_width, flagged=flagged)
+
+
+def widths(
+    factory: Callable[[int], nn.Module],
+    sizes: Sequence[int],
+    batch: tuple[Any, Any],
+    *,
+    loss: Loss = nn.functional.cross_entropy,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    steps: int = 4,
+    seeds: int = 4,
+) -> Widths:
+    r"""Exponents of activations, gradients and changes by training over the width of a model.
+
+    Models of each width are built `seeds` times and trained for some steps on one batch. For each layer with weights a
+    line is fitted to :math:`\log \text{RMS}` over :math:`\log n`; its slope is the exponent, with a 95 % interval from
+    the scatter over seeds. Where all are 0, hyper-parameters transfer from a narrow model to a wide one.
+
+    Args:
+        factory: builds a model of a width, with other random weights at each call.
+        sizes: widths, at least two; spread over a factor of 4 or more.
+        batch: (inputs, targets).
+        loss: of (outputs, targets).
+        optimizer: makes the optimizer of a model; None for Adam with a learning rate of 0.001 and one group.
+        steps: of training, on the same batch.
+        seeds: models of each width, at least 2.
+
+    Raises:
+        InvalidArgumentError: for fewer than two widths or seeds, or if the models have no layer with weights in common.
+
+    Example:
+        >>> def factory(n):
+        ...     return nn.Sequential(nn.Linear(16, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 4))
+        >>> batch = torch.randn(32, 16), torch.randint(4, (32,))
+        >>> found = gonio.measuring.widths(factory, (64, 256, 1024), batch)
+        >>> abs(found["0"].activation) < 0.2, found["2"].change > 0.5  # one rate for all layers: hidden changes grow
+        (True, True)
+
+    References: [1] G. Yang et al., "Tensor programs V: tuning large neural networks via zero-shot hyperparameter
+        transfer", 2022, arXiv 2203.03466, appendix D.1.
+    """
+    if len(set(sizes)) < 2 or seeds < 2 or steps < 1:
+        raise InvalidArgumentError(
+            "widths() needs two widths, two seeds and one step at least",
+            f"{len(set(sizes))} widths, {seeds} seeds, {steps} steps",
+            "Use for example (64, 128, 256) and 4 seeds.",
+        )
+    make = optimizer or _adam
+    runs = [(size, _run(factory(size), batch, loss, make, steps)) for size in sizes for _ in range(seeds)]
+    paths = [path for path in runs[0][1] if all(path in found for _, found in runs)]
+    if not paths:
+        raise InvalidArgumentError("widths() compares layers by path", "none in common", "Name layers alike.")
+    rows = tuple(_scaling(path, runs, last=path == paths[-1]) for path in paths)
+    found = [finding for row in rows for r in WIDTH_RULES.values() if (finding := r.finding(row, row.path)) is not None]
+    return Widths(tuple(sizes), seeds, steps, rows, tuple(found))
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+Figures = dict[str, tuple[float, float, float]]
+
+
+def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps: int) -> Figures:
+    """RMS of the output, of its gradient and of its change, of each layer with weights in the order of the calls."""
+    inputs, targets = batch
+    layers = {s.module: s.path for s in sites(model) if _has_weight(s.module)}
+    outputs: dict[str, Tensor] = {}
+    expected: dict[str, float] = {}
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        leaf = next((t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), None)
+        if leaf is not None and layers[module] not in outputs:
+            if leaf.requires_grad:
+                leaf.retain_grad()
+            outputs[layers[module]] = leaf
+            if isinstance(module, nn.Linear):
+                size = _rms(module.weight.detach()) * sqrt(module.in_features) * _rms(arguments[0].detach())
+                expected.setdefault(layers[module], size)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        trainer = make(model)
+        for step in range(steps + 1):
+            outputs.clear()
+            trainer.zero_grad()
+            value = loss(call(model, inputs), targets)
+            if step == 0:
+                value.backward()
+                first = {path: leaf.detach().clone() for path, leaf in outputs.items()}
+                gradients = {path: _rms(leaf.grad) if leaf.grad is not None else 0.0 for path, leaf in outputs.items()}
+                trainer.step()
+            elif step < steps:
+                value.backward()
+                trainer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    last = next(reversed(first), "")
+    return {
+        path: (
+            expected.get(path, _rms(old)) if path == last else _rms(old),
+            gradients[path],
+            _rms(outputs[path].detach() - old),
+        )
+        for path, old in first.items()
+        if path in outputs
+    }
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return any(p.ndim > 1 for p in module._parameters.values() if p is not None)
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _scaling(path: str, runs: Sequence[tuple[int, Figures]], *, last: bool) -> WidthScaling:
+    fits = [_exponent([(size, found[path][i]) for size, found in runs]) for i in range(3)]
+    (activation, a), (gradient, g), (change, c) = fits
+    return WidthScaling(
+        name=path,
+        path=path,
+        activation=activation,
+        activation_interval=a,
+        gradient=gradient,
+        gradient_interval=g,
+        change=change,
+        change_interval=c,
+        last=last,
+    )
+
+
+def _exponent(points: Sequence[tuple[int, float]]) -> tuple[float | None, tuple[float, float] | None]:
+    """Slope in logarithms by least squares with its 95 % interval; None where a value is 0 or not finite."""
+    if any(not 0 < value < float("inf") for _, value in points):
+        return None, None
+    x, y = [log2(size) for size, _ in points], [log2(value) for _, value in points]
+    middle, centre = mean(x), mean(y)
+    spread = sum((a - middle) ** 2 for a in x)
+    slope = sum((a - middle) * (b - centre) for a, b in zip(x, y, strict=True)) / spread
+    left = sum((b - centre - slope * (a - middle)) ** 2 for a, b in zip(x, y, strict=True))
+    half = _student(len(points) - 2) * sqrt(left / (len(points) - 2) / spread)
+    return slope, (slope - half, slope + half)
+
+
+def _student(freedom: int) -> float:
+    """0.975 quantile of Student's law, by its expansion about the normal one: 2 % too small for 4 degrees."""
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

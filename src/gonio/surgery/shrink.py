@@ -1,0 +1,127 @@
+"""`shrink_intruders_`: scale down the top singular directions of tuned weights that their base does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError, NotApplicableError, listing
+from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
+from gonio.geometry.norms import whole
+from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.where import Site, Where, select
+from gonio.surgery.wrapping import refuse_flat_shards
+
+__all__ = ["shrink_intruders_"]
+
+
+def shrink_intruders_(
+    model: nn.Module,
+    base: nn.Module | Mapping[str, Any],
+    *,
+    where: Where = None,
+    factor: float = 0.75,
+    k: int = CONSIDERED,
+    threshold: float = THRESHOLD,
+) -> Edited:
+    r"""Multiply the intruder dimensions of a fine-tuned model's weights by `factor`.
+
+    For each weight W' and its base, with the top k singular values :math:`\sigma_j` and vectors of W' of which those in
+    J are intruders (:func:`gonio.geometry.intruder_dimensions`):
+
+    .. math:: W' \leftarrow W' + (\text{factor} - 1) \sum_{j \in J} \sigma_j u_j v_j^\top
+
+    Less of the intruders recovers more of what the base could do, and loses some of what the fine-tuning taught:
+    measure both. Weights without intruders stay as they are; a weight of several matrices is treated matrix by matrix.
+
+    Args:
+        model: fine-tuned; adapters must be merged.
+        base: the model before, or its state dict; layers are matched by path.
+        where: which layers; None for all with a weight in the base.
+        factor: 1 changes nothing, 0 removes the intruders.
+        k, threshold: which directions count as intruders.
+
+    Raises:
+        NoMatchError: if no selected layer has a weight that can be compared.
+        InvalidArgumentError: for a factor that is negative or not finite.
+        NotApplicableError: if the base has none of the weights, for values that are not finite, and for a model in FSDP
+            1.
+
+    Example:
+        >>> base = nn.Sequential(nn.Linear(64, 64, bias=False))
+        >>> tuned = nn.Sequential(nn.Linear(64, 64, bias=False))
+        >>> with torch.no_grad():
+        ...     _ = tuned[0].weight.copy_(base[0].weight + torch.randn(64, 1) @ torch.randn(1, 64))
+        >>> gonio.measure(base, tuned)["0"].intruders
+        1
+        >>> print(gonio.shrink_intruders_(tuned, base, factor=0.0))
+        shrink_intruders_: 1 module
+          0  1 of 10 directions scaled by 0
+        >>> gonio.measure(base, tuned)["0"].intruders
+        0
+
+    References: R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
+        equivalence", 2024, arXiv 2410.21228, section 5 (the factor λ; figure 8 for its effect).
+    """
+    if not 0 <= factor < float("inf"):
+        raise InvalidArgumentError("shrink_intruders_ needs a factor >= 0", f"{factor}", "Use for example 0.75.")
+    refuse_flat_shards(model, "shrink_intruders_")
+    state = base.state_dict() if isinstance(base, nn.Module) else base
+    weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    found = select(model, where, verb="shrink_intruders_", can_act=_cannot_compare)
+    with Edit(model, "shrink_intruders_") as edit:
+        missing: list[str] = []
+        done: set[int] = set()
+        for site in found:
+            weight = site.module.get_parameter("weight")
+            before = weights.get(f"{site.path}.weight" if site.path else "weight")
+            if before is None or before.shape != weight.shape:
+                missing.append(site.path or "the model")
+            elif id(weight) not in done:
+                done.add(id(weight))
+                _shrink(edit, site, whole(before.detach()), factor, k, threshold)
+        if missing:
+            edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
+        if len(missing) == len(found):
+            why = "the base has no weight of its path and shape"
+            do = "Pass the model before fine-tuning, with the same names."
+            raise NotApplicableError("shrink_intruders_", missing[0], why, do, action="change")
+    return edit.done()
+
+
+@torch.no_grad()
+def _shrink(edit: Edit, site: Site, before: Tensor, factor: float, k: int, threshold: float) -> None:
+    parameter = site.module.get_parameter("weight")
+    weight = whole(parameter.detach())
+    if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(before).all()):
+        why = "it or its base has values that are not finite"
+        raise NotApplicableError("shrink_intruders_", site.path, why, "Restore it.", action="change", kind=site.kind)
+    layout = layout_of(site.module)
+    matrices = matrix_view(weight, layout)
+    parts, count = [], 0
+    for old, new in zip(matrix_view(before.to(weight), layout), matrices, strict=True):
+        considered = min(k, *new.shape)
+        intruders = intruder_dimensions(old, new, k=considered, threshold=threshold)
+        count += len(intruders.numbers)
+        parts.append(new + (factor - 1) * intruders.part.to(new))
+    if count:
+        edit.set_data_(parameter, unview(torch.stack(parts), weight.shape, layout))
+        total = considered * len(parts)
+        edit.changed(site.path, f"{count} of {total} directions scaled by {factor:g}")
+
+
+def _cannot_compare(module: nn.Module) -> str | None:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() < 2:
+        return "it has no weight matrix of its own"
+    if weight.is_meta:
+        return "its weight is on the meta device"
+    try:
+        _, n, d = matrix_view(weight.detach(), layout_of(module)).shape
+    except (NotApplicableError, InvalidArgumentError):
+        return "its weight is not a stack of filters"
+    return "its filters are too few to have top directions" if min(n, d) < 2 else None

@@ -1,0 +1,119 @@
+"""`shrink_intruders_`: planted intruders scaled exactly, undone exactly, and as peft's mitigation does it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foreign import torchvision
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.measuring import difference
+from gonio.surgery import shrink_intruders_
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A network, and a copy with a planted direction in two of its layers."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(60, 80), nn.Conv2d(6, 48, 3), nn.ConvTranspose2d(48, 40, 2), nn.Linear(8, 3)).to(
+        dtype
+    )
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        tuned[0].weight += (draw(80, 1) @ draw(1, 60, seed=1)).to(dtype)
+        tuned[1].weight += (draw(48, 1, seed=2) @ draw(1, 54, seed=3)).reshape(48, 6, 3, 3).to(dtype)
+        tuned[2].weight += 1e-3 * draw(48, 40, 2, 2, seed=4).to(dtype)
+    return base, tuned
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_planted_directions_are_scaled_and_nothing_else(factor: float, dtype: torch.dtype) -> None:
+    base, tuned = pair(dtype)
+    before = {name: value.clone() for name, value in tuned.state_dict().items()}
+    edited = shrink_intruders_(tuned, base, factor=factor)
+    assert [change.path for change in edited.changes] == ["0", "1"]
+    for path in ("0.weight", "1.weight"):
+        left, values, right = torch.linalg.svd(before[path].double().flatten(1), full_matrices=False)
+        exact = before[path].double().flatten(1) + (factor - 1) * values[0] * left[:, :1] @ right[:1]
+        tolerance = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(tuned.state_dict()[path].double().flatten(1), exact, atol=tolerance, rtol=tolerance)
+    for name, value in tuned.state_dict().items():
+        if name not in ("0.weight", "1.weight"):
+            assert torch.equal(value, before[name])
+    edited.undo_()
+    assert all(torch.equal(value, before[name]) for name, value in tuned.state_dict().items())
+
+
+def test_a_model_without_intruders_stays() -> None:
+    base, _ = pair()
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        tuned[0].weight *= 1.1
+    edited = shrink_intruders_(tuned, base.state_dict())
+    assert edited.changes == ()
+    assert torch.equal(tuned[0].weight, base[0].weight * 1.1)
+
+
+def test_it_removes_what_the_measurement_finds() -> None:
+    base, tuned = pair()
+    assert [t.path for t in difference(base, tuned).intruders] == ["0", "1"]
+    shrink_intruders_(tuned, base, factor=0.0)
+    assert difference(base, tuned).intruders == ()
+
+
+@pytest.mark.parametrize("rank", [40, 48])
+def test_it_equals_the_mitigation_of_peft(rank: int) -> None:
+    torchvision()  # peft imports transformers, and that torchvision
+    peft = pytest.importorskip("peft")
+    from peft.tuners.lora.intruders import reduce_intruder_dimension
+
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40))
+    target = ["0"] if rank == 48 else ["1"]
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=target, init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():  # one strong direction; the rank is full, so that peft's truncation loses nothing
+        layer = model.base_model.model[int(target[0])]
+        layer.lora_B.default.weight.mul_(1e-3)
+        layer.lora_B.default.weight[:, 0] = draw(layer.out_features, seed=5)
+        layer.lora_A.default.weight[0] = draw(layer.in_features, seed=1)
+    ours = copy.deepcopy(model).merge_and_unload()
+    edited = shrink_intruders_(ours, base, factor=0.75)
+    assert [change.path for change in edited.changes] == target
+    reduce_intruder_dimension(model, mitigation_lambda=0.75, logging_sink=None)
+    theirs = model.merge_and_unload()
+    for mine, exact in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-5, rtol=1e-4)
+
+
+def test_refusals() -> None:
+    base, tuned = pair()
+    with pytest.raises(InvalidArgumentError, match=r"needs a factor >= 0; found -1"):
+        shrink_intruders_(tuned, base, factor=-1)
+    with pytest.raises(
+        NotApplicableError, match=r"cannot change layer '0': the base has no weight of its path and shape"
+    ):
+        shrink_intruders_(tuned, {"other.weight": torch.ones(2, 2)})
+    with pytest.raises(NoMatchError, match="shrink_intruders_"):
+        shrink_intruders_(tuned, base, where=nn.BatchNorm2d)
+    kept = tuned[0].weight.detach().clone()
+    with torch.no_grad():
+        tuned[1].weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(NotApplicableError, match="values that are not finite"):
+        shrink_intruders_(tuned, base)
+    assert torch.equal(tuned[0].weight, kept), "rolled back"
+
+
+def test_layers_that_the_base_lacks_are_noted() -> None:
+    base, tuned = pair()
+    state = base.state_dict()
+    del state["1.weight"]
+    edited = shrink_intruders_(tuned, state)
+    assert "1: the base has no weight of this path and shape" in str(edited)
