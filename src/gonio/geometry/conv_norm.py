@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.conv_operator import Taps, frequencies, half_grid, polyphase_grid, radians, taps_of
+from gonio.geometry.lanczos import Krylov
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen, widest
 from gonio.geometry.spectra import singular_values
 from gonio.geometry.views import PLAIN, Layout
@@ -33,7 +34,7 @@ CHUNK_ENTRIES = 1 << 23  # complex entries of the symbol held at once: 128 MiB i
 MARGIN = 1e-4  # of a squared norm; fifty times the error of float32 at 512 channels
 
 # Note [Successive elimination]
-# conv_spectral_norm_estimate: one Golub–Kahan step at every frequency is two real matrix products with the taps,
+# conv_spectral_norm_estimate: one Lanczos step at every frequency is two real matrix products with the taps,
 # so a few steps everywhere are cheap and the symbol is never formed. After each round only the frequencies with
 # the largest values continue, until the top one has converged. Large grids are sampled coarsely first: the symbol
 # is a trigonometric polynomial of low degree, which cannot hide a peak between points that close; then the gaps
@@ -44,8 +45,8 @@ COARSE = 32  # points per period of the coarse grid
 ROUGH, SHARE = 8, 4  # steps after which one frequency in so many continues
 FIRST, SECOND = (12, 24), (24, 4)  # (steps since the start, frequencies kept)
 MORE, MOST = 8, 160  # steps between looks at the residual, and in all
-# Residual, as a share of the value, at which the top value has converged. Its square, over the gap to the next
-# singular value, is the error; half of it bounds the distance to some singular value.
+# Residual, as a share of the squared value, at which the top value has converged. Its square, over the gap to the
+# next value, is the error; half of it bounds the distance to some singular value.
 RESIDUAL = 2e-5
 STEP_ENTRIES = 1 << 22  # of the vectors at the frequencies treated at once
 SMALL = 1 << 26  # frequencies times channels cubed, up to which conv_spectral_norm takes less time
@@ -295,7 +296,7 @@ def conv_spectral_norm_estimate(
 ) -> Tensor:
     r"""Operator norm of a convolution with circular padding on a grid, as a tight lower bound.
 
-    The quantity of :func:`conv_spectral_norm`, several times faster from 128 channels on: Golub–Kahan steps at all
+    The quantity of :func:`conv_spectral_norm`, several times faster from 128 channels on: Lanczos steps at all
     frequencies at once, more of them where the norm is large, until the residual at the top frequency is 2e-5 of the
     value. The result is within 1e-5 of a singular value there, typically within 1e-9 of the largest; in hundreds of
     Gaussian kernels the frequency was always the top one. Small kernels and grids are computed by
@@ -322,9 +323,11 @@ def conv_spectral_norm_estimate(
         if max(gaps) > 1:
             walk = _leaders(taps, _with_neighbours(walk.points, gaps, grid), grid, seed)
         walk = walk.forward(SECOND[0]).best(SECOND[1])
-        while walk.steps < MOST and walk.residual() > RESIDUAL:
-            walk = walk.forward(walk.steps + MORE)
-        return (walk.value() * scale).to(widen(weight).dtype)
+        value, residual = walk.top()
+        while walk.krylov.steps < MOST and residual > RESIDUAL:
+            walk = walk.forward(walk.krylov.steps + MORE)
+            value, residual = walk.top()
+        return (value * scale).to(widen(weight).dtype)
 
 
 def _with_neighbours(points: Tensor, gaps: Sequence[int], grid: Sequence[int]) -> Tensor:
@@ -339,121 +342,64 @@ def _leaders(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Wal
     parts = points.split(max(1, STEP_ENTRIES // (groups * count * out)))
     starts = (_start(taps, part, grid, seed).forward(ROUGH) for part in parts)
     walks = [start.best(max(FIRST[1], len(start.points) // SHARE)) for start in starts]
-    return _joined(walks).forward(FIRST[0]).best(FIRST[1])
+    points, phase = torch.cat([w.points for w in walks]), torch.cat([w.phase for w in walks], 1)
+    walk = _Walk(taps, points, phase, Krylov.combined([w.krylov for w in walks], lambda x: torch.cat(x, 2)))
+    return walk.forward(FIRST[0]).best(FIRST[1])
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Golub–Kahan recurrence at some frequencies, after some steps.
+    """The recurrence of F(ω)ᴴF(ω) at some frequencies, started from F(ω)ᴴ times a vector on the smaller side.
 
-    It starts on the smaller side, so it is exact after as many steps as that side is long. Complex vectors
-    are stored as pairs of reals in the last dimension: (groups, channels, frequencies, 2).
+    Complex vectors are stored as pairs of reals in the last dimension: (groups, channels, frequencies, 2).
     """
 
     taps: Taps
     points: Tensor  # (frequencies, dims), integers
     phase: Tensor  # (taps, frequencies)
-    left: Tensor  # the next left vectors
-    right: tuple[Tensor, ...]  # all right vectors
-    alphas: tuple[Tensor, ...]  # (groups, frequencies) per step
-    betas: tuple[Tensor, ...]  # (groups, frequencies) per step
-
-    @property
-    def steps(self) -> int:
-        return len(self.alphas)
+    krylov: Krylov
 
     def forward(self, steps: int) -> _Walk:
-        """The recurrence after `steps` steps in all, at most one per dimension."""
-        u, right, alphas, betas = self.left, list(self.right), list(self.alphas), list(self.betas)
-        for _ in range(min(steps, u.shape[1]) - self.steps):
-            pulled = _adjoint(self.taps, self.phase, u)
-            if right:
-                pulled -= betas[-1][:, None, :, None] * right[-1]
-            alpha, v = _next_direction(pulled, alphas)
-            alphas.append(alpha)
-            right.append(v)
-            pushed = _forward(self.taps, self.phase, v).sub_(alpha[:, None, :, None] * u)
-            beta, u = _next_direction(pushed, alphas)
-            betas.append(beta)
-        return replace(self, left=u, right=tuple(right), alphas=tuple(alphas), betas=tuple(betas))
+        """The recurrence after `steps` steps in all, at most one per dimension of the smaller side."""
+
+        def times(v: Tensor) -> Tensor:
+            return _adjoint(self.taps, self.phase, _forward(self.taps, self.phase, v))
+
+        return replace(self, krylov=self.krylov.forward(times, min(steps, self.taps.matrices.shape[2])))
 
     def best(self, count: int) -> _Walk:
         """The recurrence at the `count` frequencies with the largest values over all groups."""
         if len(self.points) <= count:
             return self
-        tops = torch.linalg.eigvalsh(self._tridiagonal())[..., -1].amax(0)
-        index = tops.topk(count).indices
-        return replace(
-            self,
-            points=self.points[index.cpu()],
-            phase=self.phase[:, index],
-            left=self.left[:, :, index],
-            right=tuple(v[:, :, index] for v in self.right),
-            alphas=tuple(alpha[:, index] for alpha in self.alphas),
-            betas=tuple(beta[:, index] for beta in self.betas),
-        )
+        index = torch.linalg.eigvalsh(self.krylov.tridiagonal())[..., -1].amax(0).topk(count).indices
+        krylov = Krylov.combined([self.krylov], lambda x: x[0][:, :, index])
+        return replace(self, points=self.points[index.cpu()], phase=self.phase[:, index], krylov=krylov)
 
-    def residual(self) -> float:
-        """Residual of the top value as a share of it; 0 if there are no more dimensions."""
-        if self.steps == self.left.shape[1]:
-            return 0.0
-        group, index, square, vector = self._top()
-        last = self.betas[-1][group, index].to(vector) * vector[-1].abs()
-        return float(last / square.sqrt()) if float(square) > 0 else 0.0
+    def top(self) -> tuple[Tensor, float]:
+        """‖F v‖ for the top unit vector v, in float64, which never exceeds the norm of F; and the residual of v.
 
-    def value(self) -> Tensor:
-        """‖F v‖ for the top unit vector v, in float64, which never exceeds the norm of F."""
-        group, index, _, vector = self._top()
-        x = torch.stack([v[group, :, index] for v in self.right], -1).to(vector) @ vector  # (channels, 2)
-        one = self.taps.group(group)
-        double = Taps(one.matrices.to(vector), one.positions)
+        The residual is a share of the squared value; 0 if there are no more dimensions.
+        """
+        squares, vectors = torch.linalg.eigh(self.krylov.tridiagonal())
+        group, index = divmod(int(squares[..., -1].argmax()), squares.shape[1])
+        square, vector = squares[group, index, -1], vectors[group, index, :, -1]
+        last = self.krylov.beside[-1][group, 0, index, 0].to(vector) * vector[-1].abs()
+        complete = self.krylov.steps == self.taps.matrices.shape[2] or not float(square) > 0
+        x = torch.stack([v[group, :, index] for v in self.krylov.basis[:-1]], -1).to(vector) @ vector  # (channels, 2)
+        double = Taps(self.taps.group(group).matrices.to(vector), self.taps.positions)
         phase = self.phase[:, index : index + 1]
         phase = torch.polar(torch.ones_like(phase.real, dtype=vector.dtype), phase.angle().to(vector))
-        return safe_norm(_forward(double, phase, normalize(x, (0, 1))[None, :, None]), (0, 1, 2, 3))
-
-    def _top(self) -> tuple[int, int, Tensor, Tensor]:
-        """Group and index of the top value, its square, and its vector in the basis of the right vectors."""
-        squares, vectors = torch.linalg.eigh(self._tridiagonal())
-        group, index = divmod(int(squares[..., -1].argmax()), squares.shape[1])
-        return group, index, squares[group, index, -1], vectors[group, index, :, -1]
-
-    def _tridiagonal(self) -> Tensor:
-        """The Gram matrix of the lower bidiagonal (k+1) × k matrix, (groups, frequencies, k, k)."""
-        alpha, beta = (torch.stack(x, -1).to(widest(x[0])) for x in (self.alphas, self.betas))
-        gram = torch.diag_embed(alpha.square() + beta.square())
-        if self.steps > 1:
-            side = torch.diag_embed(alpha[..., 1:] * beta[..., :-1], 1)
-            gram = gram + side + side.mT
-        return gram
+        value = safe_norm(_forward(double, phase, normalize(x, (0, 1))[None, :, None]), (0, 1, 2, 3))
+        return value, 0.0 if complete else float(last / square)
 
 
 def _start(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
-    start = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
-    u = normalize(start.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
-    return _Walk(taps, points, taps.phases(radians(points, grid, taps.matrices)), u, (), (), ())
-
-
-def _joined(walks: Sequence[_Walk]) -> _Walk:
-    if len(walks) == 1:
-        return walks[0]
-    right, alphas, betas = (
-        tuple(torch.cat(parts, dim) for parts in zip(*(getattr(walk, name) for walk in walks), strict=True))
-        for name, dim in (("right", 2), ("alphas", 1), ("betas", 1))
-    )
-    points, phase, left = (
-        torch.cat([getattr(walk, name) for walk in walks], dim)
-        for name, dim in (("points", 0), ("phase", 1), ("left", 2))
-    )
-    return _Walk(walks[0].taps, points, phase, left, right, alphas, betas)
-
-
-def _next_direction(x: Tensor, alphas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norm and unit vectors of `x`; zero where the Krylov space is complete and `x` is only rounding."""
-    norm = (x * x).sum(1).sum(-1).sqrt_()
-    least = 32 * torch.finfo(x.dtype).eps * alphas[0] if alphas else torch.zeros_like(norm)
-    norm = norm.where(norm > least, 0.0)
-    return norm, x.div_(norm.masked_fill(norm == 0, torch.inf)[:, None, :, None])
+    draw = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
+    phase = taps.phases(radians(points, grid, taps.matrices))
+    u = normalize(draw.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
+    krylov = Krylov(basis=(normalize(_adjoint(taps, phase, u), (1, 3)),), dims=(1, 3), passes=0)
+    return _Walk(taps, points, phase, krylov)
 
 
 def _forward(taps: Taps, phase: Tensor, v: Tensor) -> Tensor:
