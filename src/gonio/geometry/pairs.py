@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions, rows_at
+from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -85,7 +85,8 @@ def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = No
     drawn = min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))
     totals = _Totals()
     for index, matrix in enumerate(matrices):
-        order = _sample(n, drawn, f"{name}/{index}").to(matrix.device)
+        draws = generator(0, "measure", f"{name}/{index}")
+        order = (torch.arange(n) if drawn == n else torch.randperm(n, generator=draws)[:drawn]).to(matrix.device)
         known = gram if gram is not None and drawn == n and gram.has_cosines else None
         totals.add(_cosines(matrix, order) if known is None else known.cosines(), len(order), index * n)
     if not totals.count:
@@ -97,25 +98,22 @@ def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = No
     return _search_all(matrices, found, name)
 
 
-def _sample(n: int, drawn: int, name: str) -> Tensor:
-    return torch.arange(n) if drawn == n else torch.randperm(n, generator=generator(0, "measure", name))[:drawn]
-
-
 def _search_all(matrices: Tensor, found: PairStatistics, name: str) -> PairStatistics:
     """The statistics with near duplicates searched among all filters instead of the sample."""
     if found.near > found.count // 100:  # most filters are alike, which the sample shows
         return found
     near, opposite, coherence, closest = 0, 0, found.coherence, found.closest
     for index, matrix in enumerate(matrices):
-        pairs = near_pairs(matrix, name=f"{name}/{index}")
-        if pairs is None:
+        searched = near_pairs(matrix, name=f"{name}/{index}")
+        if searched is None:
             return found
-        near += len(pairs.cosines)
-        opposite += int((pairs.cosines < 0).sum())
-        if len(pairs.cosines) and float(pairs.cosines.abs().max()) >= coherence:
-            best = int(pairs.cosines.abs().argmax())
-            coherence = float(pairs.cosines[best].abs())
-            i, j = (int(v) + index * matrices.shape[1] for v in pairs.pairs[best])
+        pairs, cosines = searched
+        near += len(cosines)
+        opposite += int((cosines < 0).sum())
+        if len(cosines) and float(cosines.abs().max()) >= coherence:
+            best = int(cosines.abs().argmax())
+            coherence = float(cosines[best].abs())
+            i, j = (int(v) + index * matrices.shape[1] for v in pairs[best])
             closest = (i, j)
     return replace(found, near=near, opposite=opposite, coherence=coherence, closest=closest, searched=True)
 
@@ -128,7 +126,16 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
     if matrix.shape[1] > LONG:
         yield _cosines_of_long_rows(matrix, order)
         return
-    unit, order = _directions(matrix, order)
+    unit = torch.empty(len(order), matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
+    alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
+    step = max(1, BLOCK // max(1, matrix.shape[1]))
+    for start in range(0, len(order), step):
+        part = row_directions(matrix[order[start : start + step]])
+        unit[start : start + step] = part
+        norms = torch.linalg.vector_norm(part, dim=-1)  # 1, or 0 for a zero row, or not finite
+        alive[start : start + step] = (norms > 0) & torch.isfinite(norms)
+    if not bool(alive.all()):
+        unit, order = unit[alive], order[alive]
     n, start = len(unit), 0
     while start < n - 1:
         stop = min(n, start + max(1, min(512, PRODUCT // (n - start))))
@@ -136,27 +143,12 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
         start = stop
 
 
-def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of these rows, without rows that have no direction, and the row numbers."""
-    unit = torch.empty(len(order), matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
-    alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
-    step = max(1, BLOCK // max(1, matrix.shape[1]))
-    for start in range(0, len(order), step):
-        part = row_directions(rows_at(matrix, order[start : start + step]))
-        unit[start : start + step] = part
-        norms = torch.linalg.vector_norm(part, dim=-1)  # 1, or 0 for a zero row, or not finite
-        alive[start : start + step] = (norms > 0) & torch.isfinite(norms)
-    if bool(alive.all()):
-        return unit, order
-    return unit[alive], order[alive]
-
-
 def _cosines_of_long_rows(matrix: Tensor, order: Tensor) -> CosineBlock:
     """One block of cosines of a few very long rows, from products of their parts."""
     rows = order.sort().values
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=matrix.device)
     for start in range(0, matrix.shape[1], BLOCK // FEWEST):
-        part = rows_at(matrix[:, start : start + BLOCK // FEWEST], rows).double()
+        part = matrix[:, start : start + BLOCK // FEWEST][rows].double()
         gram += part @ part.mT
     norms = gram.diagonal().sqrt()
     alive = (norms > 0) & torch.isfinite(norms)
