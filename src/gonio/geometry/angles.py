@@ -9,8 +9,17 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.chance import alignment_variance
-from gonio.geometry.norms import check_matrix, filter_norms, flat_filters, full_precision, safe_norm, unit_vectors
-from gonio.geometry.norms import whole, widen, widest
+from gonio.geometry.norms import (
+    check_matrix,
+    filter_norms,
+    flat_filters,
+    full_precision,
+    safe_norm,
+    unit_vectors,
+    whole,
+    widen,
+    widest,
+)
 from gonio.seeding import generator
 
 __all__ = [
