@@ -24,10 +24,7 @@ GRAM_BLOCK = 1024  # rows and columns of one Gram block
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
 
-# Note [Banded sign hashing]
-# A pool of m random hyperplanes gives each vector m sign bits. Each of L bands reads k of them, at places of
-# its own, as the number of a bucket. Near vectors share a bucket in some band with a known probability, other
-# vectors rarely do; vectors that share a bucket are compared exactly.
+# Of banded sign hashing:
 BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
 POOLS = (256, 512, 1024)
 BITS = range(8, 25, 2)  # per band; keys are summed in float32, whose integers are exact to 2^24
@@ -38,16 +35,15 @@ ROW_CHUNK = 1 << 11  # vectors hashed at once
 MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
 
 # Note [Costs]
-# In multiplications inside a matrix product (13 ps on one core of a Zen 4): testing one entry of a Gram
-# block; sorting and comparing one key; gathering and verifying one candidate, in all and per dimension.
-# On another machine the ratios differ, which moves the change between exact and hashed search, and no result.
+# In multiplications inside a matrix product (13 ps on one core of a Zen 4): testing one entry of a Gram block; sorting
+# and comparing one key; gathering and verifying one candidate, in all and per dimension. They decide between exact and
+# hashed search, and change no result.
 ENTRY_COST, KEY_COST, CANDIDATE_COST, GATHER_COST = 25.0, 1800.0, 6000.0, 190.0
 
 # Note [Sketch]
 # Projected onto k Gaussian directions, a pair with the cosine c has one with mean c and standard deviation
 # (1 − c²)/√k: at 0.95 and k = 256 that is 0.006, so the candidates miss fewer than one pair in 10⁶ at the
-# threshold, and none that is nearer. Random directions in 256 dimensions never reach 0.92. The cosine of every
-# candidate is then computed from the vectors themselves.
+# threshold. Random directions in 256 dimensions never reach 0.92.
 NEAR = 0.95  # |cosine| from which two filters count as near duplicates in measurements
 SKETCH = 256  # directions onto which longer vectors are projected
 SKETCH_COSINE = 0.92  # |cosine| of the projections from which a pair is a candidate
@@ -96,12 +92,8 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     .. math::
         1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi).
 
-    The cheapest :math:`m, k, L` with the requested recall at the threshold are used, with costs estimated from a sample
-    of the pairs. Vectors with a common direction are centred for hashing where that is cheaper. Of more than 256 copies
-    of one vector each is compared with 256 others (``capped`` counts such vectors).
-
-    An antipode computes the same feature up to sign under odd or linear units, but not under ReLU; the sign of the
-    cosine distinguishes them. Zero vectors have no direction and are in no pair.
+    The cheapest :math:`m, k, L` with the requested recall at the threshold are used. Of more than 256 copies of one
+    vector each is compared with 256 others (``capped`` counts such vectors). Zero vectors are in no pair.
 
     Args:
         vectors: one per row, (n, d); or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
@@ -214,8 +206,8 @@ class Search:
 def cheapest_search(unit: Tensor, cosine: float, recall: float, seed: int) -> Search | None:
     """The cheapest search with this recall, or None where comparing all pairs costs less.
 
-    The number of candidates is estimated from pairs in a sample of the vectors, so that vectors that crowd into
-    few buckets get more bits, or are centred, or are searched exactly.
+    The number of candidates is estimated from pairs in a sample: vectors that crowd into few buckets get more bits, or
+    are centred, or are searched exactly.
     """
     n, d = unit.shape
     order = torch.randperm(n, generator=generator(seed, "sample", n)).to(unit.device)
@@ -316,8 +308,7 @@ def _candidates(unit: Tensor, search: Search, seed: int) -> tuple[Tensor, int]:
 def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     """Buckets of each band, (bands, n), or (bands, 2n) with those of the negated vectors after the others.
 
-    Without centring a negated vector has the complementary bits, so key and complement share the smaller of
-    the two as bucket, and antipodes meet without a second copy.
+    Without centring a negated vector has the complementary bits: the smaller of both keys is the bucket.
     """
     normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
     places = torch.rand(search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool))
@@ -339,35 +330,21 @@ def _meetings(keys: Tensor, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:
     # Key and entry in one number: sorting numbers alone is faster than sorting with indices, and buckets are in
     # the order of the entries, so that crowded ones yield the same pairs in every band.
     width = (2 * n).bit_length()
-    ordered = _sorted_((keys.long() << width).bitwise_or_(entries))
-    codes = [entries[:0]]
-    for shift in range(1, BUCKET_LIMIT + 1):
-        same = _same_key(ordered, shift, width)
+    ordered = (keys.long() << width).bitwise_or_(entries)
+    if ordered.is_cpu:
+        ordered.numpy().sort()  # in place; torch's sort always makes indices too
+    else:
+        ordered = ordered.sort().values
+    found, codes = ordered & ((1 << width) - 1), [entries[:0]]
+    for shift in range(1, BUCKET_LIMIT + 2):
+        same = ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
         if not len(same):
             return torch.cat(codes), entries[:0]
-        a, b = ordered[same], ordered[same + shift]
-        codes.append(_codes(a & ((1 << width) - 1), b & ((1 << width) - 1), n))
-    crowded = ordered[_same_key(ordered, BUCKET_LIMIT + 1, width)]
-    return torch.cat(codes), (crowded & ((1 << width) - 1)) % n
-
-
-def _same_key(ordered: Tensor, shift: int, width: int) -> Tensor:
-    """Places whose key equals that of the place `shift` further on."""
-    return ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
-
-
-def _sorted_(x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
-        return x.sort().values
-    x.numpy().sort()  # in place; torch's sort always makes indices too
-    return x
-
-
-def _codes(a: Tensor, b: Tensor, n: int) -> Tensor:
-    """i·n + j for entries of which at most one is a negated copy (index ≥ n) of another vector."""
-    useful = ((a < n) | (b < n)) & (a % n != b % n)
-    a, b = a[useful] % n, b[useful] % n
-    return torch.minimum(a, b) * n + torch.maximum(a, b)
+        a, b = found[same], found[same + shift]
+        useful = ((a < n) | (b < n)) & (a % n != b % n)  # at most one is a negated copy, of another vector
+        a, b = a[useful] % n, b[useful] % n
+        codes.append(torch.minimum(a, b) * n + torch.maximum(a, b))
+    return torch.cat(codes[:-1]), found[same] % n
 
 
 # --- very long vectors ----------------------------------------------------------------------------
