@@ -27,7 +27,6 @@ __all__ = [
     "Evaluation",
     "OutputRegularizer",
     "Regularizer",
-    "ScaleRegularizer",
     "WeightRegularizer",
     "identity_like",
     "replicated",
@@ -116,7 +115,7 @@ def _options(kind: type[Regularizer]) -> dict[str, tuple[Any, ...]]:
 class WeightRegularizer(Regularizer):
     """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
 
-    scale_only: ClassVar[bool] = False  # whether it is a :class:`ScaleRegularizer`
+    scale_only: ClassVar[bool] = False  # whether it is a a `ScaleRegularizer`
 
     def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.
@@ -225,23 +224,6 @@ class WeightRegularizer(Regularizer):
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         """A lower bound for a weight in float32 or float64."""
         return weight.new_zeros(())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleRegularizer(WeightRegularizer):
-    """A regularizer of the scale of a weight only, which a following normalisation layer removes.
-
-    Args:
-        before_norm: `"skip"` or `"keep"` weights in front of a normalisation layer; read by `Penalty`.
-    """
-
-    scale_only: ClassVar[bool] = True
-
-    before_norm: Literal["skip", "keep"] = "skip"
-
-    @property
-    def skips_before_norm(self) -> bool:
-        return self.before_norm == "skip"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,33 @@
-"""L2: half the squared norm of a weight."""
+"""L2: half the squared norm of a weight; and what all penalties of the scale alone share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import Evaluation, ScaleRegularizer
+from gonio.regularizers.base import Evaluation, WeightRegularizer
 
-__all__ = ["L2"]
+__all__ = ["L2", "ScaleRegularizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRegularizer(WeightRegularizer):
+    """A regularizer of the scale of a weight only, which a following normalisation layer removes.
+
+    Args:
+        before_norm: `"skip"` or `"keep"` weights in front of a normalisation layer; read by `Penalty`.
+    """
+
+    scale_only: ClassVar[bool] = True
+
+    before_norm: Literal["skip", "keep"] = "skip"
+
+    @property
+    def skips_before_norm(self) -> bool:
+        return self.before_norm == "skip"
 
 
 @dataclass(frozen=True, kw_only=True)

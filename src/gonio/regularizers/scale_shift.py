@@ -15,8 +15,9 @@ from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import AddGradient, Evaluation, ScaleRegularizer, require
+from gonio.regularizers.base import AddGradient, Evaluation, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
+from gonio.regularizers.l2 import ScaleRegularizer
 
 __all__ = ["ScaleShift"]
 
