@@ -165,7 +165,7 @@ def test_nothing_is_silently_not_initialised(function) -> None:
         function(torch.empty(3, 4, device="meta"))
     with pytest.raises(InvalidArgumentError, match=r"found shape \(0, 4\), which has no entries"):
         function(torch.empty(0, 4))
-    with pytest.raises(InvalidArgumentError, match=r"real floating-point weights; found dtype torch\.int64"):
+    with pytest.raises(InvalidArgumentError, match=r"real floating-point weight; found dtype torch\.int64"):
         function(torch.zeros(3, 4, dtype=torch.int64))
     with pytest.raises(InvalidArgumentError, match=r"a lazy layer, which has no shape yet\. Run one batch"):
         function(nn.LazyLinear(3).weight)
