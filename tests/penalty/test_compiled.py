@@ -94,6 +94,7 @@ def test_weights_that_cannot_be_read_in_place(layout: str) -> None:
         )
     model = nn.ModuleList([conv, plain])
     penalty = Penalty(model, [(None, PENALTY)])
+    penalty.compile_(backend="aot_eager")
     penalty.add_grads_()
     added = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

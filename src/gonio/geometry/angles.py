@@ -71,9 +71,8 @@ def angles(matrix: Tensor) -> Tensor:
     r"""Angle between every two filters in radians, :math:`\theta_{ij} \in [0, \pi]`.
 
     Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})` [1]: accurate to
-    1e-7 near 0 and to the resolution of the result's dtype near :math:`\pi` (1.2e-7 in float32), where the arc
-    cosine of a float32 cosine has an error of 3e-4. Angles below 4.5e-8 are rounding and become 0. The gradient
-    is bounded everywhere. A zero filter is at :math:`\pi/2` to every filter, itself included.
+    1e-7 near 0 and to 1.2e-7 near :math:`\pi` (float32), where the arc cosine has an error of 3e-4. Angles below 4.5e-8
+    become 0. The gradient is bounded. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
     Shape: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution → (n, n) or
         (groups, n, n), in float32 at least.
@@ -85,7 +84,6 @@ def angles(matrix: Tensor) -> Tensor:
         tensor([[ 0., 45.],
                 [45.,  0.]])
 
-    See also: :func:`angle_between` for pairs of vectors.
     References: [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?", 2006,
         §12.
     """
@@ -124,8 +122,8 @@ def coherence(matrix: Tensor) -> Tensor:
 
     .. math:: \mu(W) = \max_{i \ne j} \frac{|\langle w_i, w_j \rangle|}{\lVert w_i \rVert \lVert w_j \rVert}
 
-    0 if the filters are orthogonal, which requires :math:`n \le d`; 1 if two are parallel or opposite. For
-    :math:`n > d` it is at least :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
+    0 if the filters are orthogonal; 1 if two are parallel or opposite. For :math:`n > d` it is at least
+    :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
 
     Shape: (n, d) or (groups, n, d) with n ≥ 2 → () or (groups,).
     Invariances: Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
@@ -255,8 +253,6 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
         >>> bits = gonio.geometry.sign_hash(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 4096)
         >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
         0.5
-
-    See also: :func:`near_duplicates`, which finds candidates by such bits; :func:`angles`, exact.
     """
     check_matrix(vectors, "sign_hash")
     if bits < 1:

@@ -1,7 +1,6 @@
 """Stored matrices of any size, read in blocks: norms, non-finite entries, Gram matrix, directions of rows.
 
-The public functions of `gonio.geometry` return differentiable tensors. This module, `pairs` and
-`spectra.spectrum_estimate` return the plain numbers that :func:`gonio.measure` reports, in bounded memory.
+This module, `pairs` and `spectra.spectrum_estimate` return the plain numbers that :func:`gonio.measure` reports.
 """
 
 from __future__ import annotations
@@ -85,23 +84,14 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormSummary:
-    """Distribution of the filter norms of a weight.
+    """Distribution of the filter norms of a weight."""
 
-    Attributes:
-        rms, frobenius: root mean square of the entries, and norm of the whole weight.
-        mean: of the filter norms, as the next four.
-        std: with denominator n.
-        quantiles: least, quartiles (nearest order statistic), largest.
-        nonzero_min: least norm that is not 0; None if all are 0.
-        zeros: number of filters of norm 0.
-    """
-
-    rms: float
-    frobenius: float
+    rms: float  # of the entries
+    frobenius: float  # norm of the whole weight
     mean: float
-    std: float
-    quantiles: tuple[float, ...]
-    nonzero_min: float | None
+    std: float  # with denominator n
+    quantiles: tuple[float, ...]  # least, quartiles (nearest order statistic), largest
+    nonzero_min: float | None  # None if all are 0
     zeros: int
 
     @classmethod
@@ -147,19 +137,12 @@ def safe_scale(matrix: Tensor) -> float:
 
 @dataclass(frozen=True)
 class GramMatrix:
-    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines.
+    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines."""
 
-    Attributes:
-        lower: correct in its lower triangle, which is all that `eigvalsh` reads.
-        scale: :func:`safe_scale` of W.
-        of_filters: whether it is W Wᵀ.
-        dtype: in which figures of W are computed otherwise.
-    """
-
-    lower: Tensor
-    scale: float
-    of_filters: bool
-    dtype: torch.dtype
+    lower: Tensor  # correct in its lower triangle, which is all that `eigvalsh` reads
+    scale: float  # :func:`safe_scale` of W
+    of_filters: bool  # whether it is W Wᵀ
+    dtype: torch.dtype  # in which figures of W are computed otherwise
 
     @classmethod
     def of(cls, matrix: Tensor) -> GramMatrix:

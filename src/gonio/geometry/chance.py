@@ -258,19 +258,12 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
 
 @dataclass(frozen=True)
 class SpectrumDeviation:
-    """Singular values of some matrices of one size compared with those of random matrices.
+    """Singular values of some matrices of one size compared with those of random matrices."""
 
-    Attributes:
-        distance: Kolmogorov distance of the squared singular values from the law of Marchenko and Pastur, in [0, 1].
-        outliers: number of singular values above :func:`random_largest_singular_value`; `outlier_share`: their share
-            of the squared Frobenius norm.
-        defect: root mean square of :math:`s_i^2 / \\overline{s^2} - 1`.
-    """
-
-    distance: float
-    outliers: int
-    outlier_share: float
-    defect: float
+    distance: float  # Kolmogorov distance of their squares from the law of Marchenko and Pastur, in [0, 1]
+    outliers: int  # number of singular values above random_largest_singular_value
+    outlier_share: float  # their share of the squared Frobenius norm
+    defect: float  # root mean square of s_i² / mean(s²) − 1
 
 
 def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviation | None:

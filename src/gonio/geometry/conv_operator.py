@@ -1,9 +1,8 @@
 """A convolution as a linear map on feature maps: its symbol per frequency, and its dense matrix on a grid.
 
-The symbol is F(ω) = Σ_t W_t e^{−iω·t}. On a periodic grid the Fourier transform turns a convolution into these
-blocks, so the operator norm is the largest singular value of any of them; over all real ω it bounds the
-zero-padded operator on every grid. A stride is folded into channels first (polyphase form), after which it is
-1; a transposed convolution is the adjoint of the convolution with the same stored weight and has the same norm.
+The symbol is F(ω) = Σ_t W_t e^{−iω·t}. On a periodic grid the Fourier transform turns a convolution into these blocks;
+over all real ω their norm bounds the zero-padded operator on every grid. A stride is folded into channels first. A
+transposed convolution is the adjoint of the convolution with the same stored weight and has the same norm.
 """
 
 from __future__ import annotations
@@ -71,12 +70,7 @@ class Taps:
 
 
 def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
-    """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped.
-
-    Raises: InvalidArgumentError for a weight without kernel dimensions, stacked blocks, a stride or dilation of another
-        rank, or padding that is neither zeros nor circular (reflection and replication count pixels twice, so they have
-        no symbol and a larger norm).
-    """
+    """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped; raises for anything else."""
     dims = weight.ndim - 2
     stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
     if dims < 1 or layout.blocks != 1 or len(stride) != dims or len(dilation) != dims:

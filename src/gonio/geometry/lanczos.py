@@ -103,7 +103,6 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
         >>> round(gonio.geometry.spectral_norm(torch.diag(torch.tensor([1.0, 5.0, 2.0]))).item(), 4)
         5.0
 
-    See also: :func:`singular_values`, exact and slower.
     References: [1] As :class:`~gonio.geometry.lanczos.Krylov`, with the operator :math:`W^\top W`.
     """
     check_matrix(matrix, "spectral_norm")

@@ -46,9 +46,8 @@ LARGEST_RANK = 256  # largest energy_rank found without all singular values
 def singular_values(matrix: Tensor) -> Tensor:
     r"""All singular values, largest first; computed in float64.
 
-    Relative error at most 1e-6 for :math:`s > 10^{-4} s_{\max}`, absolute error at most
-    :math:`10^{-9} s_{\max}` below, before rounding to the result's dtype. Differentiable: the gradient is
-    a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
+    Relative error at most 1e-6 for :math:`s > 10^{-4} s_{\max}`, absolute error at most :math:`10^{-9} s_{\max}` below.
+    The gradient is a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
 
     Shape: (n, d) or (groups, n, d) → (min(n, d),) or (groups, min(n, d)), in float32 at least.
     Raises: InvalidArgumentError for non-finite entries or another rank.
@@ -228,18 +227,11 @@ def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Singular values of some matrices as one block-diagonal matrix, or only the largest.
-
-    Attributes:
-        largest: largest singular value of all matrices.
-        error: 0 if all singular values were computed; else `largest` is too small by at most this share of it,
-            with probability 0.99.
-        values: all singular values of all matrices, in no order; None if they were not computed.
-    """
+    """Singular values of some matrices as one block-diagonal matrix, or only the largest."""
 
     largest: float
-    error: float
-    values: Tensor | None
+    error: float  # `largest` is too small by at most this share, with probability 0.99; 0 with all singular values
+    values: Tensor | None  # all singular values of all matrices, in no order; None if they were not computed
 
     def stable_rank(self, frobenius: float) -> float:
         """See :func:`stable_rank`; `frobenius` is the norm of all matrices together."""

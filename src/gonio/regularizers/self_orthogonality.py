@@ -157,24 +157,28 @@ class SelfOrthogonality(OutputRegularizer):
         return x[chosen // x.shape[2], :, chosen % x.shape[2]].unsqueeze(2)
 
 
+def _samples(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """The number of samples of outputs (N, k, P), 1 at least."""
+    return total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
+
+
+def _centred(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Outputs (N, k, P) less the mean of their channel."""
+    x = x - first_sample(x, process_group)
+    return x - total(x.sum((0, 2), keepdim=True), process_group) / _samples(x, process_group)
+
+
 def _standardized(x: Tensor, process_group: ProcessGroup | None, *, center: bool, least: float) -> Tensor:
     """Outputs (N, k, P) divided by the standard deviation of their channel; 0 where it is below `least`."""
-    samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
-    if center:
-        x = x - first_sample(x, process_group)
-        x = x - total(x.sum((0, 2), keepdim=True), process_group) / samples
-    square = total((x * x).sum((0, 2), keepdim=True), process_group) / samples
+    x = _centred(x, process_group) if center else x
+    square = total((x * x).sum((0, 2), keepdim=True), process_group) / _samples(x, process_group)
     flat = square <= max(least**2, torch.finfo(x.dtype).tiny)
     return x * square.masked_fill(flat, 1).rsqrt().masked_fill(flat, 0)
 
 
 def _soft_signs(x: Tensor, pairs: Pairs) -> Tensor:
     """tanh(γ (y − ȳ)) of outputs (N, k, P) as (groups, k/groups, samples)."""
-    if pairs.center:
-        x = x - first_sample(x, pairs.process_group)
-        samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), pairs.process_group).clamp_min(1)
-        x = x - total(x.sum((0, 2), keepdim=True), pairs.process_group) / samples
-    signs = torch.tanh(pairs.gamma * x)
+    signs = torch.tanh(pairs.gamma * (_centred(x, pairs.process_group) if pairs.center else x))
     return signs.movedim(1, 0).flatten(1).unflatten(0, (pairs.groups, -1))
 
 
