@@ -86,7 +86,6 @@ def test_outputs_are_read_without_their_bias_and_with_their_groups() -> None:
         *((nn.Linear(4, 6), shape, lambda y: y.reshape(-1, 6)) for shape in ((7, 4), (2, 3, 5, 4), (4,))),
         (nn.Conv2d(2, 6, 3, bias=False), (2, 7, 7), lambda y: y.unsqueeze(0)),
     ],
-    ids=str,
 )
 def test_channels_of_any_layer(layer: nn.Module, shape: tuple[int, ...], flat: Callable[[Tensor], Tensor]) -> None:
     """The last dimension of a linear layer; a convolution may lack the batch."""

@@ -80,13 +80,11 @@ class Krylov:
         return (matrix + matrix.triu(1).mT).to(widest(matrix))
 
     @staticmethod
-    def combined(parts: Sequence[Krylov], change: Callable[[Sequence[Tensor]], Tensor]) -> Krylov:
+    def combined(parts: Sequence[Krylov], change: Callable[[tuple[Tensor, ...]], Tensor]) -> Krylov:
         """One recurrence from several after equally many steps: `change` of each tensor that they all have."""
-        fields = {
-            name: tuple(change(same) for same in zip(*(getattr(part, name) for part in parts), strict=True))
-            for name in ("basis", "diagonal", "beside")
-        }
-        return replace(parts[0], **fields)
+        columns = zip(*((part.basis, part.diagonal, part.beside) for part in parts), strict=True)
+        basis, diagonal, beside = (tuple(change(same) for same in zip(*column, strict=True)) for column in columns)
+        return replace(parts[0], basis=basis, diagonal=diagonal, beside=beside)
 
 
 def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
