@@ -74,8 +74,9 @@ def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = No
     drawn = min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))
     totals = _Totals()
     for index, matrix in enumerate(matrices):
-        draws = generator(0, "measure", f"{name}/{index}")
-        order = (torch.arange(n) if drawn == n else torch.randperm(n, generator=draws)[:drawn]).to(matrix.device)
+        order = torch.arange(n, device=matrix.device)
+        if drawn < n:
+            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"))[:drawn].to(matrix.device)
         known = gram if gram is not None and drawn == n and gram.has_cosines else None
         totals.add(_cosines(matrix, order) if known is None else known.cosines(), len(order), index * n)
     if not totals.count:
