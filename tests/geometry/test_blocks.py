@@ -128,9 +128,9 @@ def test_a_near_pair_among_long_filters_is_found_by_its_projection(scale: float)
     b -= (a @ b) / (a @ a) * a
     matrix[13] = (-at * a + sqrt(1 - at**2) * b * (a.norm() / b.norm())).float()
     matrix[40, 3] = float("nan")
-    found = near_pairs(matrix, name="x")
-    assert found.pairs.tolist() == [[13, 600]]
-    assert float(found.cosines[0]) == pytest.approx(-at, rel=1e-4)
+    pairs_, cosines = near_pairs(matrix, name="x")
+    assert pairs_.tolist() == [[13, 600]]
+    assert float(cosines[0]) == pytest.approx(-at, rel=1e-4)
     assert at > NEAR
 
 

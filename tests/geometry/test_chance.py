@@ -16,7 +16,6 @@ from gonio.geometry import (
     alignment,
     alignment_deviation,
     alignment_zscore,
-    angles,
     coherence,
     expected_coherence,
     marchenko_pastur,
@@ -34,8 +33,7 @@ from gonio.geometry.chance import (
     spectrum_deviation,
 )
 from references import geometry as reference
-from references.measuring import angle_std_by_chance, coherence_by_chance
-from references.spectra import defect, distance_from_marchenko_pastur
+from references.measuring import angle_std_by_chance, coherence_by_chance, defect, distance_from_marchenko_pastur
 from tolerances import close
 
 SIGMAS = 4.5  # a right simulation fails this far out once in 1e5 tests
@@ -46,31 +44,15 @@ def directions(count: int, n: int, d: int) -> Tensor:
     return torch.randn(count, n, d, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("d", [2, 3, 5, 64, 4608])
-def test_angle_density_integrates_to_one_with_variance_of_one_over_d(d: int) -> None:
+@pytest.mark.parametrize("d", [2, 3, 7, 64, 4608])
+def test_the_density_of_angles(d: int) -> None:
     theta = torch.linspace(0, pi, 200_001, dtype=torch.float64)
     density = random_angle_density(theta, d)
     assert float(torch.trapezoid(density, theta)) == pytest.approx(1, abs=1e-8)
     assert float(torch.trapezoid(density * theta.cos() ** 2, theta)) == pytest.approx(1 / d, rel=1e-8)
-
-
-@pytest.mark.parametrize("d", [2, 3, 7])
-def test_angle_density_equals_the_formula(d: int) -> None:
-    theta = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
-    expected = torch.tensor([reference.angle_density(float(t), d) for t in theta], dtype=torch.float64)
-    torch.testing.assert_close(random_angle_density(theta, d), expected, **close(torch.float64))
+    if d < 100:  # beyond, the gamma functions of the formula overflow
+        assert float(density[60_000]) == pytest.approx(reference.angle_density(float(theta[60_000]), d), rel=1e-9)
     assert torch.equal(random_angle_density(torch.tensor([-0.1, 3.2]), d), torch.zeros(2))
-
-
-@pytest.mark.parametrize("d", [2, 3, 16])
-def test_simulated_angles_follow_the_density(d: int) -> None:
-    theta = angles(directions(40_000, 2, d))[:, 0, 1].double()
-    edges = torch.linspace(0, pi, 13, dtype=torch.float64)
-    grid = torch.linspace(0, pi, 12 * 1000 + 1, dtype=torch.float64).unfold(0, 1001, 1000)  # one row for each bin
-    share = torch.trapezoid(random_angle_density(grid, d), grid)
-    counts = torch.histogram(theta, edges).hist
-    deviation = (counts - 40_000 * share) / (40_000 * share * (1 - share)).sqrt().clamp_min(1)
-    assert float(deviation.abs().max()) < SIGMAS
 
 
 @pytest.mark.parametrize(("n", "d"), [(4, 3), (16, 27), (64, 16), (40, 300)])
@@ -96,11 +78,6 @@ def test_expected_coherence_is_the_mean_of_simulations(n: int, d: int) -> None:
     assert expected_coherence(n, d) > welch_bound(n, d)
 
 
-def test_expected_coherence_grows_with_filters_and_falls_with_dimension() -> None:
-    assert expected_coherence(10, 100) < expected_coherence(1000, 100) < expected_coherence(1000, 10) < 1
-    assert expected_coherence(4096, 10**6) == pytest.approx(sqrt(4 * torch.tensor(4096.0).log() / 10**6), rel=0.1)
-
-
 @pytest.mark.parametrize(("rows", "cols"), [(400, 100), (100, 400), (200, 200)])
 def test_marchenko_pastur_law(rows: int, cols: int) -> None:
     std = 0.3
@@ -119,24 +96,10 @@ def test_marchenko_pastur_law(rows: int, cols: int) -> None:
     assert float(below) == pytest.approx(float(torch.trapezoid(density * half, grid)), abs=0.02)
 
 
-def test_marchenko_pastur_holds_for_other_distributions_and_not_for_a_mean() -> None:
-    law = marchenko_pastur(400, 100)
-    signs = torch.where(directions(1, 400, 100)[0] > 0, 1.0, -1.0)
-    assert float(singular_values(signs)[0]) < law.upper * 1.05
-    assert float(singular_values(signs + 0.5)[0]) > law.upper * 2
-
-
-@pytest.mark.parametrize("dim", [2, 3, 9, 100, 576])
-def test_the_spread_of_random_angles(dim: int) -> None:
-    assert random_angle_std(dim) == pytest.approx(angle_std_by_chance(dim), rel=1e-6)
-
-
 @pytest.mark.parametrize(("count", "dim"), [(1, 3), (10, 5), (2016, 27), (2016, 576), (10**7, 4096)])
-def test_the_largest_cosine_of_random_directions(count: int, dim: int) -> None:
+def test_quantities_of_random_directions(count: int, dim: int) -> None:
+    assert random_angle_std(dim) == pytest.approx(angle_std_by_chance(dim), rel=1e-6)
     assert random_coherence(count, dim) == pytest.approx(coherence_by_chance(count, dim), rel=2e-2)
-
-
-def test_the_number_of_pairs_expected_above_a_cosine() -> None:
     assert expected_pairs_above(0.5, 1000, 3) == pytest.approx(500, rel=1e-6)  # in three dimensions |cos| is uniform
     assert expected_pairs_above(0.95, 5, 1) == 5
 

@@ -58,14 +58,9 @@ def test_neither_size_nor_cancellation_spoils_the_difference() -> None:
     assert float(least_scale(far)) == pytest.approx(6)
     near = [torch.full((100_000,), 30.0), torch.full((100_000,), 30.0 + 2e-5)]
     squares = [float(w.double().square().sum()) for w in near]
+    assert scale_imbalance([torch.full((10**5,), 300.0).half(), torch.ones(1).half()]).isfinite()
     assert float(scale_imbalance(near)) == pytest.approx(sum(squares) - reference.least_scale(squares), rel=1e-3)
     assert scale_imbalance(near).dtype == torch.float32
-
-
-def test_half_precision_does_not_overflow() -> None:
-    chain = [torch.full((1000, 100), 300.0, dtype=torch.float16), torch.ones(1, dtype=torch.float16)]
-    assert scale_imbalance(chain).dtype == torch.float32
-    assert scale_imbalance(chain).isfinite()
 
 
 def test_no_weight_is_refused() -> None:

@@ -1,6 +1,8 @@
-"""Singular values to the stated error, ranks, defects, and the Golub–Kahan estimate from below."""
+"""Singular values to the stated error, ranks, defects, and the Lanczos estimate from below."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ FUNCTIONS = {
     "spectral": lambda m: orthogonality_defect(m).spectral,
 }
 EACH_FUNCTION = pytest.mark.parametrize("name", FUNCTIONS)
+BROKEN = torch.eye(3).index_put((torch.tensor(0), torch.tensor(1)), torch.tensor(float("nan")))
 
 
 def with_spectrum(values: Tensor, n: int, d: int) -> Tensor:
@@ -70,14 +73,6 @@ def test_scale_plays_no_part(scale: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(spectral_norm(scale * matrix) / scale, spectral_norm(matrix), rtol=tolerance, atol=0)
     for function in (stable_rank, effective_rank, condition_number):
         torch.testing.assert_close(function(scale * matrix), function(matrix), rtol=tolerance, atol=0)
-
-
-def test_small_singular_values_would_be_lost_in_the_gram_matrix() -> None:
-    """Negative control for the change to an SVD."""
-    truth = torch.logspace(0, -12, 30, dtype=torch.float64)
-    matrix = with_spectrum(truth, 40, 30)
-    gram = torch.linalg.eigvalsh(matrix.T @ matrix).flip(0).clamp_min(0).sqrt()
-    assert float((gram - truth).abs().max()) > 1e-9
 
 
 @EACH_FUNCTION
@@ -117,9 +112,6 @@ def test_ranks_at_their_extremes_and_between(function) -> None:
 def test_condition_number() -> None:
     assert float(condition_number(with_spectrum(torch.tensor([4.0, 2.0, 0.5]), 5, 3))) == pytest.approx(8)
     assert condition_number(torch.zeros(2, 2)) == float("inf")
-    n = 200
-    square = torch.randn(n, n, generator=torch.Generator().manual_seed(3))
-    assert float(condition_number(square)) > n / 20  # near orthogonal entry by entry, yet ill-conditioned
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
@@ -175,16 +167,20 @@ def test_the_start_vector_is_seeded() -> None:
     assert not torch.equal(spectral_norm(matrix, steps=3), spectral_norm(matrix, steps=3, seed=1))
 
 
-def test_refusals() -> None:
-    broken = torch.eye(3)
-    broken[0, 1] = float("nan")
-    with pytest.raises(InvalidArgumentError, match=r"finite entries; found 1 of 9 NaN or infinite"):
-        singular_values(broken)
-    with pytest.raises(InvalidArgumentError, match=r"spectrum\(\) needs a matrix with entries; found shape \(0, 3\)"):
-        stable_rank(torch.zeros(0, 3))
-    with pytest.raises(InvalidArgumentError, match=r"spectral_norm\(\) needs steps >= 1; found steps=0"):
-        spectral_norm(broken, steps=0)
-    with pytest.raises(InvalidArgumentError, match=r"spectral_norm\(\) needs finite entries; found 1 of 9 NaN"):
-        spectral_norm(broken)
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: singular_values(BROKEN), r"finite entries; found 1 of 9 NaN or infinite"),
+        (lambda: stable_rank(torch.zeros(0, 3)), r"spectrum\(\) needs a matrix with entries; found shape \(0, 3\)"),
+        (lambda: spectral_norm(BROKEN, steps=0), r"spectral_norm\(\) needs steps >= 1; found steps=0"),
+        (lambda: spectral_norm(BROKEN), r"spectral_norm\(\) needs finite entries; found 1 of 9 NaN"),
+    ],
+)
+def test_refusals(call: Callable[[], Tensor], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        call()
+
+
+def test_values_of_nothing() -> None:
     assert singular_values(torch.zeros(0, 3)).shape == (0,)
     assert spectral_norm(torch.zeros(0, 3)) == 0

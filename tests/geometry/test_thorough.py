@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from geometry.examples import NUMBER, THOROUGH, awkward, awkward_matrices
 from gonio import geometry
@@ -175,28 +175,6 @@ def test_marchenko_pastur(rows: int, cols: int, std: float, at: list[float]) -> 
     density = law.density(law.upper * torch.tensor(at, dtype=torch.float64))
     check_finite([density])
     assert (density >= 0).all()
-
-
-MODULES: list[tuple[nn.Module, str]] = [
-    (nn.Linear(2, 3), "weight"),
-    (nn.Embedding(3, 2), "weight"),
-    (nn.Conv2d(4, 6, 3, groups=2), "weight"),
-    (nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2), "weight"),
-    (nn.MultiheadAttention(4, 2), "in_proj_weight"),
-    (nn.LSTM(2, 3), "weight_hh_l0"),
-    (nn.GRUCell(2, 3), "weight_ih"),
-]
-
-
-@THOROUGH
-@given(st.sampled_from(MODULES), NUMBER)
-def test_layout_of(case: tuple[nn.Module, str], seed: int) -> None:
-    module, name = case
-    layout = geometry.layout_of(module, name)
-    weight = awkward(tuple(getattr(module, name).shape), seed)
-    for view in ("filters", "taps", "last_two"):
-        matrices = geometry.matrix_view(weight, layout, view=view)
-        assert torch.equal(geometry.unview(matrices, weight.shape, layout, view=view), weight)
 
 
 def test_every_public_function_is_here() -> None:

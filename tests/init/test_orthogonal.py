@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import Layout, filter_norms, layout_of, matrix_view, operator_matrix, singular_values
+from gonio.geometry import Layout, layout_of, matrix_view, operator_matrix, singular_values
 from gonio.init import delta_orthogonal_, orthogonal_
 from gonio.init.orthogonal import BLOCK, haar_columns
 from init.layers import LAYERS, signal
@@ -59,20 +60,6 @@ def test_large_matrices_keep_their_accuracy_in_float32() -> None:
     assert gram_error(orthogonal_(torch.empty(1024, 1024), generator=fresh())) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_float32_rounded_once(dtype: torch.dtype) -> None:
-    half = orthogonal_(torch.empty(24, 16, dtype=dtype), generator=fresh())
-    assert torch.equal(half, orthogonal_(torch.empty(24, 16), generator=fresh()).to(dtype))
-
-
-def test_depthwise_filters_have_unit_norm_and_torchs_do_not() -> None:
-    weight = orthogonal_(torch.empty(64, 1, 3, 3), layout=Layout(groups=64), generator=fresh())
-    norms = filter_norms(weight.flatten(1))
-    torch.testing.assert_close(norms, torch.ones(64))
-    torchs = filter_norms(nn.init.orthogonal_(torch.empty(64, 1, 3, 3)).flatten(1))
-    assert float(torchs.mean()) < 0.5
-
-
 @pytest.mark.parametrize("view", ["filters", "taps", "last_two"])
 def test_the_view_says_what_is_orthogonal(view: str) -> None:
     weight = orthogonal_(torch.empty(6, 6, 3, 3), view=view, generator=fresh())
@@ -112,12 +99,6 @@ def test_the_law_is_haars() -> None:
     assert float(joint) == pytest.approx((n + 1) / (n * (n - 1) * (n + 2)), rel=0.06)
 
 
-def test_signs_are_what_makes_it_uniform() -> None:
-    """Negative control: plain QR of a Gaussian matrix has columns of preferred sign."""
-    q, _ = torch.linalg.qr(torch.randn(5000, 4, 4, generator=fresh(), dtype=torch.float64))
-    assert abs(float(q[:, 0, 0].mean())) > 0.2
-
-
 @pytest.mark.parametrize(
     ("layer", "size"),
     [
@@ -144,20 +125,17 @@ def test_orthogonal_filters_alone_are_no_isometry() -> None:
     assert float(singular_values(operator).std()) > 0.1
 
 
-@pytest.mark.parametrize("function", [orthogonal_, delta_orthogonal_])
-def test_nothing_is_silently_not_initialised(function) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"on the meta device.*to_empty"):
-        function(torch.empty(3, 3, 3, device="meta"))
-    with pytest.raises(InvalidArgumentError, match="which has no entries"):
-        function(torch.empty(3, 0, 3))
-
-
-def test_refusals() -> None:
-    with pytest.raises(InvalidArgumentError, match="preserve=None, 'norm' or 'rms'; found 'both'"):
-        orthogonal_(torch.empty(3, 3), preserve="both")
-    with pytest.raises(InvalidArgumentError, match=r"at least 2 dimensions; found shape \(3,\)"):
-        orthogonal_(torch.empty(3))
-    with pytest.raises(InvalidArgumentError, match=r"convolution's weight; found shape \(3, 3\). Use orthogonal_"):
-        delta_orthogonal_(torch.empty(3, 3))
-    with pytest.raises(InvalidArgumentError, match="found 2 outputs for 3 inputs per group"):
-        delta_orthogonal_(torch.empty(2, 3, 3))
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: orthogonal_(torch.empty(3, 3, device="meta")), r"on the meta device.*to_empty"),
+        (lambda: delta_orthogonal_(torch.empty(3, 0, 3)), "which has no entries"),
+        (lambda: orthogonal_(torch.empty(3, 3), preserve="both"), "preserve=None, 'norm' or 'rms'; found 'both'"),
+        (lambda: orthogonal_(torch.empty(3)), r"at least 2 dimensions; found shape \(3,\)"),
+        (lambda: delta_orthogonal_(torch.empty(3, 3)), r"convolution's weight; found shape \(3, 3\). Use orthogonal_"),
+        (lambda: delta_orthogonal_(torch.empty(2, 3, 3)), "found 2 outputs for 3 inputs per group"),
+    ],
+)
+def test_refusals(call: Callable[[], Tensor], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        call()

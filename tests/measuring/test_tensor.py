@@ -20,8 +20,7 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.geometry import layout_of, matrix_view
 from gonio.geometry.chance import random_spectrum_distance
 from gonio.measuring import measure
-from references.measuring import closest, figures, groups_of
-from references.spectra import defect, distance_from_marchenko_pastur
+from references.measuring import closest, defect, distance_from_marchenko_pastur, figures, groups_of
 from tolerances import close
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
+from gonio.geometry.norms import whole
+from surgery.processes import WORLD, on_rank
 
 __all__ = ["RULES", "WORLD", "batch", "network", "run_rank", "train"]
 
-WORLD = 2
 RULES: dict[str, R.Regularizer] = {
     "L2": R.L2(1.0, before_norm="keep"),
     "Orthogonality": R.Orthogonality(1.0),
@@ -64,14 +64,10 @@ def train(model: nn.Module, rule: R.Regularizer, x: Tensor, *, add: bool = False
         else:
             (loss + penalty()).backward()
         optimizer.step()
-        seen += [torch.tensor(sum(penalty.values().values()), dtype=x.dtype), *map(_whole, model.parameters())]
+        seen.append(torch.tensor(sum(penalty.values().values()), dtype=x.dtype))
+        seen += [whole(p).detach().clone() for p in model.parameters()]
     penalty.undo_()
     return seen
-
-
-def _whole(x: Tensor) -> Tensor:
-    whole = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole.detach().clone()
 
 
 def data_parallel(rule: R.Regularizer, rows: Tensor) -> list[Tensor]:
@@ -100,10 +96,8 @@ def sharded(rule: R.Regularizer, rows: Tensor, *, add: bool = False) -> list[Ten
     return found
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
-    rows = batch().chunk(WORLD)[rank]
+def everything() -> dict[str, list[Tensor] | str]:
+    rows = batch().chunk(WORLD)[dist.get_rank()]
     found: dict[str, list[Tensor] | str] = {}
     for name, rule in RULES.items():
         found[f"ddp {name}"] = _attempt(lambda rule=rule: data_parallel(rule, rows))
@@ -111,13 +105,15 @@ def run_rank(rank: int, folder: str) -> None:
         if isinstance(rule, R.WeightRegularizer):
             found[f"fsdp add {name}"] = _attempt(lambda rule=rule: sharded(rule, rows, add=True))
     found["ddp later"] = _attempt(lambda: wrapped_later(RULES["SelfOrthogonality"], rows))
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
+
+
+def run_rank(rank: int, folder: str) -> None:
+    on_rank(rank, folder, everything)
 
 
 def _attempt(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
     try:
         return run()
-    except Exception:
+    except Exception:  # the parent reports it
         return traceback.format_exc()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +15,7 @@ import gonio
 from gonio import Penalty
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.surgery.where import Where
 
 
 def network() -> nn.Sequential:
@@ -26,21 +32,29 @@ def tensors(penalty: Penalty) -> list[str]:
     return [label.split("/")[0] for label in reads(penalty)]
 
 
+EMBEDDED = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+ATTENTION = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=6), "lstm": nn.LSTM(8, 5, proj_size=3)})
+SEPARATE = [f"attention.{name}" for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")]
+RECURRENT = [f"lstm.weight_{name}_l0" for name in ("ih", "hh", "hr")]
+
+
 @pytest.mark.parametrize(
-    ("where", "expected"),
+    ("model", "where", "expected"),
     [
-        (None, ["0.weight", "3.weight", "5.weight"]),
-        (nn.Conv2d, ["0.weight", "3.weight"]),
-        ("5", ["5.weight"]),
-        ("re:[03]", ["0.weight", "3.weight"]),
-        ("type:Linear", ["5.weight"]),
-        (gonio.OfType(nn.Conv2d) & ~gonio.Path("0"), ["3.weight"]),
-        pytest.param(lambda path, module: getattr(module, "groups", 0) == 1, ["0.weight", "3.weight"], id="function"),
+        (network(), None, ["0.weight", "3.weight", "5.weight"]),
+        (network(), nn.Conv2d, ["0.weight", "3.weight"]),
+        (network(), gonio.OfType(nn.Conv2d) & ~gonio.Path("0"), ["3.weight"]),
+        (network(), lambda path, module: getattr(module, "groups", 0) == 1, ["0.weight", "3.weight"]),
+        (nn.Linear(3, 2), None, ["weight"]),
+        (ATTENTION, None, [*SEPARATE, *RECURRENT]),
+        (nn.MultiheadAttention(8, 2), None, ["in_proj_weight", "out_proj.weight"]),
+        (EMBEDDED, None, ["1.weight"]),
+        (EMBEDDED, nn.Embedding, ["0.weight"]),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )
-def test_where_chooses(where: object, expected: list[str]) -> None:
-    assert tensors(Penalty(network(), [(where, R.Orthogonality(1.0))])) == expected  # type: ignore[list-item]
+def test_where_chooses(model: nn.Module, where: Where, expected: list[str]) -> None:
+    assert tensors(Penalty(model, [(where, R.Orthogonality(1.0))])) == expected
 
 
 def test_every_rule_applies_to_all_that_it_selects() -> None:
@@ -56,56 +70,20 @@ def test_every_rule_applies_to_all_that_it_selects() -> None:
     ]
 
 
-def test_a_model_that_is_a_layer() -> None:
-    assert reads(Penalty(nn.Linear(3, 2), [(None, R.L2(1.0)), (None, R.SelfOrthogonality(1.0))])) == [
-        "weight/L2",
-        "output/SelfOrthogonality",
-    ]
-
-
-def test_layers_with_several_weights() -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=6), "lstm": nn.LSTM(8, 5, proj_size=3)})
-    assert tensors(Penalty(model, [(None, R.Orthogonality(1.0))])) == [
-        "attention.q_proj_weight",
-        "attention.k_proj_weight",
-        "attention.v_proj_weight",
-        "attention.out_proj.weight",
-        "lstm.weight_ih_l0",
-        "lstm.weight_hh_l0",
-        "lstm.weight_hr_l0",
-    ]
-    packed = Penalty(nn.MultiheadAttention(8, 2), [(None, R.Orthogonality(1.0))])
-    assert tensors(packed) == ["in_proj_weight", "out_proj.weight"]
-
-
-def test_tables_only_by_name() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
-    assert tensors(Penalty(model, [(None, R.L2(1.0))])) == ["1.weight"]
-    assert tensors(Penalty(model, [(nn.Embedding, R.L2(1.0))])) == ["0.weight"]
-
-
 # --- what is left out -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, partial(torch.compile, backend="eager")])
 @pytest.mark.parametrize("regularizer", [R.ScaleShift(1.0), R.L2(1.0)], ids=lambda r: type(r).__name__)
-def test_scale_before_normalisation_is_left_out_and_said(regularizer: R.WeightRegularizer) -> None:
-    penalty = Penalty(network(), [(None, regularizer)])
+def test_scale_before_normalisation_is_left_out_and_said(
+    regularizer: R.WeightRegularizer, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    """F4: what wrappers put in front of a path is not part of it."""
+    penalty = Penalty(wrap(network()), [(None, regularizer)])
     assert tensors(penalty) == ["3.weight", "5.weight"]
     assert "skipped: its scale does not matter: 1 normalises its output" in str(penalty)
-
-
-@pytest.mark.parametrize(
-    "regularizer",
-    [R.ScaleShift(1.0, before_norm="keep"), R.L2(1.0, before_norm="keep"), R.Orthogonality(1.0)],
-    ids=lambda r: type(r).__name__,
-)
-def test_what_is_kept_before_normalisation(regularizer: R.WeightRegularizer) -> None:
-    assert tensors(Penalty(network(), [(None, regularizer)])) == ["0.weight", "3.weight", "5.weight"]
-
-
-def test_normalisation_is_found_inside_wrappers() -> None:
-    wrapped = torch.nn.DataParallel(network())
-    assert tensors(Penalty(wrapped, [(None, R.L2(1.0))])) == ["3.weight", "5.weight"]
+    kept = Penalty(wrap(network()), [(None, replace(regularizer, before_norm="keep"))])
+    assert tensors(kept) == ["0.weight", "3.weight", "5.weight"]
 
 
 def test_a_model_that_cannot_be_traced_is_said_to_be() -> None:
@@ -150,6 +128,13 @@ def test_tied_tensors_count_once() -> None:
     assert "b.weight  L2(1)  skipped: is the same tensor as a.weight, which has the term" in str(penalty)
 
 
+def test_a_tied_tensor_is_left_out_only_if_its_owner_has_the_term() -> None:
+    """The layer in front of the normalisation is skipped, but not the one whose scale matters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU())
+    model[2].weight = model[0].weight
+    assert tensors(Penalty(model, [(None, R.L2(1.0))])) == ["2.weight"]
+
+
 def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
     model = network()
     penalty = Penalty(model, [(None, R.Orthogonality(1.0)), ("3", R.SelfOrthogonality(1.0))])
@@ -167,22 +152,21 @@ def test_frozen_weights_are_passed_over_while_they_are_frozen() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_a_rule_that_selects_nothing() -> None:
-    with pytest.raises(
-        NoMatchError, match=r"Orthogonality: where=layer9 matches no suitable module; it selects no module"
-    ):
-        Penalty(network(), [("layer9", R.Orthogonality(1.0))])
-
-
-def test_a_rule_that_selects_nothing_it_can_read() -> None:
-    with pytest.raises(NoMatchError, match=r"it selects only 2 \(it has no weight with filters\)"):
-        Penalty(network(), [(nn.ReLU, R.L2(1.0))])
-    with pytest.raises(NoMatchError, match=r"it is no linear or convolution layer"):
-        Penalty(nn.LSTM(3, 3), [(nn.LSTM, R.SelfOrthogonality(1.0))])
-    with pytest.raises(NoMatchError, match=r"name it in `where` to include it"):
-        Penalty(nn.Embedding(3, 3), [(None, R.L2(1.0))])
-    with pytest.raises(NoMatchError, match=r"it has no weight with filters"):
-        Penalty(nn.LazyLinear(3), [(None, R.L2(1.0))])
+@pytest.mark.parametrize(
+    ("model", "rule", "match"),
+    [
+        (network(), ("layer9", R.Orthogonality(1.0)), r"where=layer9 matches no suitable module; it selects no module"),
+        (network(), (nn.ReLU, R.L2(1.0)), r"it selects only 2 \(it has no weight with filters\)"),
+        (network(), ("0", R.ScaleShift(1.0)), r"0\.weight \(its scale does not matter: 1 normalises"),
+        (nn.LSTM(3, 3), (nn.LSTM, R.SelfOrthogonality(1.0)), r"it is no linear or convolution layer"),
+        (nn.Embedding(3, 3), (None, R.L2(1.0)), r"name it in `where` to include it"),
+        (nn.LazyLinear(3), (None, R.L2(1.0)), r"it has no weight with filters"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_rule_that_reads_nothing(model: nn.Module, rule: tuple[Where, R.Regularizer], match: str) -> None:
+    with pytest.raises(NoMatchError, match=match):
+        Penalty(model, [rule])
 
 
 def test_deep_shared_and_lazy_modules_are_bound() -> None:
@@ -199,29 +183,17 @@ def test_deep_shared_and_lazy_modules_are_bound() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_paths_are_those_of_the_users_model() -> None:
-    """F4: what wrappers put in front of a path is not part of it."""
-    rules = [(None, R.L2(1.0))]
-    for wrap in (nn.DataParallel, lambda model: torch.compile(model, backend="eager")):
-        penalty = Penalty(wrap(nn.Sequential(nn.Linear(3, 3))), rules)
-        penalty()
-        assert list(penalty.values()) == ["0.weight/L2"]
-
-
-def test_a_rule_that_is_left_with_nothing() -> None:
-    with pytest.raises(NoMatchError, match=r"0\.weight \(its scale does not matter: 1 normalises"):
-        Penalty(network(), [("0", R.ScaleShift(1.0))])
-
-
-@pytest.mark.parametrize("rules", [[R.L2(1.0)], [(None, "L2")], [(None, R.L2(1.0), 3)]], ids=str)
-def test_rules_are_pairs(rules: list[object]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"takes pairs \(where, regularizer\)"):
-        Penalty(network(), rules)  # type: ignore[arg-type]
-
-
-def test_a_bare_regularizer_is_no_list_of_rules() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"found a Orthogonality. .* write Penalty\(model, \[\(None, Orthog"):
-        Penalty(network(), R.Orthogonality(1e-4))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ([R.L2(1.0)], r"takes pairs \(where, regularizer\)"),
+        ([(None, R.L2(1.0), 3)], r"takes pairs \(where, regularizer\)"),
+        (R.Orthogonality(1e-4), r"found a Orthogonality. .* write Penalty\(model, \[\(None, Orthog"),
+    ],
+)
+def test_rules_are_pairs(rules: Any, match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        Penalty(network(), rules)
 
 
 def test_no_hook_is_left_by_a_rule_that_fails() -> None:
@@ -258,13 +230,7 @@ def test_table() -> None:
         "  0.weight  ScaleShift(0.001)                               "
         "skipped: its scale does not matter: 1 normalises its output",
     ]
-
-
-def test_short_form() -> None:
-    penalty = Penalty(network(), [(None, R.L2(1.0))])
-    penalty()
-    assert repr(penalty) == "<Penalty: 2 terms, 1 skipped, step 1>"
-    assert len(penalty) == 2
+    assert repr(penalty) == "<Penalty: 4 terms, 1 skipped, step 1>"
 
 
 # --- optimizers -----------------------------------------------------------------------------------

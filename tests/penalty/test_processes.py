@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing import spawn
 
 from gonio import Penalty
 from gonio import regularizers as R
 from penalty.processes import RULES, WORLD, batch, network, run_rank, train
+from surgery.processes import spawned
 from tolerances import close
 
 pytestmark = pytest.mark.slow
@@ -20,9 +18,7 @@ Found = list[dict[str, list[Tensor] | str]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
-    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return spawned(run_rank, tmp_path_factory.mktemp("gloo"))
 
 
 def check(ranks: Found, key: str, expected: list[Tensor]) -> None:
@@ -33,20 +29,14 @@ def check(ranks: Found, key: str, expected: list[Tensor]) -> None:
             torch.testing.assert_close(a, e, **close(torch.float64))
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_data_parallel_equals_the_joined_batch(name: str, ranks: Found) -> None:
-    check(ranks, f"ddp {name}", train(network(), RULES[name], batch()))
+WAYS = {f"{way} {name}": rule for way in ("ddp", "fsdp") for name, rule in RULES.items()}
+WAYS |= {f"fsdp add {name}": rule for name, rule in RULES.items() if isinstance(rule, R.WeightRegularizer)}
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_sharded_equals_whole(name: str, ranks: Found) -> None:
-    """E9: the norm of a shard is not the norm of the weight."""
-    check(ranks, f"fsdp {name}", train(network(), RULES[name], batch()))
-
-
-@pytest.mark.parametrize("name", [n for n, rule in RULES.items() if isinstance(rule, R.WeightRegularizer)])
-def test_added_gradients_of_sharded_weights(name: str, ranks: Found) -> None:
-    check(ranks, f"fsdp add {name}", train(network(), RULES[name], batch()))
+@pytest.mark.parametrize("key", WAYS)
+def test_two_processes_equal_one(key: str, ranks: Found) -> None:
+    """Data parallel on the joined batch; sharded, in the loss or added (E9: a shard's norm is not the weight's)."""
+    check(ranks, key, train(network(), WAYS[key], batch()))
 
 
 def test_a_penalty_built_before_the_wrapper(ranks: Found) -> None:

@@ -1,4 +1,4 @@
-"""The figures of `gonio.measure`, from their formulas, in float64 NumPy and by loops over pairs."""
+"""The figures of `gonio.measure` and the laws of chance, from their formulas, in float64 NumPy and SciPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-__all__ = ["angle_std_by_chance", "closest", "coherence_by_chance", "figures", "groups_of"]
+from references.geometry import filter_rows
+
+__all__ = [
+    "angle_std_by_chance",
+    "closest",
+    "coherence_by_chance",
+    "defect",
+    "distance_from_marchenko_pastur",
+    "figures",
+    "groups_of",
+]
 
 Matrix = NDArray[np.float64]
 
@@ -18,12 +28,7 @@ Matrix = NDArray[np.float64]
 def groups_of(weight: NDArray, kind: str, groups: int = 1) -> list[Matrix]:
     """One (filters, length) matrix per group, written from how torch documents each layer's weight."""
     w = np.asarray(weight, dtype=np.float64)
-    if kind == "transposed":  # (in, out/groups, …): inputs of a group are rows, its outputs dim 1
-        share = w.shape[0] // groups
-        parts = [w[g * share : (g + 1) * share] for g in range(groups)]
-        return [np.stack([part[:, o].reshape(-1) for o in range(w.shape[1])]) for part in parts]
-    share = w.shape[0] // groups
-    return [np.stack([row.reshape(-1) for row in w[g * share : (g + 1) * share]]) for g in range(groups)]
+    return [np.stack(rows) for rows in filter_rows(w, transposed=kind == "transposed", groups=groups)]
 
 
 def closest(matrices: list[Matrix]) -> tuple[int, int]:
@@ -96,3 +101,32 @@ def coherence_by_chance(count: int, dim: int) -> float:
     """Median of the largest of `count` independent |cos|, by the incomplete beta function."""
     one = 0.5 ** (1 / count)  # P(a single one stays below)
     return sqrt(1 - special.betaincinv((dim - 1) / 2, 0.5, 1 - one))
+
+
+def marchenko_pastur_below(value: float, ratio: float) -> float:
+    """Share of eigenvalues of WWᵀ/M below `value`, for entries of variance 1 and `ratio` = m/M ≤ 1."""
+    low, high = (1 - np.sqrt(ratio)) ** 2, (1 + np.sqrt(ratio)) ** 2
+
+    def in_root(s: float) -> float:  # λ = s², so that the density is bounded at λ = 0 too
+        x = s * s
+        return np.sqrt(max(0.0, (high - x) * (x - low))) / (np.pi * ratio * s)
+
+    end = min(max(value, low), high)
+    return float(integrate.quad(in_root, np.sqrt(low) + 1e-12, np.sqrt(end), limit=400)[0])
+
+
+def distance_from_marchenko_pastur(values: Matrix, rows: int, columns: int) -> float:
+    """Kolmogorov's distance, over both sides of every step."""
+    squares = np.sort(values**2)
+    squares = squares / squares.mean()
+    ratio = min(rows, columns) / max(rows, columns)
+    expected = np.array([marchenko_pastur_below(float(x), ratio) for x in squares])
+    n = len(squares)
+    return float(max((np.arange(1, n + 1) / n - expected).max(), (expected - np.arange(n) / n).max()))
+
+
+def defect(matrix: Matrix) -> float:
+    """From the Gram matrix of the smaller side, scaled to a mean diagonal of 1."""
+    gram = matrix @ matrix.T if len(matrix) <= matrix.shape[1] else matrix.T @ matrix
+    gram = gram / np.trace(gram) * len(gram)
+    return float(np.linalg.norm(gram - np.eye(len(gram))) / np.sqrt(len(gram)))

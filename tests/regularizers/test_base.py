@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -72,13 +71,6 @@ def test_stacked_blocks_are_separate_matrices(regularizer: R.WeightRegularizer) 
     torch.testing.assert_close(whole, sum(regularizer.value(block) for block in weight.chunk(3)))
 
 
-@OVER_WEIGHTS
-def test_memory_format_does_not_matter(regularizer: R.WeightRegularizer) -> None:
-    weight = seeded(4, 3, 3, 3, dtype=torch.float64)
-    last = weight.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(regularizer.value(last), regularizer.value(weight))
-
-
 @OVER_LAYERS
 @OVER_WEIGHTS
 def test_gradients_added_in_place_are_those_of_autograd(
@@ -100,14 +92,16 @@ def test_gradients_added_in_place_are_those_of_autograd(
 def test_gradients_are_added_to_any_layout(regularizer: R.WeightRegularizer, kind: str) -> None:
     weight = seeded(4, 3, 3, 3, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float64)
     leaf = weight.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(regularizer.value(leaf), leaf)
+    value = regularizer.value(leaf)
+    (expected,) = torch.autograd.grad(value, leaf)
     if kind == "channels last":
         weight = weight.to(memory_format=torch.channels_last)
     grad = torch.zeros_like(expected)
     if kind == "mixed formats":
         grad = grad.to(memory_format=torch.channels_last)
-    regularizer.add_gradient_(grad, weight, Layout(), factor=1.0)
+    added = regularizer.add_gradient_(grad, weight, Layout(), factor=1.0)
     torch.testing.assert_close(grad, expected, **close(weight.dtype))
+    torch.testing.assert_close(added.value, value)
 
 
 def test_transposed_convolutions_have_their_filters_on_dim_1() -> None:
@@ -124,13 +118,6 @@ def test_a_float16_weight_gets_a_finite_gradient() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype is torch.float16
     assert torch.equal(weight.grad, torch.full_like(weight.grad, 65504.0))
-
-
-def test_large_weights_do_not_overflow() -> None:
-    """E10: a million entries of size 300 in half precision."""
-    weight = torch.full((1000, 1000), 300.0, dtype=torch.float16)
-    assert float(R.L2(1.0).value(weight)) == pytest.approx(0.5 * 300**2 * 1e6, rel=1e-5)
-    assert float(R.ScaleShift(1.0).value(weight)) == pytest.approx(12.6115, rel=1e-4)
 
 
 SPECTRA = {
@@ -172,51 +159,28 @@ def test_a_weight_that_diverged_shows(regularizer: R.WeightRegularizer) -> None:
 
 @OVER_WEIGHTS
 def test_torch_func_sees_the_plain_form(regularizer: R.WeightRegularizer) -> None:
-    """vmap, forward mode and Jacobians, which an autograd function with a closed form refuses."""
-    weights, tangent = seeded(3, 4, 5, dtype=torch.float64), seeded(4, 5, seed=7, dtype=torch.float64)
+    """An autograd function with a closed form would refuse vmap and forward mode."""
+    weights = seeded(3, 4, 5, dtype=torch.float64)
     expected = torch.stack([regularizer.value(w) for w in weights])
     torch.testing.assert_close(torch.func.vmap(regularizer.value)(weights), expected)
-    gradient = torch.func.grad(regularizer.value)(weights[0])
-    torch.testing.assert_close(torch.func.jacrev(regularizer.value)(weights[0]), gradient)
-    value, along = torch.func.jvp(regularizer.value, (weights[0],), (tangent,))
-    torch.testing.assert_close(value, expected[0])
-    torch.testing.assert_close(along, (gradient * tangent).sum())
-    with torch.autograd.forward_ad.dual_level():
-        dual = regularizer.value(torch.autograd.forward_ad.make_dual(weights[0], tangent))
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, along)
+    _, along = torch.func.jvp(regularizer.value, (weights[0],), (weights[1],))
+    torch.testing.assert_close(along, (torch.func.grad(regularizer.value)(weights[0]) * weights[1]).sum())
 
 
 # --- strength, every, schedules -------------------------------------------------------------------
 
 
-def test_strength_multiplies() -> None:
-    weight = seeded(3, 4)
-    assert torch.equal(R.L2(0.25)(weight), 0.25 * R.L2(1.0).value(weight))
-    outputs = seeded(9, 3)
-    som = R.SelfOrthogonality(0.25)
-    assert torch.equal(som(outputs), 0.25 * som.value(outputs))
-
-
-def test_every_keeps_the_mean_pull() -> None:
-    regularizer = R.L2(0.1, every=3)
-    strengths = [regularizer.strength_at(step) for step in range(9)]
-    assert strengths[1] == strengths[2] == 0
-    assert sum(strengths) / 9 == pytest.approx(0.1)
-
-
-def test_schedules_multiply_the_strength() -> None:
-    regularizer = R.SRIP(1e-2, every=2, schedule=R.Warmup(4))
-    assert [regularizer.strength_at(s) for s in (0, 1, 2, 4)] == pytest.approx([0.005, 0, 0.015, 0.02])
-
-
-def test_milestones() -> None:
-    schedule = R.Milestones((2, 5), (0.5, 0.0))
-    assert [schedule.factor(s) for s in (0, 1, 2, 4, 5, 100)] == [1, 1, 0.5, 0.5, 0, 0]
-
-
-def test_schedules_are_values() -> None:
-    assert R.L2(1.0, schedule=R.Warmup(3)) == R.L2(1.0, schedule=R.Warmup(3))
-    assert hash(R.SRIP(1.0, schedule=R.Milestones.srip(10))) == hash(R.SRIP(1.0, schedule=R.Milestones.srip(10)))
+@pytest.mark.parametrize(
+    ("regularizer", "expected"),
+    [
+        (R.L2(0.1, every=3), [0.3, 0, 0, 0.3, 0, 0]),  # the same mean pull
+        (R.SRIP(1e-2, every=2, schedule=R.Warmup(4)), [0.005, 0, 0.015, 0, 0.02, 0]),
+        (R.L2(1.0, schedule=R.Milestones((2, 5), (0.5, 0.0))), [1, 1, 0.5, 0.5, 0.5, 0]),
+    ],
+    ids=str,
+)
+def test_the_strength_at_each_step(regularizer: R.Regularizer, expected: list[float]) -> None:
+    assert [regularizer.strength_at(step) for step in range(6)] == pytest.approx(expected)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -232,8 +196,8 @@ def test_schedules_are_values() -> None:
         (lambda: R.L2(1.0, before_norm="no"), r"L2\(before_norm=…\) takes 'skip' or 'keep'; found 'no'"),
         (lambda: R.Orthogonality(1.0, filters="x"), r"Orthogonality\(filters=…\) takes 'raw' or 'unit'"),
         (lambda: R.MutualCoherence(1.0, filters="x"), r"MutualCoherence\(filters=…\) takes"),
-        (lambda: R.HypersphericalEnergy(1.0, power=3), r"HypersphericalEnergy\(power=…\) takes one of \(0, 1, 2\)"),
-        (lambda: R.HypersphericalEnergy(1.0, distance="x"), r"HypersphericalEnergy\(distance=…\) takes one of"),
+        (lambda: R.HypersphericalEnergy(1.0, power=3), r"HypersphericalEnergy\(power=…\) takes 0 or 1 or 2"),
+        (lambda: R.HypersphericalEnergy(1.0, distance="x"), r"distance=…\) takes 'chord' or 'angle'"),
         (lambda: R.HypersphericalEnergy(1.0, eps=-1.0), r"HypersphericalEnergy\(\) needs eps >= 0"),
         (lambda: R.ScaleShift(1.0, floor=0.0), r"ScaleShift\(\) needs floor > 0"),
         (lambda: R.ScaleShift(1.0, direction_strength=-1.0), r"ScaleShift\(\) needs direction_strength >= 0"),
@@ -245,25 +209,12 @@ def test_schedules_are_values() -> None:
         (lambda: R.Warmup(0), r"Warmup\(\) needs steps >= 1"),
         (lambda: R.Milestones((3, 2), (1.0, 0.0)), r"Milestones\(\) needs increasing steps"),
         (lambda: R.Milestones((3,), (1.0, 0.0)), r"one factor for each"),
+        (lambda: R.Orthogonality(1.0).value(torch.ones(3)), r"a matrix view needs a weight with at least 2 dim"),
+        (lambda: R.SelfOrthogonality(1.0).value(torch.ones(3)), r"takes outputs \(N, k, \*positions\)"),
+        (lambda: R.SelfOrthogonality(1.0).value(torch.ones(4, 3), groups=2), r"k divisible by groups=2"),
+        (lambda: R.SelfOrthogonality(1.0, samples=9).value(torch.ones(10, 4)), r"at random; found 10 samples and no"),
     ],
 )
 def test_arguments_out_of_range(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):
         make()
-
-
-def test_a_vector_has_no_filters() -> None:
-    with pytest.raises(InvalidArgumentError, match="a matrix view needs a weight with at least 2 dimensions"):
-        R.Orthogonality(1.0).value(torch.ones(3))
-
-
-def test_outputs_need_channels() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"takes outputs \(N, k, \*positions\)"):
-        R.SelfOrthogonality(1.0).value(torch.ones(3))
-    with pytest.raises(InvalidArgumentError, match="k divisible by groups=2"):
-        R.SelfOrthogonality(1.0).value(torch.ones(4, 3), groups=2)
-
-
-def test_regularizers_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError, match="strength"):
-        R.L2(1.0).strength = 2.0  # type: ignore[misc]

@@ -56,27 +56,11 @@ def test_rescaling_single_neurons_is_seen() -> None:
     assert abs(total(SCALE, [s[:, None] * first, second / s]) - total(SCALE, [first, second])) > 0.05
 
 
-def test_the_gradient_of_the_first_term() -> None:
-    w = seeded(3, 5, dtype=DOUBLE)
-    torch.testing.assert_close(gradient(SCALE, w), w / w.square().sum(), **exact(DOUBLE))
-
-
 def test_the_gradient_of_the_second_term_is_orthogonal_to_the_weight() -> None:
     w = seeded(3, 5, dtype=DOUBLE)
     found = gradient(DIRECTION, w)
     assert abs(float((found * w).sum())) < 1e-12
-    unit = w / w.norm()
-    torch.testing.assert_close(found, (w.sign() - unit.abs().sum() * unit) / w.norm(), **exact(DOUBLE))
-
-
-def test_the_printed_second_term_is_a_constant() -> None:
-    """Regression guard: with an L2 norm, as one account prints it, the term has no gradient at all."""
-    w = seeded(3, 5, dtype=DOUBLE).requires_grad_()
-    printed = (w / w.norm()).norm()
-    (none,) = torch.autograd.grad(printed, w)
-    assert float(printed.detach()) == pytest.approx(1.0)
-    assert float(none.abs().max()) < 1e-7
-    assert float(gradient(DIRECTION, w).abs().max()) > 0.1
+    assert float(found.abs().max()) > 0.1, "with an L2 norm, as one account prints it, the term is a constant"
 
 
 def test_terms_add_up_with_their_own_strengths() -> None:
@@ -88,13 +72,6 @@ def test_terms_add_up_with_their_own_strengths() -> None:
     expected = 0.5 * reference.log_norm(w, 1e-3) + 0.2 * reference.direction(w) / math.sqrt(15)
     torch.testing.assert_close(per_root(w), expected, **close(DOUBLE))
     torch.testing.assert_close(R.ScaleShift.paper(0.5, 0.2)(w), both(w), **close(DOUBLE))
-
-
-def test_the_direction_term_lies_between_its_extremes() -> None:
-    one_hot, flat = torch.eye(4)[:1], torch.ones(1, 4)
-    floor = math.log(1e6)
-    assert float(DIRECTION.value(one_hot)) - floor == pytest.approx(1, abs=1e-5)
-    assert float(DIRECTION.value(flat)) - floor == pytest.approx(2, abs=1e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3, 1.0], ids=str)
@@ -121,37 +98,34 @@ def test_a_floor_is_fitted_to_strength_and_weight() -> None:
     assert R.ScaleShift(0.0).largest_rate == math.inf
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("strength", [1e-3, 1e-2, 1.0])
-def test_descent_never_overshoots_the_floor(strength: float, momentum: float) -> None:
-    """E1: a thousand steps at the largest rate that the fitted floor is made for."""
-    weight = nn.Parameter(seeded(3, 5, dtype=DOUBLE))
+def descent(regularizer: R.ScaleShift, weight: nn.Parameter, *, lr: float, momentum: float = 0.0) -> list[float]:
+    """The component along the first direction in two thousand steps of SGD."""
     direction = weight.detach() / weight.detach().norm()
-    regularizer = R.ScaleShift(strength).fitted(float(weight.detach().norm()))
-    optimizer = torch.optim.SGD([weight], lr=regularizer.largest_rate * (1 - momentum) ** 2, momentum=momentum)
-    norms = []
-    for _ in range(1000):
+    optimizer = torch.optim.SGD([weight], lr=lr, momentum=momentum)
+    found = []
+    for _ in range(2000):
         optimizer.zero_grad()
         regularizer(weight).backward()
         optimizer.step()
-        norms.append(float((weight.detach() * direction).sum()))
+        found.append(float((weight.detach() * direction).sum()))
+    return found
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("strength", [1e-3, 1e-2, 1.0])
+def test_descent_never_overshoots_the_floor(strength: float, momentum: float) -> None:
+    """E1: at the largest rate that the fitted floor is made for."""
+    weight = nn.Parameter(seeded(3, 5, dtype=DOUBLE))
+    regularizer = R.ScaleShift(strength).fitted(float(weight.detach().norm()))
+    norms = descent(regularizer, weight, lr=regularizer.largest_rate * (1 - momentum) ** 2, momentum=momentum)
     assert min(norms) > 0.7 * regularizer.effective_floor, "carried far below the floor, or past zero"
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(norms)), "the norm rose again"
 
 
 def test_descent_overshoots_without_a_floor() -> None:
     """Negative control: the published form at the same strength and rate."""
-    weight = nn.Parameter(seeded(3, 5, dtype=DOUBLE))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    regularizer = R.ScaleShift.paper(1.0, 0.0)
-    norms = []
-    for _ in range(2000):
-        optimizer.zero_grad()
-        regularizer(weight).backward()
-        optimizer.step()
-        norms.append(float(weight.detach().norm()))
-    rises = [b / a for a, b in itertools.pairwise(norms)]
-    assert max(rises) > 2
+    norms = descent(R.ScaleShift.paper(1.0, 0.0), nn.Parameter(seeded(3, 5, dtype=DOUBLE)), lr=0.1)
+    assert max(abs(b / a) for a, b in itertools.pairwise(norms)) > 2
 
 
 # --- on a network whose loss does not see the scale -------------------------------------------------

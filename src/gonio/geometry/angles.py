@@ -36,36 +36,30 @@ __all__ = [
 
 # Note [Close pairs]
 # acos loses half of the digits near ±1: in float32 it does not distinguish 0 from 3e-4 rad. For two vectors
-# the angle is computed as 2·atan2(|a−b|, |a+b|) on unit vectors (Kahan), accurate to 1e-7 in float32. For all
-# pairs that would take n²·d memory, so the Gram matrix is computed in float64 instead, whose rounding (1e-16 in
-# the cosine) is 2e-8 in the angle.
+# the angle is 2·atan2(|a−b|, |a+b|) on unit vectors (Kahan), accurate to 1e-7 in float32. For all pairs that takes
+# n²·d memory, so the Gram matrix is computed in float64 instead: its rounding of 1e-16 is 2e-8 in the angle.
 CHORD_NOISE = 2e-15  # squared chord below which an angle is 0: Gram entries of equal rows deviate by a few 2.2e-16
 BLOCK_ENTRIES = 1 << 24  # largest Gram block of coherence: 64 MiB in float32
 
 
 def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
-    """`x` clamped in value, with the gradient of the identity.
-
-    Rounding can produce a cosine of 1 + 1e-7; a plain clamp would set its gradient to 0.
-    """
+    """`x` clamped in value, with the gradient of the identity: a clamp sets that of a cosine of 1 + 1e-7 to 0."""
     return x + (x.clamp(low, high) - x).detach()
 
 
 def cosines(matrix: Tensor) -> Tensor:
     r"""Cosine of the angle between every two filters, :math:`\hat w_i^\top \hat w_j`.
 
-    Always within [−1, 1]; the clamp changes the value and not the gradient. A zero filter has cosine 0 with
-    every filter, itself included.
+    Always within [−1, 1]. A zero filter has cosine 0 with every filter, itself included.
 
     Shape: (n, d) or (groups, n, d) → (n, n) or (groups, n, n), in float32 at least.
     Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
     Raises: InvalidArgumentError for a tensor of another rank.
 
     Example:
-        >>> gonio.geometry.cosines(torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]]))
-        tensor([[ 1.,  0., -1.],
-                [ 0.,  1.,  0.],
-                [-1.,  0.,  1.]])
+        >>> gonio.geometry.cosines(torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
+        tensor([[ 1., -1.],
+                [-1.,  1.]])
     """
     check_matrix(matrix, "cosines")
     with full_precision(matrix):
@@ -77,9 +71,8 @@ def angles(matrix: Tensor) -> Tensor:
     r"""Angle between every two filters in radians, :math:`\theta_{ij} \in [0, \pi]`.
 
     Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})` [1]: accurate to
-    1e-7 near 0 and to the resolution of the result's dtype near :math:`\pi` (1.2e-7 in float32), where the arc
-    cosine of a float32 cosine has an error of 3e-4. Angles below 4.5e-8 are rounding and become 0. The gradient
-    is bounded everywhere. A zero filter is at :math:`\pi/2` to every filter, itself included.
+    1e-7 near 0 and to 1.2e-7 near :math:`\pi` (float32), where the arc cosine has an error of 3e-4. Angles below 4.5e-8
+    become 0. The gradient is bounded. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
     Shape: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution → (n, n) or
         (groups, n, n), in float32 at least.
@@ -91,7 +84,6 @@ def angles(matrix: Tensor) -> Tensor:
         tensor([[ 0., 45.],
                 [45.,  0.]])
 
-    See also: :func:`angle_between` for pairs of vectors.
     References: [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?", 2006,
         §12.
     """
@@ -100,29 +92,25 @@ def angles(matrix: Tensor) -> Tensor:
     with full_precision(matrix):
         unit = unit_vectors(matrix, dtype=widest(matrix))
         cosine = unit @ unit.mT
-        near, far = _chord(2 - 2 * cosine), _chord(2 + 2 * cosine)
+        near, far = (
+            square.masked_fill(noise := square < CHORD_NOISE, 1).sqrt().masked_fill(noise, 0)
+            for square in (2 - 2 * cosine, 2 + 2 * cosine)
+        )
         return (2 * torch.atan2(near, far)).to(widen(matrix).dtype)
-
-
-def _chord(square: Tensor) -> Tensor:
-    noise = square < CHORD_NOISE
-    return square.masked_fill(noise, 1).sqrt().masked_fill(noise, 0)
 
 
 def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
     r"""Angle in radians between corresponding vectors of `a` and `b`, which broadcast.
 
-    :math:`2\,\mathrm{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)` [1]: in float32
-    accurate to 1e-7 near 0 and to the last digit (2.4e-7) up to :math:`\pi`, with an accurate gradient, which is
-    0 at exactly parallel vectors. A zero vector is at :math:`\pi/2` to every other vector.
+    :math:`2\,\mathrm{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)`: in float32 accurate to
+    1e-7 near 0 and to the last digit (2.4e-7) up to :math:`\pi`, with an accurate gradient, 0 at exactly parallel
+    vectors. A zero vector is at :math:`\pi/2` to every other vector.
 
     Returns: Angles in :math:`[0, \pi]`, in float32 at least, without the dimension `dim`.
 
     Example:
         >>> gonio.geometry.angle_between(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
         tensor(1.0000e-06)
-
-    References: [1] As :func:`angles`.
     """
     a, b = unit_vectors(a, dim), unit_vectors(b, dim)
     near, far = safe_norm(a - b, dim), safe_norm(a + b, dim)
@@ -134,8 +122,8 @@ def coherence(matrix: Tensor) -> Tensor:
 
     .. math:: \mu(W) = \max_{i \ne j} \frac{|\langle w_i, w_j \rangle|}{\lVert w_i \rVert \lVert w_j \rVert}
 
-    0 if the filters are orthogonal, which requires :math:`n \le d`; 1 if two are parallel or opposite. For
-    :math:`n > d` it is at least :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
+    0 if the filters are orthogonal; 1 if two are parallel or opposite. For :math:`n > d` it is at least
+    :func:`welch_bound`. Computed in blocks of rows, so memory is bounded.
 
     Shape: (n, d) or (groups, n, d) with n ≥ 2 → () or (groups,).
     Invariances: Rescaling or flipping filters, permuting them, rotating :math:`\mathbb{R}^d`.
@@ -159,15 +147,12 @@ def coherence(matrix: Tensor) -> Tensor:
     with full_precision(matrix):
         unit = unit_vectors(matrix)
         rows = max(1, BLOCK_ENTRIES // (n * max(1, matrix.shape[:-2].numel())))
-        highest = [_row_maxima(unit, start, rows) for start in range(0, n, rows)]
+        highest = []
+        for own in torch.arange(n, device=unit.device).split(rows):
+            block = (unit[..., own, :] @ unit.mT).abs()
+            index = own.expand(block.shape[:-1]).unsqueeze(-1)
+            highest.append(block.scatter(-1, index, 0.0).amax(-1))
         return clamp_through(torch.cat(highest, -1).amax(-1), 0.0, 1.0)
-
-
-def _row_maxima(unit: Tensor, start: int, rows: int) -> Tensor:
-    block = (unit[..., start : start + rows, :] @ unit.mT).abs()
-    own = torch.arange(block.shape[-2], device=unit.device)
-    index = (own + start).expand(block.shape[:-1]).unsqueeze(-1)
-    return block.scatter(-1, index, 0.0).amax(-1)
 
 
 def alignment(matrix: Tensor) -> Tensor:
@@ -203,8 +188,8 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
     r"""Distance of :func:`alignment` from 1, in standard deviations of random directions.
 
     :math:`z = (A(W) - 1) / \sigma` with the exact :math:`\sigma` of :func:`alignment_deviation`. Positive if filters
-    are more parallel than random directions, negative if they are more orthogonal. Random weights have |z| < 3; the law
-    of :math:`z` is nearly normal for many filters and skewed to the right for few.
+    are more parallel than random directions. Random weights have |z| < 3; the law of :math:`z` is nearly normal for
+    many filters and skewed to the right for few.
 
     Shape: (n, d) or (groups, n, d) → () or (groups,). 0 where there are fewer than two directions, or d = 1.
 
@@ -246,8 +231,7 @@ def sign_similarity(matrix: Tensor) -> Tensor:
 
 def hyperplanes(d: int, bits: int, like: Tensor, seed: int) -> Tensor:
     """Normals of `bits` random hyperplanes as columns, (d, bits); the same on every device."""
-    normals = torch.randn(d, bits, generator=generator(seed, "hyperplanes", d, bits))
-    return normals.to(widen(like))
+    return torch.randn(d, bits, generator=generator(seed, "hyperplanes", d, bits)).to(widen(like))
 
 
 def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
@@ -257,9 +241,8 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
     so the share of differing bits estimates :math:`p` with standard deviation
     :math:`\sqrt{p(1-p)/\text{bits}}`. A bit is set if the projection is ≥ 0, also for the zero vector.
 
-    Hashes find candidates and store directions in few bytes. For estimates of angles the product of the unit vectors
-    in bfloat16 takes about as long and has an error of 0.007° instead of 4° (512 bits, root mean square). Only hashes
-    with equal `seed` and `bits` can be compared.
+    For estimates of angles the product of the unit vectors in bfloat16 takes about as long and has an error of 0.007°
+    instead of 4° (512 bits, root mean square). Only hashes with equal `seed` and `bits` can be compared.
 
     Shape: (n, d) or (groups, n, d) → (n, bits) or (groups, n, bits), bool.
     Invariances: Rescaling vectors by positive factors; the negated vector has the complement, except at projections of
@@ -270,8 +253,6 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
         >>> bits = gonio.geometry.sign_hash(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 4096)
         >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
         0.5
-
-    See also: :func:`near_duplicates`, which finds candidates by such bits; :func:`angles`, exact.
     """
     check_matrix(vectors, "sign_hash")
     if bits < 1:

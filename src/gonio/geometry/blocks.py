@@ -1,7 +1,6 @@
 """Stored matrices of any size, read in blocks: norms, non-finite entries, Gram matrix, directions of rows.
 
-The public functions of `gonio.geometry` return differentiable tensors. This module, `pairs` and
-`spectra.spectrum_estimate` return the plain numbers that :func:`gonio.measure` reports, in bounded memory.
+This module, `pairs` and `spectra.spectrum_estimate` return the plain numbers that :func:`gonio.measure` reports.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ __all__ = [
     "row_blocks",
     "row_directions",
     "row_norms",
-    "rows_at",
     "safe_scale",
     "tiles",
 ]
@@ -39,41 +37,29 @@ CosineBlock = tuple[int, Tensor, Tensor]
 and the row numbers in the matrix of the filters from `start` on."""
 
 
-def tiles(matrix: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of a matrix in float32 at least, each with its first row and first column; long rows are cut.
+def tiles(matrix: Tensor, *, longest: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of a matrix in float32 at least, each with its first row and first column; rows are cut if too long.
 
     All blocks share one buffer, so a block is valid until the next one is read.
     """
     n, d = matrix.shape
-    width = max(1, min(d, BLOCK))
+    width = max(1, min(d, longest or BLOCK))
     height = max(1, min(n, BLOCK // width))
-    buffer = torch.empty(height, width, dtype=computed_in(matrix.dtype), device=matrix.device)
+    buffer = torch.empty(height * width, dtype=computed_in(matrix.dtype), device=matrix.device)
     for top in range(0, n, height):
         for left in range(0, d, width):
             part = matrix[top : top + height, left : left + width]
-            yield top, left, _copied(part, buffer)
+            yield top, left, buffer[: part.numel()].view(part.shape).copy_(part)
 
 
 def row_blocks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Like :func:`tiles`, but of whole rows, however long, each with its first row."""
-    height = max(1, min(len(matrix), BLOCK // max(1, matrix.shape[1])))
-    buffer = torch.empty(height, matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
-    for top in range(0, len(matrix), height):
-        yield top, _copied(matrix[top : top + height], buffer)
-
-
-def _copied(part: Tensor, buffer: Tensor) -> Tensor:
-    view = buffer.flatten()[: part.numel()].view(part.shape)
-    return view.copy_(part)
-
-
-def rows_at(matrix: Tensor, rows: Tensor) -> Tensor:
-    """The rows with these numbers, in float32 at least."""
-    return matrix[rows].to(computed_in(matrix.dtype))
+    return ((top, rows) for top, _, rows in tiles(matrix, longest=matrix.shape[1]))
 
 
 def row_directions(rows: Tensor) -> Tensor:
-    """Unit vectors; rows whose squares would overflow are divided by their largest entry first."""
+    """Unit vectors in float32 at least; rows whose squares overflow are divided by their largest entry first."""
+    rows = rows.to(computed_in(rows.dtype))
     largest = rows.abs().amax(-1, keepdim=True)
     large = largest > LARGE
     return normalize(rows / largest.masked_fill(~large, 1) if bool(large.any()) else rows)
@@ -98,23 +84,14 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormSummary:
-    """Distribution of the filter norms of a weight.
+    """Distribution of the filter norms of a weight."""
 
-    Attributes:
-        rms, frobenius: root mean square of the entries, and norm of the whole weight.
-        mean: of the filter norms, as the next four.
-        std: with denominator n.
-        quantiles: least, quartiles (nearest order statistic), largest.
-        nonzero_min: least norm that is not 0; None if all are 0.
-        zeros: number of filters of norm 0.
-    """
-
-    rms: float
-    frobenius: float
+    rms: float  # of the entries
+    frobenius: float  # norm of the whole weight
     mean: float
-    std: float
-    quantiles: tuple[float, ...]
-    nonzero_min: float | None
+    std: float  # with denominator n
+    quantiles: tuple[float, ...]  # least, quartiles (nearest order statistic), largest
+    nonzero_min: float | None  # None if all are 0
     zeros: int
 
     @classmethod
@@ -145,12 +122,9 @@ def count_nonfinite(tensor: Tensor) -> tuple[int, tuple[int, ...] | None]:
         part = part.float() if part.element_size() == 1 else part
         if bool(torch.isfinite(part.sum())):  # a non-finite entry makes the sum non-finite: a twentieth of the time
             continue
-        bad = (~torch.isfinite(part)).nonzero()
-        if not len(bad):  # only the sum was out of range
-            continue
-        if first is None:
-            index = torch.unravel_index(bad[0, 0] + start, tensor.shape)
-            first = tuple(int(i) for i in index)
+        bad = (~torch.isfinite(part)).nonzero()  # none where only the sum was out of range
+        if first is None and len(bad):
+            first = tuple(int(i) for i in torch.unravel_index(bad[0, 0] + start, tensor.shape))
         count += len(bad)
     return count, first
 
@@ -163,20 +137,12 @@ def safe_scale(matrix: Tensor) -> float:
 
 @dataclass(frozen=True)
 class GramMatrix:
-    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines.
+    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines."""
 
-    Attributes:
-        lower: correct on and below the block diagonal of :data:`GRAM_PARTS` × :data:`GRAM_PARTS` blocks; the
-            lower triangle is all that `eigvalsh` reads.
-        scale: :func:`safe_scale` of W.
-        of_filters: whether it is W Wᵀ.
-        dtype: in which figures of W are computed otherwise.
-    """
-
-    lower: Tensor
-    scale: float
-    of_filters: bool
-    dtype: torch.dtype
+    lower: Tensor  # correct in its lower triangle, which is all that `eigvalsh` reads
+    scale: float  # :func:`safe_scale` of W
+    of_filters: bool  # whether it is W Wᵀ
+    dtype: torch.dtype  # in which figures of W are computed otherwise
 
     @classmethod
     def of(cls, matrix: Tensor) -> GramMatrix:

@@ -1,9 +1,4 @@
-"""Laws of random directions and random matrices, against which measurements are compared.
-
-For two independent uniform directions in :math:`d` dimensions the angle has density proportional to
-:math:`\\sin^{d-2}\\theta`, so :math:`E\\cos = 0`, :math:`E\\cos^2 = 1/d`. Cosines of different pairs among
-:math:`n` such directions are pairwise independent, which makes variances of pair averages exact.
-"""
+"""Laws of random directions and random matrices, against which measurements are compared."""
 
 from __future__ import annotations
 
@@ -45,8 +40,8 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
 
     .. math:: p(\theta) = \frac{\Gamma(d/2)}{\sqrt\pi\,\Gamma((d-1)/2)} \sin^{d-2}\theta
 
-    Uniform for :math:`d = 2`; in high dimensions random directions are nearly orthogonal, with a width of
-    :math:`1/\sqrt d`. `theta` is in radians; outside :math:`[0, \pi]` the density is 0.
+    Uniform for :math:`d = 2`, of width :math:`1/\sqrt d` around :math:`\pi/2` in high dimensions. `theta` is in
+    radians; outside :math:`[0, \pi]` the density is 0.
 
     Raises: InvalidArgumentError if `dim` is below 2 (in one dimension the angle is 0 or π).
 
@@ -116,8 +111,8 @@ def expected_coherence(n: int, d: int) -> float:
     .. math:: E\mu \approx \int_0^{\pi/2} \big(1 - (1 - Q(\theta))^{n(n-1)/2}\big) \sin\theta \, d\theta
 
     with :math:`Q(\theta)` the probability that a random pair is within :math:`\theta` of parallel or opposite.
-    All pairs are treated as independent, which they are pairwise; simulations from (n, d) = (5, 3) to (1000, 100)
-    agree within their error of 1 %. Roughly :math:`\sqrt{4 \ln n / d}` in high dimensions.
+    All pairs are treated as independent; simulations from (n, d) = (5, 3) to (1000, 100) agree within their error of
+    1 %. Roughly :math:`\sqrt{4 \ln n / d}` in high dimensions.
 
     Raises: InvalidArgumentError for fewer than two directions, or less than two dimensions.
 
@@ -144,8 +139,8 @@ def expected_coherence(n: int, d: int) -> float:
 def random_coherence(pairs: int, dim: int, *, quantile: float = 0.5) -> float:
     r"""A quantile of the largest :math:`|\cos|` among so many pairs of random directions; the median by default.
 
-    The :math:`t` with :math:`(1 - P(|\cos| > t))^N = q`, all pairs treated as independent as in
-    :func:`expected_coherence`, and :math:`P(|\cos| > t) = I_{1-t^2}(\tfrac{d-1}{2}, \tfrac12)`.
+    The :math:`t` with :math:`(1 - P(|\cos| > t))^N = q`, all pairs treated as independent, and
+    :math:`P(|\cos| > t) = I_{1-t^2}(\tfrac{d-1}{2}, \tfrac12)`.
 
     Example:
         >>> from gonio.geometry.chance import random_coherence
@@ -237,8 +232,8 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
 
     .. math:: s \in \sigma\,[\sqrt M - \sqrt m,\; \sqrt M + \sqrt m], \qquad M, m = \text{larger, smaller side}
 
-    for entries of mean 0 and standard deviation :math:`\sigma` of any law with finite fourth moment, as the
-    sides grow; `std` is :math:`\sigma`. Training or a non-zero mean puts singular values above ``upper``.
+    for entries of mean 0, standard deviation :math:`\sigma` (`std`) and finite fourth moment, as the sides grow.
+    Training or a non-zero mean puts singular values above ``upper``.
 
     Raises: InvalidArgumentError for sides below 1 or a `std` that is not positive.
 
@@ -257,29 +252,18 @@ def marchenko_pastur(rows: int, cols: int, *, std: float = 1.0) -> MarchenkoPast
             "marchenko_pastur() needs std > 0", f"std={std}", "Pass the entries' standard deviation."
         )
     small, large = sorted((rows, cols))
-    return MarchenkoPastur(
-        lower=std * (sqrt(large) - sqrt(small)),
-        upper=std * (sqrt(large) + sqrt(small)),
-        ratio=small / large,
-        scale=std * sqrt(large),
-    )
+    scale, width = std * sqrt(large), std * sqrt(small)
+    return MarchenkoPastur(scale - width, scale + width, small / large, scale)
 
 
 @dataclass(frozen=True)
 class SpectrumDeviation:
-    """Singular values of some matrices of one size compared with those of random matrices.
+    """Singular values of some matrices of one size compared with those of random matrices."""
 
-    Attributes:
-        distance: Kolmogorov distance of the squared singular values from the law of Marchenko and Pastur, in [0, 1].
-        outliers: number of singular values above :func:`random_largest_singular_value`.
-        outlier_share: share of the squared Frobenius norm in the outliers.
-        defect: root mean square of :math:`s_i^2 / \\overline{s^2} - 1`.
-    """
-
-    distance: float
-    outliers: int
-    outlier_share: float
-    defect: float
+    distance: float  # Kolmogorov distance of their squares from the law of Marchenko and Pastur, in [0, 1]
+    outliers: int  # number of singular values above random_largest_singular_value
+    outlier_share: float  # their share of the squared Frobenius norm
+    defect: float  # root mean square of s_i² / mean(s²) − 1
 
 
 def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviation | None:

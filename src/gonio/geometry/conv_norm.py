@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from math import cos, isfinite, isqrt, pi, prod, sqrt
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.conv_operator import Taps, frequencies, half_grid, polyphase_grid, radians, taps_of
+from gonio.geometry.lanczos import Krylov
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen, widest
 from gonio.geometry.spectra import singular_values
 from gonio.geometry.views import PLAIN, Layout
@@ -25,27 +26,25 @@ __all__ = [
 ]
 
 # Note [Ruling out frequencies]
-# s_max(F) < t exactly if t²I − FFᴴ has a Cholesky factor, which costs a third of the singular values. So norms
-# are computed at a few frequencies spread over the grid, and elsewhere only where the factorisation fails
-# at the largest norm found so far: about √N of N frequencies. This is done in float32, with a margin; frequencies
-# within the margin of the largest are compared in float64.
+# s_max(F) < t exactly if t²I − FFᴴ has a Cholesky factor, which costs a third of the singular values. So norms are
+# computed at a few frequencies spread over the grid, and elsewhere only where the factorisation fails at the largest
+# norm found so far: about √N of N frequencies. Those within a margin of the largest are compared in float64.
 CHUNK_ENTRIES = 1 << 23  # complex entries of the symbol held at once: 128 MiB in double precision
 MARGIN = 1e-4  # of a squared norm; fifty times the error of float32 at 512 channels
 
 # Note [Successive elimination]
-# conv_spectral_norm_estimate: one Golub–Kahan step at every frequency is two real matrix products with the taps,
-# so a few steps everywhere are cheap and the symbol is never formed. After each round only the frequencies with
-# the largest values continue, until the top one has converged. Large grids are sampled coarsely first: the symbol
-# is a trigonometric polynomial of low degree, which cannot hide a peak between points that close; then the gaps
-# around the leading frequencies are filled in.
+# conv_spectral_norm_estimate: one Lanczos step at every frequency is two real matrix products with the taps, so the
+# symbol is never formed. After each round only the frequencies with the largest values continue, until the top one
+# has converged. Large grids are sampled coarsely first: the symbol is a trigonometric polynomial of low degree, which
+# cannot hide a peak between points that close; then the gaps around the leading frequencies are filled in.
 COARSE = 32  # points per period of the coarse grid
 # Fewer steps in the first round lose the top frequency: 6 did in 3 % of 265 Gaussian kernels of 64 to 256
 # channels, by up to 6e-3, if 24 frequencies continued; 8 and more did in none.
 ROUGH, SHARE = 8, 4  # steps after which one frequency in so many continues
 FIRST, SECOND = (12, 24), (24, 4)  # (steps since the start, frequencies kept)
 MORE, MOST = 8, 160  # steps between looks at the residual, and in all
-# Residual, as a share of the value, at which the top value has converged. Its square, over the gap to the next
-# singular value, is the error; half of it bounds the distance to some singular value.
+# Residual, as a share of the squared value, at which the top value has converged. Its square, over the gap to the
+# next value, is the error; half of it bounds the distance to some singular value.
 RESIDUAL = 2e-5
 STEP_ENTRIES = 1 << 22  # of the vectors at the frequencies treated at once
 SMALL = 1 << 26  # frequencies times channels cubed, up to which conv_spectral_norm takes less time
@@ -57,10 +56,9 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
     .. math::
         \lVert K \rVert = \max_{\omega \in \text{grid}} s_{\max}(F(\omega)), \; F(\omega) = \sum_t W_t e^{-i \omega t}
 
-    Frequencies are ruled out in float32, and the result is computed in float64. Groups are independent blocks, so their
-    maximum is taken. Strided, transposed and dilated convolutions are exact too. The amount of padding has no effect.
-    With zero padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a periodic grid
-    approaches from below; :func:`conv_spectral_norm_bound` bounds that supremum.
+    Computed in float64; the maximum over groups; exact for strided, transposed and dilated convolutions too. With zero
+    padding the norm on the same grid is at most the supremum over all :math:`\omega`, which a periodic grid approaches
+    from below and :func:`conv_spectral_norm_bound` bounds.
 
     Args:
         weight: of a convolution or transposed convolution.
@@ -73,8 +71,7 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
         the weight is not that of a convolution or not finite.
 
     Example:
-        >>> ones = torch.ones(1, 1, 3, 3)  # a box filter: 9 at frequency 0, not the 3 of its flattened norm
-        >>> gonio.geometry.conv_spectral_norm(ones, (8, 8))
+        >>> gonio.geometry.conv_spectral_norm(torch.ones(1, 1, 3, 3), (8, 8))  # not the 3 of its flattened norm
         tensor(9.)
 
     References: [1] H. Sedghi, V. Gupta, P. Long, "The singular values of convolutional layers", 2018, Theorem 6.
@@ -92,8 +89,7 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
 
 def _double_taps(weight: Tensor, layout: Layout) -> tuple[Taps, float]:
     """The taps of the weight divided by its largest entry, in float64; and this entry."""
-    weight = whole(weight)
-    scale = _largest_entry(weight)
+    weight, scale = whole(weight), _largest_entry(weight)
     return taps_of(weight.to(widest(weight)) / scale, layout), scale
 
 
@@ -113,53 +109,41 @@ def _largest_entry(weight: Tensor) -> float:
     return top or 1.0
 
 
-def _chunks(taps: Taps, omega: Tensor) -> Iterator[Tensor]:
-    """The frequencies in parts, such that the symbol of a part fits into memory."""
+def _symbols(taps: Taps, omega: Tensor) -> Iterator[Tensor]:
+    """F(ω) at the frequencies, in parts that fit into memory, (groups, frequencies, out, in)."""
     groups, _, out, in_ = taps.matrices.shape
-    return iter(omega.split(max(1, CHUNK_ENTRIES // max(1, groups * out * in_))))
+    return (taps.symbol(part) for part in omega.split(max(1, CHUNK_ENTRIES // max(1, groups * out * in_))))
+
+
+def _squares(symbol: Tensor, level: float) -> Tensor:
+    """s_max(F)², (groups, frequencies); blocks whose value is certainly below `level` may be left 0."""
+    grams = (symbol @ symbol.mH).flatten(0, 1)
+    found = grams.new_zeros(len(grams), dtype=grams.real.dtype)
+    spread = torch.zeros(len(found), dtype=torch.bool, device=found.device)
+    spread[:: max(1, isqrt(len(found)))] = True
+    found[spread] = torch.linalg.eigvalsh(grams[spread])[:, -1]
+    rest = (~spread).nonzero().squeeze(-1)
+    slack = grams[rest].neg_()
+    slack.diagonal(dim1=-2, dim2=-1).add_(max(level, float(found.amax())) * (1 - MARGIN))
+    above = rest[torch.linalg.cholesky_ex(slack).info > 0]
+    found[above] = torch.linalg.eigvalsh(grams[above])[:, -1]
+    return found.view(symbol.shape[:2])
 
 
 def _leader(taps: Taps, omega: Tensor) -> tuple[int, int]:
     """Group and frequency of the largest norm; see Note [Ruling out frequencies]."""
-    single = Taps(taps.matrices.float(), taps.positions)
     level, squares = 0.0, []
-    for part in _chunks(single, omega.float()):
-        grams = _grams(single, part)
-        found = torch.zeros(grams.shape[:2], device=grams.device)
-        level = _fill_squares_(found, grams, level)
-        squares.append(found)
+    for symbol in _symbols(Taps(taps.matrices.float(), taps.positions), omega.float()):
+        squares.append(_squares(symbol, level))
+        level = max(level, float(squares[-1].amax()))
     close = torch.cat(squares, -1) >= level * (1 - MARGIN)
     best, group, index = -1.0, 0, 0
     for g in close.any(-1).nonzero().squeeze(-1).tolist():
         members = close[g].nonzero().squeeze(-1)
-        tops = torch.cat([_tops(_grams(taps.group(g), part))[0] for part in _chunks(taps.group(g), omega[members])])
+        tops = torch.cat([torch.linalg.eigvalsh(f @ f.mH)[0, :, -1] for f in _symbols(taps.group(g), omega[members])])
         if float(tops.amax()) > best:
             best, group, index = float(tops.amax()), g, int(members[tops.argmax()])
     return group, index
-
-
-def _grams(taps: Taps, omega: Tensor) -> Tensor:
-    symbol = taps.symbol(omega)
-    return symbol @ symbol.mH
-
-
-def _tops(grams: Tensor) -> Tensor:
-    return torch.linalg.eigvalsh(grams)[..., -1]
-
-
-def _fill_squares_(found: Tensor, grams: Tensor, level: float) -> float:
-    """Write the squared norms of the (groups, frequencies) blocks that may exceed `level`; return the new level."""
-    found, grams = found.view(-1), grams.flatten(0, 1)
-    spread = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    spread[:: max(1, isqrt(len(found)))] = True
-    found[spread] = _tops(grams[spread])
-    level = max(level, float(found.amax()))
-    rest = (~spread).nonzero().squeeze(-1)
-    slack = grams[rest].neg_()
-    slack.diagonal(dim1=-2, dim2=-1).add_(level * (1 - MARGIN))
-    above = rest[torch.linalg.cholesky_ex(slack).info > 0]
-    found[above] = _tops(grams[above])
-    return max(level, float(found.amax()))
 
 
 def _value_at(taps: Taps, group: int, omega: Tensor) -> Tensor:
@@ -181,12 +165,11 @@ def conv_spectral_norm_bound(
 
     .. math:: s_{\max}(F) \le \lVert G_i \rVert_F^{\,2^{-(i+1)}},
 
-    which decreases to the norm and exceeds it by at most a factor of :math:`\operatorname{rank}^{2^{-(i+2)}}`. With
-    `size` it bounds the circular operator on that grid. Without, it bounds the supremum over all frequencies, hence
-    zero and circular padding on *every* grid: the symbol is sampled on a grid of :math:`N` points per dimension and the
-    bound multiplied by :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree :math:`r_j` [2]. Other
-    arguments are those of :func:`conv_spectral_norm`; with 6 `iterations` the bound is at most 3 % too large for 64
-    channels.
+    which exceeds the norm by at most a factor of :math:`\operatorname{rank}^{2^{-(i+2)}}`: 3 % for 64 channels and 6
+    `iterations`. With `size` it bounds the circular operator on that grid. Without, it bounds the supremum over all
+    frequencies, hence zero and circular padding on *every* grid: the symbol is sampled on a grid of :math:`N` points
+    per dimension and the bound multiplied by :math:`\prod_j \cos(\pi r_j / N_j)^{-1/2}` for kernels of degree
+    :math:`r_j` [2]. Other arguments are those of :func:`conv_spectral_norm`.
 
     Returns: A scalar in float32 at least, rounded up; differentiable, without eigenvectors.
     Raises: InvalidArgumentError as :func:`conv_spectral_norm`, and for `iterations` below 0.
@@ -214,7 +197,7 @@ def conv_spectral_norm_bound(
         grid, raised = polyphase_grid(size, layout, weight, taps.reach), 1.0
     omega = frequencies(grid, taps.matrices)
     with full_precision(weight):
-        bounds = [_gram_bound(taps.symbol(part), iterations).amax() for part in _chunks(taps, omega)]
+        bounds = [_gram_bound(symbol, iterations).amax() for symbol in _symbols(taps, omega)]
         return _rounded_up(torch.stack(bounds).amax() * raised * scale, widen(weight).dtype)
 
 
@@ -246,7 +229,7 @@ def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) ->
 
     :math:`F(\omega) = M (I \otimes e(\omega))` with :math:`M` the out × (in · taps) matrix and :math:`\lVert e(\omega)
     \rVert^2` the number of taps. Each kernel dimension may be flattened to the side of the rows or of the columns, and
-    the smallest of these bounds is returned. Constant kernels attain it. No grid and no Fourier transform are needed.
+    the smallest of these bounds is returned. Constant kernels attain it.
 
     Holds for zero and circular padding, any dilation, groups (maximum) and strides (then only
     :math:`\lceil k/s \rceil` taps per dimension count). Arguments as for :func:`conv_spectral_norm`.
@@ -254,40 +237,24 @@ def conv_spectral_norm_certificate(weight: Tensor, *, layout: Layout = PLAIN) ->
     Returns: A scalar in float32 at least, rounded up; differentiable almost everywhere.
 
     Example:
-        >>> bound = gonio.geometry.conv_spectral_norm_certificate(torch.ones(1, 1, 3, 3))
-        >>> round(bound.item(), 4)
+        >>> round(gonio.geometry.conv_spectral_norm_certificate(torch.ones(1, 1, 3, 3)).item(), 4)
         9.0
 
     References: [1] S. Singla, S. Feizi, "Fantastic four: differentiable bounds on singular values of convolution
         layers", 2019, Theorem 2. https://arxiv.org/abs/1911.10258
     """
     taps, scale = _double_taps(weight, layout)
+    shape = [len(places.unique()) for places in taps.positions.unbind(1)]  # taps form a full box, in order
+    dims = range(3, 3 + len(shape))
     with full_precision(weight):
-        kernel = _dense_kernel(taps)
-        tops = [singular_values(m)[..., 0].amax() for m in _flattenings(kernel)]
+        kernel = taps.matrices.movedim(1, -1).unflatten(-1, shape)  # (groups, out, in, *kernel), without dilation
+        tops = []
+        for rows in chain.from_iterable(combinations(dims, count) for count in range(len(dims) + 1)):
+            columns = [d for d in dims if d not in rows]
+            flat = kernel.permute(0, 1, *rows, 2, *columns).flatten(1, 1 + len(rows)).flatten(2)
+            tops.append(singular_values(flat)[..., 0].amax())
         bound = torch.stack(tops).amin() * sqrt(taps.matrices.shape[1]) * scale
         return _rounded_up(bound, widen(weight).dtype)
-
-
-def _dense_kernel(taps: Taps) -> Tensor:
-    """(groups, out, in, *kernel) of the distinct tap positions, without dilation, which no bound depends on."""
-    axes = [taps.positions[:, j].unique(return_inverse=True) for j in range(taps.positions.shape[1])]
-    shape = [len(values) for values, _ in axes]
-    flat = axes[0][1]
-    for j in range(1, len(axes)):
-        flat = flat * shape[j] + axes[j][1]
-    order = flat.argsort()  # taps form a full box, so this is a permutation
-    return taps.matrices[:, order].movedim(1, -1).unflatten(-1, shape)
-
-
-def _flattenings(kernel: Tensor) -> Iterator[Tensor]:
-    """Each way to assign kernel dimensions to the rows (with out) or to the columns (with in)."""
-    dims = range(3, kernel.ndim)
-    for count in range(len(dims) + 1):
-        for rows in combinations(dims, count):
-            columns = [d for d in dims if d not in rows]
-            arranged = kernel.permute(0, 1, *rows, 2, *columns)
-            yield arranged.flatten(1, 1 + len(rows)).flatten(2)
 
 
 def conv_spectral_norm_estimate(
@@ -295,11 +262,10 @@ def conv_spectral_norm_estimate(
 ) -> Tensor:
     r"""Operator norm of a convolution with circular padding on a grid, as a tight lower bound.
 
-    The quantity of :func:`conv_spectral_norm`, several times faster from 128 channels on: Golub–Kahan steps at all
-    frequencies at once, more of them where the norm is large, until the residual at the top frequency is 2e-5 of the
-    value. The result is within 1e-5 of a singular value there, typically within 1e-9 of the largest; in hundreds of
-    Gaussian kernels the frequency was always the top one. Small kernels and grids are computed by
-    :func:`conv_spectral_norm`. For a guarantee use that, or :func:`conv_spectral_norm_bound`.
+    The quantity of :func:`conv_spectral_norm`, several times faster from 128 channels on: Lanczos steps at all
+    frequencies at once, more of them where the norm is large. The result is within 1e-5 of a singular value, typically
+    within 1e-9 of the largest; in hundreds of Gaussian kernels the frequency was always the top one. Small kernels and
+    grids are computed by :func:`conv_spectral_norm`. For a guarantee use that, or :func:`conv_spectral_norm_bound`.
 
     Arguments and errors are those of :func:`conv_spectral_norm`; `seed` is that of the start vectors.
 
@@ -322,9 +288,11 @@ def conv_spectral_norm_estimate(
         if max(gaps) > 1:
             walk = _leaders(taps, _with_neighbours(walk.points, gaps, grid), grid, seed)
         walk = walk.forward(SECOND[0]).best(SECOND[1])
-        while walk.steps < MOST and walk.residual() > RESIDUAL:
-            walk = walk.forward(walk.steps + MORE)
-        return (walk.value() * scale).to(widen(weight).dtype)
+        value, residual = walk.top()
+        while walk.krylov.steps < MOST and residual > RESIDUAL:
+            walk = walk.forward(walk.krylov.steps + MORE)
+            value, residual = walk.top()
+        return (value * scale).to(widen(weight).dtype)
 
 
 def _with_neighbours(points: Tensor, gaps: Sequence[int], grid: Sequence[int]) -> Tensor:
@@ -339,121 +307,64 @@ def _leaders(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Wal
     parts = points.split(max(1, STEP_ENTRIES // (groups * count * out)))
     starts = (_start(taps, part, grid, seed).forward(ROUGH) for part in parts)
     walks = [start.best(max(FIRST[1], len(start.points) // SHARE)) for start in starts]
-    return _joined(walks).forward(FIRST[0]).best(FIRST[1])
+    points, phase = torch.cat([w.points for w in walks]), torch.cat([w.phase for w in walks], 1)
+    walk = _Walk(taps, points, phase, Krylov.combined([w.krylov for w in walks], lambda x: torch.cat(x, 2)))
+    return walk.forward(FIRST[0]).best(FIRST[1])
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Golub–Kahan recurrence at some frequencies, after some steps.
+    """The recurrence of F(ω)ᴴF(ω) at some frequencies, started from F(ω)ᴴ times a vector on the smaller side.
 
-    It starts on the smaller side, so it is exact after as many steps as that side is long. Complex vectors
-    are stored as pairs of reals in the last dimension: (groups, channels, frequencies, 2).
+    Complex vectors are stored as pairs of reals in the last dimension: (groups, channels, frequencies, 2).
     """
 
     taps: Taps
     points: Tensor  # (frequencies, dims), integers
     phase: Tensor  # (taps, frequencies)
-    left: Tensor  # the next left vectors
-    right: tuple[Tensor, ...]  # all right vectors
-    alphas: tuple[Tensor, ...]  # (groups, frequencies) per step
-    betas: tuple[Tensor, ...]  # (groups, frequencies) per step
-
-    @property
-    def steps(self) -> int:
-        return len(self.alphas)
+    krylov: Krylov
 
     def forward(self, steps: int) -> _Walk:
-        """The recurrence after `steps` steps in all, at most one per dimension."""
-        u, right, alphas, betas = self.left, list(self.right), list(self.alphas), list(self.betas)
-        for _ in range(min(steps, u.shape[1]) - self.steps):
-            pulled = _adjoint(self.taps, self.phase, u)
-            if right:
-                pulled -= betas[-1][:, None, :, None] * right[-1]
-            alpha, v = _next_direction(pulled, alphas)
-            alphas.append(alpha)
-            right.append(v)
-            pushed = _forward(self.taps, self.phase, v).sub_(alpha[:, None, :, None] * u)
-            beta, u = _next_direction(pushed, alphas)
-            betas.append(beta)
-        return replace(self, left=u, right=tuple(right), alphas=tuple(alphas), betas=tuple(betas))
+        """The recurrence after `steps` steps in all, at most one per dimension of the smaller side."""
+
+        def times(v: Tensor) -> Tensor:
+            return _adjoint(self.taps, self.phase, _forward(self.taps, self.phase, v))
+
+        return replace(self, krylov=self.krylov.forward(times, min(steps, self.taps.matrices.shape[2])))
 
     def best(self, count: int) -> _Walk:
         """The recurrence at the `count` frequencies with the largest values over all groups."""
         if len(self.points) <= count:
             return self
-        tops = torch.linalg.eigvalsh(self._tridiagonal())[..., -1].amax(0)
-        index = tops.topk(count).indices
-        return replace(
-            self,
-            points=self.points[index.cpu()],
-            phase=self.phase[:, index],
-            left=self.left[:, :, index],
-            right=tuple(v[:, :, index] for v in self.right),
-            alphas=tuple(alpha[:, index] for alpha in self.alphas),
-            betas=tuple(beta[:, index] for beta in self.betas),
-        )
+        index = torch.linalg.eigvalsh(self.krylov.tridiagonal())[..., -1].amax(0).topk(count).indices
+        krylov = Krylov.combined([self.krylov], lambda x: x[0][:, :, index])
+        return replace(self, points=self.points[index.cpu()], phase=self.phase[:, index], krylov=krylov)
 
-    def residual(self) -> float:
-        """Residual of the top value as a share of it; 0 if there are no more dimensions."""
-        if self.steps == self.left.shape[1]:
-            return 0.0
-        group, index, square, vector = self._top()
-        last = self.betas[-1][group, index].to(vector) * vector[-1].abs()
-        return float(last / square.sqrt()) if float(square) > 0 else 0.0
+    def top(self) -> tuple[Tensor, float]:
+        """‖F v‖ for the top unit vector v, in float64, which never exceeds the norm of F; and the residual of v.
 
-    def value(self) -> Tensor:
-        """‖F v‖ for the top unit vector v, in float64, which never exceeds the norm of F."""
-        group, index, _, vector = self._top()
-        x = torch.stack([v[group, :, index] for v in self.right], -1).to(vector) @ vector  # (channels, 2)
-        one = self.taps.group(group)
-        double = Taps(one.matrices.to(vector), one.positions)
+        The residual is a share of the squared value; 0 if there are no more dimensions.
+        """
+        squares, vectors = torch.linalg.eigh(self.krylov.tridiagonal())
+        group, index = divmod(int(squares[..., -1].argmax()), squares.shape[1])
+        square, vector = squares[group, index, -1], vectors[group, index, :, -1]
+        last = self.krylov.beside[-1][group, 0, index, 0].to(vector) * vector[-1].abs()
+        complete = self.krylov.steps == self.taps.matrices.shape[2] or not float(square) > 0
+        x = torch.stack([v[group, :, index] for v in self.krylov.basis[:-1]], -1).to(vector) @ vector  # (channels, 2)
+        double = Taps(self.taps.group(group).matrices.to(vector), self.taps.positions)
         phase = self.phase[:, index : index + 1]
         phase = torch.polar(torch.ones_like(phase.real, dtype=vector.dtype), phase.angle().to(vector))
-        return safe_norm(_forward(double, phase, normalize(x, (0, 1))[None, :, None]), (0, 1, 2, 3))
-
-    def _top(self) -> tuple[int, int, Tensor, Tensor]:
-        """Group and index of the top value, its square, and its vector in the basis of the right vectors."""
-        squares, vectors = torch.linalg.eigh(self._tridiagonal())
-        group, index = divmod(int(squares[..., -1].argmax()), squares.shape[1])
-        return group, index, squares[group, index, -1], vectors[group, index, :, -1]
-
-    def _tridiagonal(self) -> Tensor:
-        """The Gram matrix of the lower bidiagonal (k+1) × k matrix, (groups, frequencies, k, k)."""
-        alpha, beta = (torch.stack(x, -1).to(widest(x[0])) for x in (self.alphas, self.betas))
-        gram = torch.diag_embed(alpha.square() + beta.square())
-        if self.steps > 1:
-            side = torch.diag_embed(alpha[..., 1:] * beta[..., :-1], 1)
-            gram = gram + side + side.mT
-        return gram
+        value = safe_norm(_forward(double, phase, normalize(x, (0, 1))[None, :, None]), (0, 1, 2, 3))
+        return value, 0.0 if complete else float(last / square)
 
 
 def _start(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
-    start = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
-    u = normalize(start.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
-    return _Walk(taps, points, taps.phases(radians(points, grid, taps.matrices)), u, (), (), ())
-
-
-def _joined(walks: Sequence[_Walk]) -> _Walk:
-    if len(walks) == 1:
-        return walks[0]
-    right, alphas, betas = (
-        tuple(torch.cat(parts, dim) for parts in zip(*(getattr(walk, name) for walk in walks), strict=True))
-        for name, dim in (("right", 2), ("alphas", 1), ("betas", 1))
-    )
-    points, phase, left = (
-        torch.cat([getattr(walk, name) for walk in walks], dim)
-        for name, dim in (("points", 0), ("phase", 1), ("left", 2))
-    )
-    return _Walk(walks[0].taps, points, phase, left, right, alphas, betas)
-
-
-def _next_direction(x: Tensor, alphas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norm and unit vectors of `x`; zero where the Krylov space is complete and `x` is only rounding."""
-    norm = (x * x).sum(1).sum(-1).sqrt_()
-    least = 32 * torch.finfo(x.dtype).eps * alphas[0] if alphas else torch.zeros_like(norm)
-    norm = norm.where(norm > least, 0.0)
-    return norm, x.div_(norm.masked_fill(norm == 0, torch.inf)[:, None, :, None])
+    draw = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
+    phase = taps.phases(radians(points, grid, taps.matrices))
+    u = normalize(draw.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
+    krylov = Krylov(basis=(normalize(_adjoint(taps, phase, u), (1, 3)),), dims=(1, 3), passes=0)
+    return _Walk(taps, points, phase, krylov)
 
 
 def _forward(taps: Taps, phase: Tensor, v: Tensor) -> Tensor:

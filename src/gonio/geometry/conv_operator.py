@@ -1,9 +1,8 @@
 """A convolution as a linear map on feature maps: its symbol per frequency, and its dense matrix on a grid.
 
-The symbol is F(ω) = Σ_t W_t e^{−iω·t}. On a periodic grid the Fourier transform turns a convolution into these
-blocks, so the operator norm is the largest singular value of any of them; over all real ω it bounds the
-zero-padded operator on every grid. A stride is folded into channels first (polyphase form), after which it is
-1; a transposed convolution is the adjoint of the convolution with the same stored weight and has the same norm.
+The symbol is F(ω) = Σ_t W_t e^{−iω·t}. On a periodic grid the Fourier transform turns a convolution into these blocks;
+over all real ω their norm bounds the zero-padded operator on every grid. A stride is folded into channels first. A
+transposed convolution is the adjoint of the convolution with the same stored weight and has the same norm.
 """
 
 from __future__ import annotations
@@ -71,12 +70,7 @@ class Taps:
 
 
 def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
-    """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped.
-
-    Raises: InvalidArgumentError for a weight without kernel dimensions, stacked blocks, a stride or dilation of another
-        rank, or padding that is neither zeros nor circular (reflection and replication count pixels twice, so they have
-        no symbol and a larger norm).
-    """
+    """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped; raises for anything else."""
     dims = weight.ndim - 2
     stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
     if dims < 1 or layout.blocks != 1 or len(stride) != dims or len(dilation) != dims:
@@ -94,16 +88,14 @@ def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
     offsets = torch.cartesian_prod(*(torch.arange(k) for k in weight.shape[2:])).reshape(-1, dims)
     offsets = (offsets * torch.tensor(dilation)).to(weight.device)
     taps = widen(weight).unflatten(0, (layout.groups, -1)).flatten(3).movedim(-1, 1)  # (groups, taps, out, in)
-    return Taps(taps, offsets) if prod(stride) == 1 else _polyphase(taps, offsets, stride)
-
-
-def _polyphase(taps: Tensor, offsets: Tensor, stride: Sequence[int]) -> Taps:
-    """Fold the stride into input channels: tap t becomes phase t mod s at position t div s."""
+    if prod(stride) == 1:
+        return Taps(taps, offsets)
+    # Fold the stride into input channels: tap t becomes phase t mod s at position t div s.
     steps = torch.tensor(stride, device=offsets.device)
     positions, phases = offsets // steps, offsets % steps
     unique, where = torch.unique(positions, dim=0, return_inverse=True)
     phase = phases[:, 0]
-    for dim in range(1, len(stride)):
+    for dim in range(1, dims):
         phase = phase * stride[dim] + phases[:, dim]
     groups, _, out, in_ = taps.shape
     folded = taps.new_zeros(groups, len(unique) * prod(stride), out, in_)
@@ -118,9 +110,9 @@ def frequencies(size: Sequence[int], like: Tensor) -> Tensor:
 
 
 def half_grid(size: Sequence[int], gaps: Sequence[int] | None = None) -> Tensor:
-    """The half of the frequencies of a grid that determines a real operator: (count, dims), integers.
+    """The frequencies of a grid, (count, dims), integers, without those that are complex conjugate to others.
 
-    The other half is complex conjugate, with the same singular values. With `gaps` every so many per dimension.
+    With `gaps` every so many per dimension.
     """
     ends = [*size[:-1], size[-1] // 2 + 1]
     axes = (torch.arange(0, end, gap) for end, gap in zip(ends, gaps or [1] * len(size), strict=True))
@@ -145,16 +137,13 @@ def polyphase_grid(size: Sequence[int], layout: Layout, weight: Tensor, reach: S
 
 
 def periodic_grid(shape: Sequence[int], layout: Layout, *, least: int = 16) -> tuple[int, ...]:
-    """A grid for the norm of a convolution with a weight of `shape`, when no input size is known.
+    """A grid for the norm of a convolution whose input size is not known: `least` points, or twice the kernel's extent.
 
-    Per dimension `least` points, or twice the extent of the kernel if that is more, rounded up to a multiple of
-    the stride.
+    Rounded up to a multiple of the stride.
     """
-    kernel = shape[2:]
-    dilation = layout.dilation or (1,) * len(kernel)
-    stride = layout.stride or (1,) * len(kernel)
-    extents = [2 * (d * (k - 1) + 1) for k, d in zip(kernel, dilation, strict=True)]
-    return tuple(s * ceil(max(least, extent) / s) for extent, s in zip(extents, stride, strict=True))
+    ones = (1,) * (len(shape) - 2)
+    axes = zip(shape[2:], layout.dilation or ones, layout.stride or ones, strict=True)
+    return tuple(s * ceil(max(least, 2 * (d * (k - 1) + 1)) / s) for k, d, s in axes)
 
 
 # --- dense ----------------------------------------------------------------------------------------
@@ -163,9 +152,7 @@ def periodic_grid(shape: Sequence[int], layout: Layout, *, least: int = 16) -> t
 def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
     r"""The matrix :math:`K` with :math:`\operatorname{vec}(\text{conv}(x)) = K \operatorname{vec}(x)` on a grid.
 
-    The layer's map without bias, with its stride, padding, padding mode, dilation and groups. The matrix is
-    dense, (out · output grid) × (in · input grid): use it for grids of a few hundred pixels.
-
+    The layer's map without bias, dense, (out · output grid) × (in · input grid): for grids of a few hundred pixels.
     `size` is the input's spatial size, one number per kernel dimension.
 
     Raises: InvalidArgumentError if `size` does not have one number per kernel dimension, or the weight is empty.
@@ -174,8 +161,6 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
         >>> gonio.geometry.operator_matrix(torch.tensor([[[1.0, 2.0]]]), (3,))
         tensor([[1., 2., 0.],
                 [0., 1., 2.]])
-
-    See also: :func:`unview_operator`, its inverse.
     """
     dims = weight.ndim - 2
     if dims not in CONV or len(size) != dims or weight.numel() == 0:
@@ -186,33 +171,28 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
         )
     channels = weight.shape[0] if layout.transposed else weight.shape[1] * layout.groups
     count = channels * prod(size)
-    basis = torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, channels, *size)
-    return _apply(basis, weight, layout).reshape(count, -1).mT
-
-
-def _apply(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
-    dims = weight.ndim - 2
-    stride, dilation, padding = layout.stride or 1, layout.dilation or 1, layout.padding or 0
+    x = torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, channels, *size)
+    stride, dilation = layout.stride or 1, layout.dilation or 1
     if layout.transposed:
-        extra = layout.output_padding or 0
-        return CONV_TRANSPOSE[dims](x, weight, None, stride, padding, extra, layout.groups, dilation)
-    if layout.padding_mode != "zeros" or isinstance(padding, str):
+        padding, extra = layout.padding or 0, layout.output_padding or 0
+        y = CONV_TRANSPOSE[dims](x, weight, None, stride, padding, extra, layout.groups, dilation)
+    else:
         mode = "constant" if layout.padding_mode == "zeros" else layout.padding_mode
-        x, padding = F.pad(x, _pad_sides(weight, layout), mode=mode), 0
-    return CONV[dims](x, weight, None, stride, padding, dilation, layout.groups)
+        y = CONV[dims](
+            F.pad(x, _pad_sides(weight, layout), mode=mode), weight, None, stride, 0, dilation, layout.groups
+        )
+    return y.reshape(count, -1).mT
 
 
 def _pad_sides(weight: Tensor, layout: Layout) -> list[int]:
     """Padding of both sides per dimension, last dimension first, as F.pad reads it."""
     kernel = weight.shape[2:]
-    dilation = layout.dilation or (1,) * len(kernel)
     if layout.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        totals = [d * (k - 1) for d, k in zip(layout.dilation or (1,) * len(kernel), kernel, strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
-    elif isinstance(layout.padding, str):
-        sides = [(0, 0)] * len(kernel)
     else:
-        sides = [(p, p) for p in layout.padding or (0,) * len(kernel)]
+        widths = () if layout.padding == "valid" else layout.padding
+        sides = [(int(p), int(p)) for p in widths or (0,) * len(kernel)]
     return [side for pair in reversed(sides) for side in pair]
 
 

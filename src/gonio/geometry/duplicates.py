@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from math import pi
+from math import acos, pi
 from typing import Literal
 
 import torch
@@ -13,21 +13,18 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
-from gonio.geometry.blocks import BLOCK, row_blocks, row_directions, rows_at
+from gonio.geometry.blocks import BLOCK, row_blocks, row_directions
 from gonio.geometry.norms import flat_filters, full_precision, least_norm, whole, widen
 from gonio.seeding import generator
 
-__all__ = ["NEAR", "NearDuplicates", "NearPairs", "near_duplicates", "near_pairs"]
+__all__ = ["NEAR", "NearDuplicates", "near_duplicates", "near_pairs"]
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
 
-# Note [Banded sign hashing]
-# A pool of m random hyperplanes gives each vector m sign bits. Each of L bands reads k of them, at places of
-# its own, as the number of a bucket. Near vectors share a bucket in some band with a known probability, other
-# vectors rarely do; vectors that share a bucket are compared exactly.
+# Of banded sign hashing:
 BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
 POOLS = (256, 512, 1024)
 BITS = range(8, 25, 2)  # per band; keys are summed in float32, whose integers are exact to 2^24
@@ -38,16 +35,15 @@ ROW_CHUNK = 1 << 11  # vectors hashed at once
 MERGE = 1 << 24  # candidate codes held before repeated ones are dropped
 
 # Note [Costs]
-# In multiplications inside a matrix product (13 ps on one core of a Zen 4): testing one entry of a Gram
-# block; sorting and comparing one key; gathering and verifying one candidate, in all and per dimension.
-# On another machine the ratios differ, which moves the change between exact and hashed search, and no result.
+# In multiplications inside a matrix product (13 ps on one core of a Zen 4): testing one entry of a Gram block; sorting
+# and comparing one key; gathering and verifying one candidate, in all and per dimension. They decide between exact and
+# hashed search, and change no result.
 ENTRY_COST, KEY_COST, CANDIDATE_COST, GATHER_COST = 25.0, 1800.0, 6000.0, 190.0
 
 # Note [Sketch]
 # Projected onto k Gaussian directions, a pair with the cosine c has one with mean c and standard deviation
 # (1 − c²)/√k: at 0.95 and k = 256 that is 0.006, so the candidates miss fewer than one pair in 10⁶ at the
-# threshold, and none that is nearer. Random directions in 256 dimensions never reach 0.92. The cosine of every
-# candidate is then computed from the vectors themselves.
+# threshold. Random directions in 256 dimensions never reach 0.92.
 NEAR = 0.95  # |cosine| from which two filters count as near duplicates in measurements
 SKETCH = 256  # directions onto which longer vectors are projected
 SKETCH_COSINE = 0.92  # |cosine| of the projections from which a pair is a candidate
@@ -59,8 +55,7 @@ class NearDuplicates:
     """Result of :func:`near_duplicates`.
 
     Example:
-        >>> found = gonio.geometry.near_duplicates(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-3.0, 0.0]]))
-        >>> print(found)
+        >>> print(gonio.geometry.near_duplicates(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-3.0, 0.0]])))
         3 pairs with |cosine| >= 0.95 among 3 vectors (1 parallel, 2 opposite); exact search
     """
 
@@ -79,10 +74,11 @@ class NearDuplicates:
             f"({len(self.pairs) - opposite} parallel, {opposite} opposite)"
         )
         if self.method == "exact":
-            return f"{head}; exact search" + (f", ended before the last {self.capped} vectors" if self.capped else "")
-        crowds = f", {self.capped} vectors in crowded buckets compared with {BUCKET_LIMIT} neighbours"
-        expected = f"sign hashing, expected recall {self.recall:.4f} at the threshold"
-        return f"{head}; {expected}{crowds if self.capped else ''}"
+            search, capped = "exact search", f", ended before the last {self.capped} vectors"
+        else:
+            search = f"sign hashing, expected recall {self.recall:.4f} at the threshold"
+            capped = f", {self.capped} vectors in crowded buckets compared with {BUCKET_LIMIT} neighbours"
+        return f"{head}; {search}{capped if self.capped else ''}"
 
 
 def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
@@ -96,12 +92,8 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
     .. math::
         1 - E_h\Big(1 - \tbinom{m-h}{k} \big/ \tbinom{m}{k}\Big)^L, \qquad h \sim \text{Binomial}(m, \theta/\pi).
 
-    The cheapest :math:`m, k, L` with the requested recall at the threshold are used, with costs estimated from a sample
-    of the pairs. Vectors with a common direction are centred for hashing where that is cheaper. Of more than 256 copies
-    of one vector each is compared with 256 others (``capped`` counts such vectors).
-
-    An antipode computes the same feature up to sign under odd or linear units, but not under ReLU; the sign of the
-    cosine distinguishes them. Zero vectors have no direction and are in no pair.
+    The cheapest :math:`m, k, L` with the requested recall at the threshold are used. Of more than 256 copies of one
+    vector each is compared with 256 others (``capped`` counts such vectors). Zero vectors are in no pair.
 
     Args:
         vectors: one per row, (n, d); or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution.
@@ -141,7 +133,8 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
             pairs, cosines, capped = _exact_search(unit, least)
             return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "exact", 1.0, capped)
         codes, capped = _candidates(unit, search, seed)
-        pairs, cosines = _verified(unit, codes, least)
+        parts = (torch.stack([part // len(unit), part % len(unit)], -1) for part in codes.split(VERIFY))
+        pairs, cosines = _verified(parts, lambda rows: unit[rows], least)
         return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
 
 
@@ -177,24 +170,22 @@ def _exact_search(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
         pairs.append(hit + hit.new_tensor([i, j]))
         cosines.append(gram[hit[:, 0], hit[:, 1]])
         room -= len(hit)
-    return *_sorted_pairs(torch.cat(pairs), torch.cat(cosines), n), left
+    joined = torch.cat(pairs)
+    order = (joined[:, 0] * n + joined[:, 1]).argsort()
+    return joined[order], torch.cat(cosines)[order].clamp(-1, 1), left
 
 
-def _sorted_pairs(pairs: Tensor, cosines: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    order = (pairs[:, 0] * n + pairs[:, 1]).argsort()
-    return pairs[order], cosines[order].clamp(-1, 1)
-
-
-def _verified(unit: Tensor, codes: Tensor, cosine: float) -> tuple[Tensor, Tensor]:
-    """The candidates that are pairs, with exact cosines."""
-    pairs, cosines = [unit.new_zeros(0, 2, dtype=torch.long)], [unit.new_zeros(0)]
-    for part in codes.split(VERIFY):
-        i, j = part // len(unit), part % len(unit)
-        dots = (unit[i] * unit[j]).sum(-1)
+def _verified(
+    candidates: Iterable[Tensor], directions: Callable[[Tensor], Tensor], cosine: float
+) -> tuple[Tensor, Tensor]:
+    """The candidate pairs, given in parts, that are pairs, with exact cosines; `directions` are those of some rows."""
+    pairs, cosines = [], []
+    for part in candidates:
+        dots = (directions(part[:, 0]) * directions(part[:, 1])).sum(-1)
         hit = dots.abs() >= cosine
-        pairs.append(torch.stack([i[hit], j[hit]], -1))
+        pairs.append(part[hit])
         cosines.append(dots[hit])
-    return _sorted_pairs(torch.cat(pairs), torch.cat(cosines), len(unit))
+    return torch.cat(pairs), torch.cat(cosines).clamp(-1, 1)
 
 
 # --- planning a search ----------------------------------------------------------------------------
@@ -215,47 +206,42 @@ class Search:
 def cheapest_search(unit: Tensor, cosine: float, recall: float, seed: int) -> Search | None:
     """The cheapest search with this recall, or None where comparing all pairs costs less.
 
-    The number of candidates is estimated from pairs in a sample of the vectors, so that vectors that crowd into
-    few buckets get more bits, or are centred, or are searched exactly.
+    The number of candidates is estimated from pairs in a sample: vectors that crowd into few buckets get more bits, or
+    are centred, or are searched exactly.
     """
     n, d = unit.shape
     order = torch.randperm(n, generator=generator(seed, "sample", n)).to(unit.device)
     left, right = unit[order[:SAMPLE]].float(), unit[order[-SAMPLE:]].float()
     mean = unit.mean(0).float()
-    plain = _PairModel.of(left, right, left.new_full((1,), cosine).acos())
+    same, at_threshold = _together(left, right), torch.tensor([acos(cosine) / pi], dtype=torch.float64)
+    found = list(_searches(at_threshold, (same, 1 - same), n, d, recall, None))
     # Centring leaves the distance of two vectors as it is and shortens them, which widens their angle.
     half = ((1 - cosine) / 2) ** 0.5 / torch.linalg.vector_norm(left - mean, dim=-1)
-    centred = _PairModel.of(left - mean, right - mean, 2 * half.clamp_max(1).asin(), negated=-right - mean)
-    found = [*_searches(plain, n, d, recall, None), *_searches(centred, n, d, recall, mean)]
+    at_threshold = (2 * half.clamp_max(1).asin() / pi).sort().values[::STEPS].cpu().double()
+    together = (_together(left - mean, right - mean), _together(left - mean, -right - mean))
+    found += _searches(at_threshold, together, n, d, recall, mean)
     best = min(found, key=lambda search: search.cost, default=None)
     return best if best is not None and best.cost < (n - 1) / 2 * (d + ENTRY_COST) else None
 
 
-@dataclass(frozen=True)
-class _PairModel:
-    """Probabilities for one random hyperplane and pairs of vectors."""
-
-    apart: Tensor  # that it separates pairs at the threshold
-    together: tuple[Tensor, Tensor]  # that it does not separate random pairs, and pairs of which one is negated
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor, angles: Tensor, *, negated: Tensor | None = None) -> _PairModel:
-        same = _together(left, right)
-        opposite = 1 - same if negated is None else _together(left, negated)
-        return cls((angles.sort().values[::STEPS] / pi).cpu().double(), (same, opposite))
-
-
 def _together(a: Tensor, b: Tensor) -> Tensor:
+    """Probability that a random hyperplane does not separate two vectors."""
     a, b = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (a, b))
     return 1 - (a @ b.mT).clamp(-1, 1).acos() / pi
 
 
-def _searches(pairs: _PairModel, n: int, d: int, recall: float, mean: Tensor | None) -> Iterator[Search]:
-    """One search per pool and number of bits that reaches the recall."""
+def _searches(
+    apart: Tensor, together: tuple[Tensor, Tensor], n: int, d: int, recall: float, mean: Tensor | None
+) -> Iterator[Search]:
+    """One search per pool and number of bits that reaches the recall.
+
+    A random hyperplane separates pairs at the threshold with probability `apart`. It does not separate random pairs,
+    and pairs of which one is negated, with the probabilities `together`.
+    """
     copies = 1 if mean is None else 2  # without a mean a negated vector has the complementary bits
-    shares = {pool: _separating(pairs.apart, pool) for pool in POOLS}
+    shares = {pool: _separating(apart, pool) for pool in POOLS}
     for bits in BITS:
-        met = (n - 1) / 2 * sum(float(p.pow(bits).mean()) for p in pairs.together)
+        met = (n - 1) / 2 * sum(float(p.pow(bits).mean()) for p in together)
         for pool in POOLS:
             bands, expected = _bands(shares[pool], pool, bits, recall)
             hashing = copies * (pool * (d + bands) + KEY_COST * bands)
@@ -322,8 +308,7 @@ def _candidates(unit: Tensor, search: Search, seed: int) -> tuple[Tensor, int]:
 def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     """Buckets of each band, (bands, n), or (bands, 2n) with those of the negated vectors after the others.
 
-    Without centring a negated vector has the complementary bits, so key and complement share the smaller of
-    the two as bucket, and antipodes meet without a second copy.
+    Without centring a negated vector has the complementary bits: the smaller of both keys is the bucket.
     """
     normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
     places = torch.rand(search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool))
@@ -345,50 +330,28 @@ def _meetings(keys: Tensor, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:
     # Key and entry in one number: sorting numbers alone is faster than sorting with indices, and buckets are in
     # the order of the entries, so that crowded ones yield the same pairs in every band.
     width = (2 * n).bit_length()
-    ordered = _sorted_((keys.long() << width).bitwise_or_(entries))
-    codes = [entries[:0]]
-    for shift in range(1, BUCKET_LIMIT + 1):
-        same = _same_key(ordered, shift, width)
+    ordered = (keys.long() << width).bitwise_or_(entries)
+    if ordered.is_cpu:
+        ordered.numpy().sort()  # in place; torch's sort always makes indices too
+    else:
+        ordered = ordered.sort().values
+    found, codes = ordered & ((1 << width) - 1), [entries[:0]]
+    for shift in range(1, BUCKET_LIMIT + 2):
+        same = ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
         if not len(same):
             return torch.cat(codes), entries[:0]
-        a, b = ordered[same], ordered[same + shift]
-        codes.append(_codes(a & ((1 << width) - 1), b & ((1 << width) - 1), n))
-    crowded = ordered[_same_key(ordered, BUCKET_LIMIT + 1, width)]
-    return torch.cat(codes), (crowded & ((1 << width) - 1)) % n
-
-
-def _same_key(ordered: Tensor, shift: int, width: int) -> Tensor:
-    """Places whose key equals that of the place `shift` further on."""
-    return ((ordered[shift:] ^ ordered[:-shift]) < 1 << width).nonzero().squeeze(-1)
-
-
-def _sorted_(x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
-        return x.sort().values
-    x.numpy().sort()  # in place; torch's sort always makes indices too
-    return x
-
-
-def _codes(a: Tensor, b: Tensor, n: int) -> Tensor:
-    """i·n + j for entries of which at most one is a negated copy (index ≥ n) of another vector."""
-    useful = ((a < n) | (b < n)) & (a % n != b % n)
-    a, b = a[useful] % n, b[useful] % n
-    return torch.minimum(a, b) * n + torch.maximum(a, b)
+        a, b = found[same], found[same + shift]
+        useful = ((a < n) | (b < n)) & (a % n != b % n)  # at most one is a negated copy, of another vector
+        a, b = a[useful] % n, b[useful] % n
+        codes.append(torch.minimum(a, b) * n + torch.maximum(a, b))
+    return torch.cat(codes[:-1]), found[same] % n
 
 
 # --- very long vectors ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NearPairs:
-    """Pairs of rows, first < second, and their cosines, of at least :data:`NEAR` in absolute value."""
-
-    pairs: Tensor
-    cosines: Tensor
-
-
-def near_pairs(matrix: Tensor, *, name: str) -> NearPairs | None:
-    """:func:`near_duplicates` at :data:`NEAR` among very many or very long rows, in bounded memory.
+def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
+    """Pairs and cosines of :func:`near_duplicates` at :data:`NEAR`, of very many or very long rows; in bounded memory.
 
     Rows longer than :data:`SKETCH` are projected first, see Note [Sketch]; `name` seeds the projection. Rows with a
     non-finite entry are in no pair. None if there are too many rows to search.
@@ -398,20 +361,13 @@ def near_pairs(matrix: Tensor, *, name: str) -> NearPairs | None:
         return None
     if d <= SKETCH:
         found = near_duplicates(_zero_nonfinite(matrix.float()), cosine=NEAR)
-        return NearPairs(found.pairs, found.cosines)
+        return found.pairs, found.cosines
     onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name)).to(matrix.device)
     sketch = torch.empty(n, SKETCH, device=matrix.device)
     for start, rows in row_blocks(matrix):
         sketch[start : start + len(rows)] = row_directions(_zero_nonfinite(rows)).float() @ onto
     candidates = near_duplicates(sketch, cosine=SKETCH_COSINE).pairs
-    kept, cosines = [candidates[:0]], [matrix.new_zeros(0, dtype=torch.float32)]
-    for part in candidates.split(max(1, BLOCK // d)):
-        first, second = (row_directions(rows_at(matrix, part[:, side])) for side in (0, 1))
-        dots = (first * second).sum(-1)
-        near = dots.abs() >= NEAR
-        kept.append(part[near])
-        cosines.append(dots[near])
-    return NearPairs(torch.cat(kept), torch.cat(cosines))
+    return _verified(candidates.split(max(1, BLOCK // d)), lambda rows: row_directions(matrix[rows]), NEAR)
 
 
 def _zero_nonfinite(rows: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import log, sqrt
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, log, sqrt
 
 import torch
 from torch import Tensor
@@ -15,21 +17,74 @@ from gonio.geometry.norms import (
     full_precision,
     matrix_vector,
     normalize,
-    safe_norm,
     whole,
     widen,
+    widest,
 )
 from gonio.seeding import generator
 
-__all__ = ["lanczos_error", "largest_singular_value", "spectral_norm"]
+__all__ = ["Krylov", "lanczos_error", "largest_singular_value", "spectral_norm"]
 
-CERTAINTY = 0.99  # of lanczos_error
 
-# Note [Golub–Kahan]
-# k steps from a start vector u on the smaller side give orthonormal bases U (k + 1 vectors) and V (k) with
-# W V = U B, B lower bidiagonal. The top singular value of B is the best lower bound in the two Krylov
-# spaces. Power iteration uses one vector of the same spaces, and needs the square of the number of steps for the
-# same error. Without re-orthogonalisation (cost k² vectors) copies of the top value appear.
+@dataclass(frozen=True, kw_only=True)
+class Krylov:
+    r"""The Lanczos recurrence of symmetric operators, many at once: :math:`A V = V T + \beta v e_k^\top`.
+
+    V has k orthonormal vectors, T is tridiagonal, and its top eigenvalue is the best lower bound in their span. Power
+    iteration uses one vector of the same span, and needs the square of the number of steps for the same error.
+
+    Attributes:
+        basis: the vectors of V, then v.
+        diagonal, beside: entries of T on and beside its diagonal, one per step; the last one beside it is β.
+        dims: the dimensions of one vector; the other dimensions count operators.
+        passes: re-orthogonalisations of v against all of V, whose vectors are then columns. Two are enough; after none,
+            copies of the top value appear in T.
+
+    References: [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
+    """
+
+    basis: tuple[Tensor, ...]
+    diagonal: tuple[Tensor, ...] = ()
+    beside: tuple[Tensor, ...] = ()
+    dims: tuple[int, ...] = (-2, -1)
+    passes: int = 2
+
+    @property
+    def steps(self) -> int:
+        return len(self.diagonal)
+
+    def forward(self, times: Callable[[Tensor], Tensor], steps: int) -> Krylov:
+        """The recurrence after `steps` steps in all; `times` multiplies A with vectors."""
+        basis, diagonal, beside = list(self.basis), list(self.diagonal), list(self.beside)
+        for _ in range(steps - self.steps):
+            x, v = times(basis[-1]), basis[-1]
+            diagonal.append((x * v).sum(self.dims, keepdim=True))
+            x = x.addcmul_(diagonal[-1], v, value=-1)
+            if beside:
+                x = x.addcmul_(beside[-1], basis[-2], value=-1)
+            for _ in range(self.passes):
+                known = torch.cat(basis, -1)
+                x = x - known @ (known.mT @ x)
+            norm = (x * x).sum(self.dims, keepdim=True).sqrt_()
+            # A rest of rounding size means that the Krylov space is complete; normalised it would be noise.
+            norm = norm.where(norm > 32 * torch.finfo(x.dtype).eps * torch.stack(diagonal).amax(0), 0.0)
+            beside.append(norm)
+            basis.append(x.div_(norm.masked_fill(norm == 0, inf)))
+        return replace(self, basis=tuple(basis), diagonal=tuple(diagonal), beside=tuple(beside))
+
+    def tridiagonal(self) -> Tensor:
+        """T in float64, (…, k, k)."""
+        on, off = (torch.stack([x.squeeze(self.dims) for x in y], -1) for y in (self.diagonal, self.beside))
+        side = torch.diag_embed(off[..., :-1], 1) if self.steps > 1 else 0
+        matrix: Tensor = torch.diag_embed(on) + side
+        return (matrix + matrix.triu(1).mT).to(widest(matrix))
+
+    @staticmethod
+    def combined(parts: Sequence[Krylov], change: Callable[[tuple[Tensor, ...]], Tensor]) -> Krylov:
+        """One recurrence from several after equally many steps: `change` of each tensor that they all have."""
+        columns = zip(*((part.basis, part.diagonal, part.beside) for part in parts), strict=True)
+        basis, diagonal, beside = (tuple(change(same) for same in zip(*column, strict=True)) for column in columns)
+        return replace(parts[0], basis=basis, diagonal=diagonal, beside=beside)
 
 
 def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
@@ -46,9 +101,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
         >>> round(gonio.geometry.spectral_norm(torch.diag(torch.tensor([1.0, 5.0, 2.0]))).item(), 4)
         5.0
 
-    See also: :func:`singular_values`, exact and slower.
-    References: [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer.
-        Anal. 2(2), 1965, §2.
+    References: [1] As :class:`~gonio.geometry.lanczos.Krylov`, with the operator :math:`W^\top W`.
     """
     check_matrix(matrix, "spectral_norm")
     if steps < 1:
@@ -67,91 +120,48 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Unit column vectors u, v with uᵀWv the top singular value of the bidiagonal matrix; W has n ≤ d."""
+    """Unit columns: v with the largest |Wv| in the Krylov space, which starts from Wᵀ times n ≤ d numbers; and Wv."""
     least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
     scale = torch.maximum(-least, most)
     scale = scale.masked_fill(scale == 0, 1)  # products near 1 at every scale of the weights
-    start = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
-    left = [normalize(start.to(matrix), -2).expand(*matrix.shape[:-2], -1, 1)]
-    right: list[Tensor] = []
-    alphas: list[Tensor] = []
-    betas: list[Tensor] = []
-    for _ in range(steps):
-        alpha, v = _next_direction(matrix.mT @ left[-1] / scale, right, alphas)
-        alphas.append(alpha)
-        right.append(v)
-        beta, u = _next_direction(matrix @ v / scale, left, alphas)
-        betas.append(beta)
-        left.append(u)
-    p, q = _top_of_bidiagonal(torch.cat(alphas, -1), torch.cat(betas, -1))
-    u, v = torch.cat(left, -1) @ p.to(matrix), torch.cat(right, -1) @ q.to(matrix)
-    return normalize(u, -2), normalize(v, -2)
-
-
-def _top_of_bidiagonal(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Top singular vectors, as columns, of the lower bidiagonal (k + 1) × k matrix."""
-    square = torch.nn.functional.pad(torch.diag_embed(alpha), (0, 0, 0, 1))
-    below = torch.nn.functional.pad(torch.diag_embed(beta), (0, 0, 1, 0))
-    p, _, qh = torch.linalg.svd((square + below).to(torch.float64).cpu())
-    return p[..., :1], qh[..., :1, :].mT
-
-
-def _next_direction(x: Tensor, basis: list[Tensor], alphas: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Norm and unit vector of the component of the column `x` outside the basis; zero if it is rounding.
-
-    A residual of rounding size means that the Krylov space is complete; normalised it would be noise.
-    """
-    scale = torch.stack([*alphas, safe_norm(x, -2)]).amax(0)
-    for _ in range(2 if basis else 0):  # one pass leaves a component from cancellation; two are enough
-        known = torch.cat(basis, -1)
-        x = x - known @ (known.mT @ x)
-    norm = safe_norm(x, -2)
-    norm = norm * (norm > 32 * torch.finfo(x.dtype).eps * scale)
-    return norm, normalize(x, -2) * (norm > 0).unsqueeze(-1)
+    draw = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
+    start = normalize(matrix.mT @ normalize(draw.to(matrix), -2) / scale, -2)
+    krylov = Krylov(basis=(start,)).forward(lambda v: matrix.mT @ (matrix @ v / scale) / scale, steps)
+    top = torch.linalg.eigh(krylov.tridiagonal().cpu()).eigenvectors[..., -1:]
+    v = normalize(torch.cat(krylov.basis[:-1], -1) @ top.to(matrix), -2)
+    return normalize(matrix @ v / scale, -2), v
 
 
 def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> float:
     r"""A lower bound of :math:`\lVert W \rVert` by Lanczos steps on :math:`W^\top W` from a random start.
 
     For weights that are not to be held in a wider dtype: each step reads the matrix once, block by block; for a
-    block C of rows :math:`C^\top (C v)` is added up. The basis is kept, and each new vector is orthogonalised
-    against it twice. :func:`lanczos_error` bounds the error.
+    block C of rows :math:`C^\top (C v)` is added up. :func:`lanczos_error` bounds the error.
 
     The entries must be finite; `name` seeds the start.
-
-    References: [1] G. Golub, C. Van Loan, "Matrix computations", 4th ed., 2013, §10.1 and §10.4.
     """
-    scale, basis, diagonal, off_diagonal = safe_scale(matrix), [], [], []
-    start = torch.randn(matrix.shape[1], generator=generator(0, "largest", name), dtype=torch.float64)
-    v = normalize(start).to(matrix.device, torch.promote_types(matrix.dtype, torch.float32))
-    for _ in range(min(steps, *matrix.shape)):
-        basis.append(v)
-        image = _gram_times(matrix, v, scale)
-        diagonal.append(float(image @ v))
-        known = torch.stack(basis)
-        for _ in range(2):  # one pass leaves a component from cancellation
-            image -= known.mT @ (known @ image)
-        size = float(torch.linalg.vector_norm(image))
-        if size <= 1e-6 * max(diagonal):  # the Krylov space is complete
+    scale = safe_scale(matrix)
+
+    def times(v: Tensor) -> Tensor:
+        total = torch.zeros_like(v[:, 0])
+        for _, block in row_blocks(matrix):
+            if scale != 1:
+                block.div_(scale)
+            total += matrix_vector(block.mT, matrix_vector(block, v[:, 0]))
+        return total.unsqueeze(1)
+
+    start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64)
+    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    krylov = Krylov(basis=(normalize(start, 0).to(matrix.device, dtype),))
+    for step in range(min(steps, *matrix.shape)):
+        krylov = krylov.forward(times, step + 1)
+        if not bool(krylov.beside[-1]):
             break
-        off_diagonal.append(size)
-        v = image / size
-    off = torch.tensor(off_diagonal[: len(diagonal) - 1], dtype=torch.float64)
-    tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    return sqrt(max(0.0, float(torch.linalg.eigvalsh(tridiagonal)[-1]))) * scale
+    return sqrt(max(0.0, float(torch.linalg.eigvalsh(krylov.tridiagonal())[-1]))) * scale
 
 
-def _gram_times(matrix: Tensor, v: Tensor, scale: float) -> Tensor:
-    total = torch.zeros_like(v)
-    for _, block in row_blocks(matrix):
-        if scale != 1:
-            block.div_(scale)
-        total += matrix_vector(block.mT, matrix_vector(block, v))
-    return total
-
-
-def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> float:
-    r"""Relative error of :func:`largest_singular_value` that is not exceeded with probability `certainty`.
+def lanczos_error(steps: int, length: int) -> float:
+    r"""Relative error of :func:`largest_singular_value` that is not exceeded with probability 0.99.
 
     For every matrix, k steps from a uniform direction find the largest eigenvalue :math:`\lambda` of
     :math:`W^\top W` up to :math:`\varepsilon \lambda` with a probability of at least
@@ -165,5 +175,5 @@ def lanczos_error(steps: int, length: int, *, certainty: float = CERTAINTY) -> f
     References: [1] J. Kuczyński, H. Woźniakowski, "Estimating the largest eigenvalue by the power and Lanczos
         algorithms with a random start", SIAM J. Matrix Anal. Appl. 13(4), 1992, Theorem 4.2.
     """
-    missed = (max(0.0, log(1.648 * sqrt(length) / (1 - certainty))) / (2 * steps - 1)) ** 2
-    return (1 - missed) ** -0.5 - 1 if missed < 1 else float("inf")
+    missed = (max(0.0, log(1.648 * sqrt(length) / 0.01)) / (2 * steps - 1)) ** 2
+    return (1 - missed) ** -0.5 - 1 if missed < 1 else inf

@@ -30,10 +30,9 @@ __all__ = [
 ]
 
 # Note [Zero vectors]
-# A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13
-# in float32 and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16 (its smallest normal number). Above it, the
-# first and second derivatives of norm and direction, which grow as 1/|x| and 1/|x|², and their intermediates
-# (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
+# A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13 in float32
+# and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction
+# and their intermediates (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
 SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
 
 
@@ -46,10 +45,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
     r"""Euclidean norm :math:`\lVert x \rVert = \sqrt{\sum x_i^2}` with a finite gradient at 0.
 
     The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. In float32 norms above
-    1.8e19 overflow to infinity, and norms below ``least_norm`` (4.5e-13) count as 0. Over a channel dimension on CPU it
-    is faster than ``torch.linalg.vector_norm`` (plain multiply and sum).
-
-    Returns: The norm, in float32 if `x` is narrower (the norm of float16 numbers may exceed float16).
+    1.8e19 overflow to infinity, and norms below 4.5e-13 count as 0. Returned in float32 at least.
 
     Example:
         >>> x = torch.zeros(3, requires_grad=True)
@@ -71,10 +67,8 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     r"""Unit vectors :math:`x / \lVert x \rVert` along the dimension(s) `dim`; a zero vector stays zero.
 
     The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where ``F.normalize`` has one of
-    size 1e12. If the norm overflows (1.8e19 in float32), the vector becomes 0 as with ``F.normalize``.
-
-    Returns: A tensor of the shape and dtype of `x`; the norms are accumulated in float32 at least.
-    Invariances: Rescaling by a positive factor.
+    size 1e12. If the norm overflows (1.8e19 in float32), the vector becomes 0 as with ``F.normalize``. The dtype is
+    that of `x`; norms are accumulated in float32 at least.
 
     Example:
         >>> gonio.geometry.normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -85,10 +79,7 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
 
 
 def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`normalize` with a result in `dtype`, by default float32 at least.
-
-    The dtype of `x`, which has to hold the gradient, decides which vectors count as zero.
-    """
+    """:func:`normalize` with a result in `dtype`, by default float32 at least."""
     wide = widen(x) if dtype is None else x.to(dtype)
     root, zero = _root(wide, dim, True, least_norm(x.dtype))
     # Divided by infinity, zero vectors and their gradients become 0 without a further pass over them; a
@@ -116,12 +107,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in float32 if it is narrower (float16, bfloat16, float8), else `x` itself.
+    """`x` in float32 if it is narrower, else `x` itself; raises for a tensor that is not real floating-point.
 
-    Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3, so no
-    sum of squares is taken in half precision.
-
-    Raises: InvalidArgumentError if `x` is not a real floating-point tensor.
+    Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3.
     """
     if not x.is_floating_point():
         raise InvalidArgumentError(
@@ -133,10 +121,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank, differentiably; any other tensor unchanged.
-
-    For functions that combine the weight with tensors of their own, which DTensor does not allow.
-    """
+    """A sharded tensor gathered on every rank, differentiably; any other tensor unchanged."""
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
@@ -187,12 +172,6 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
     BLAS multiplies a matrix with a vector on a single core, which cannot saturate the memory bandwidth. As a
     batch of as many blocks as there are threads, each core reads its own: up to twice as fast on two.
-
-    Example:
-        >>> from gonio.geometry.norms import matrix_vector
-        >>> matrix = torch.arange(6.0).view(2, 3)
-        >>> matrix_vector(matrix, torch.ones(3)), matrix_vector(matrix.T, torch.ones(2))
-        (tensor([ 3., 12.]), tensor([3., 5., 7.]))
     """
     if not matrix.is_cpu or matrix.numel() < SHARED_FROM or torch.compiler.is_compiling():
         return torch.mv(matrix, vector)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import pi, sqrt
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions, rows_at
+from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -22,7 +22,7 @@ SAMPLE = 4096  # filters per matrix; of more filters, this many are drawn
 LENGTH = 1 << 24  # entries of the drawn filters, in float32 at once: 64 MiB
 FEWEST = 16  # filters drawn, however long they are
 LONG = 1 << 20  # length from which the drawn filters are not held in float32 either
-BINS = 180  # degrees
+BINS = 180  # one per degree
 DEGREES = 180 / pi
 PRODUCT = 1 << 21  # entries of one product of directions, at most
 PART = 1 << 19  # entries of a product counted at once: 2 MiB, which stays in the cache
@@ -30,32 +30,21 @@ PART = 1 << 19  # entries of a product counted at once: 2 MiB, which stays in th
 
 @dataclass(frozen=True)
 class PairStatistics:
-    """Statistics over all unordered pairs of filters that share their inputs; angles in degrees.
-
-    Attributes:
-        count, dim: number of pairs, and length of a filter.
-        angle_mean, angle_std: mean and standard deviation of the angles.
-        mean_square_cosine: 1/dim for random directions. `error`: its standard error if filters were drawn, else 0.
-        coherence: largest absolute cosine; `closest`: the two filters that have it, counted over all groups.
-        near, opposite: pairs with an absolute cosine of at least NEAR, and those of them with a negative cosine.
-        histogram: pairs per degree.
-        sampled: filters drawn from each matrix, if there are too many for all pairs; else None.
-        searched: whether near duplicates were searched among all filters instead of the sample.
-    """
+    """Statistics over all unordered pairs of filters that share their inputs; angles in degrees."""
 
     count: int
-    dim: int
+    dim: int  # length of a filter
     angle_mean: float
     angle_std: float
-    mean_square_cosine: float
-    coherence: float
-    closest: tuple[int, int]
-    near: int
-    opposite: int
-    histogram: tuple[int, ...]
-    sampled: int | None = None
-    error: float = 0.0
-    searched: bool = False
+    mean_square_cosine: float  # 1/dim for random directions
+    coherence: float  # largest absolute cosine
+    closest: tuple[int, int]  # the two filters that have it, counted over all groups
+    near: int  # pairs with an absolute cosine of at least NEAR
+    opposite: int  # those of them with a negative cosine
+    histogram: tuple[int, ...]  # pairs per degree
+    sampled: int | None = None  # filters drawn from each matrix, if there are too many for all pairs
+    error: float = 0.0  # standard error of mean_square_cosine if filters were drawn
+    searched: bool = False  # whether near duplicates were searched among all filters instead of the sample
 
     @property
     def alignment(self) -> float:
@@ -85,7 +74,9 @@ def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = No
     drawn = min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))
     totals = _Totals()
     for index, matrix in enumerate(matrices):
-        order = _sample(n, drawn, f"{name}/{index}").to(matrix.device)
+        order = torch.arange(n, device=matrix.device)
+        if drawn < n:
+            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"))[:drawn].to(matrix.device)
         known = gram if gram is not None and drawn == n and gram.has_cosines else None
         totals.add(_cosines(matrix, order) if known is None else known.cosines(), len(order), index * n)
     if not totals.count:
@@ -97,58 +88,46 @@ def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = No
     return _search_all(matrices, found, name)
 
 
-def _sample(n: int, drawn: int, name: str) -> Tensor:
-    return torch.arange(n) if drawn == n else torch.randperm(n, generator=generator(0, "measure", name))[:drawn]
-
-
 def _search_all(matrices: Tensor, found: PairStatistics, name: str) -> PairStatistics:
     """The statistics with near duplicates searched among all filters instead of the sample."""
     if found.near > found.count // 100:  # most filters are alike, which the sample shows
         return found
     near, opposite, coherence, closest = 0, 0, found.coherence, found.closest
     for index, matrix in enumerate(matrices):
-        pairs = near_pairs(matrix, name=f"{name}/{index}")
-        if pairs is None:
+        searched = near_pairs(matrix, name=f"{name}/{index}")
+        if searched is None:
             return found
-        near += len(pairs.cosines)
-        opposite += int((pairs.cosines < 0).sum())
-        if len(pairs.cosines) and float(pairs.cosines.abs().max()) >= coherence:
-            best = int(pairs.cosines.abs().argmax())
-            coherence = float(pairs.cosines[best].abs())
-            i, j = (int(v) + index * matrices.shape[1] for v in pairs.pairs[best])
+        pairs, cosines = searched
+        near += len(cosines)
+        opposite += int((cosines < 0).sum())
+        if len(cosines) and float(cosines.abs().max()) >= coherence:
+            best = int(cosines.abs().argmax())
+            coherence = float(cosines[best].abs())
+            i, j = (int(v) + index * matrices.shape[1] for v in pairs[best])
             closest = (i, j)
     return replace(found, near=near, opposite=opposite, coherence=coherence, closest=closest, searched=True)
 
 
 def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
-    """Cosines of all pairs of these rows, block by block.
-
-    With the factors in this order BLAS is faster, and the entries below a block's own square are contiguous.
-    """
+    """Cosines of all pairs of these rows, block by block; rows without direction are left out."""
     if matrix.shape[1] > LONG:
         yield _cosines_of_long_rows(matrix, order)
         return
-    unit, order = _directions(matrix, order)
-    n, start = len(unit), 0
-    while start < n - 1:
-        stop = min(n, start + max(1, min(512, PRODUCT // (n - start))))
-        yield start, unit[start:] @ unit[start:stop].mT, order[start:]
-        start = stop
-
-
-def _directions(matrix: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of these rows, without rows that have no direction, and the row numbers."""
     unit = torch.empty(len(order), matrix.shape[1], dtype=computed_in(matrix.dtype), device=matrix.device)
     alive = torch.zeros(len(order), dtype=torch.bool, device=matrix.device)
     step = max(1, BLOCK // max(1, matrix.shape[1]))
     for start in range(0, len(order), step):
-        part = row_directions(rows_at(matrix, order[start : start + step]))
+        part = row_directions(matrix[order[start : start + step]])
         unit[start : start + step] = part
         norms = torch.linalg.vector_norm(part, dim=-1)  # 1, or 0 for a zero row, or not finite
         alive[start : start + step] = (norms > 0) & torch.isfinite(norms)
-    if bool(alive.all()):
-        return unit, order
-    return unit[alive], order[alive]
+    if not bool(alive.all()):
+        unit, order = unit[alive], order[alive]
+    n, start = len(unit), 0
+    while start < n - 1:  # with the factors in this order BLAS is faster, and entries below a square are contiguous
+        stop = min(n, start + max(1, min(512, PRODUCT // (n - start))))
+        yield start, unit[start:] @ unit[start:stop].mT, order[start:]
+        start = stop
 
 
 def _cosines_of_long_rows(matrix: Tensor, order: Tensor) -> CosineBlock:
@@ -156,7 +135,7 @@ def _cosines_of_long_rows(matrix: Tensor, order: Tensor) -> CosineBlock:
     rows = order.sort().values
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=matrix.device)
     for start in range(0, matrix.shape[1], BLOCK // FEWEST):
-        part = rows_at(matrix[:, start : start + BLOCK // FEWEST], rows).double()
+        part = matrix[:, start : start + BLOCK // FEWEST][rows].double()
         gram += part @ part.mT
     norms = gram.diagonal().sqrt()
     alive = (norms > 0) & torch.isfinite(norms)
@@ -171,7 +150,7 @@ class _Totals:
         self.count = self.near = self.opposite = self.matrices = 0
         self.angle = self.square_angle = self.square_cosine = self.fourth = self.coherence = 0.0
         self.closest = (0, 0)
-        self.histogram = torch.zeros(BINS, dtype=torch.float64)
+        self.histogram = torch.zeros(BINS + 1, dtype=torch.float64)
         self.spread = 0.0  # variance over filters of the mean square cosine with the others, summed over matrices
 
     def add(self, blocks: Iterable[CosineBlock], count: int, offset: int) -> None:
@@ -192,24 +171,27 @@ class _Totals:
         if width > 1:
             places = _below_diagonal(width, own.device)
             below = own.reshape(-1).index_select(0, places)
-            self._count(below, below.square(), lambda at: _filters_at(rows, width, 0, int(places[at])))
+            self._count(below, below.square(), lambda at: divmod(int(places[at]), width), rows)
         step = max(1, PART // width)
         for top in range(width, len(cosines), step):
             part = cosines[top : top + step]
             squares = part.square()
             sums[start : start + width] += squares.sum(0).double().cpu()
             sums[start + top : start + top + len(part)] += squares.sum(1).double().cpu()
-            self._count(part, squares, partial(_filters_at, rows, width, top))
+            self._count(part, squares, lambda at: divmod(at, width), rows, top)
 
-    def _count(self, cosines: Tensor, squares: Tensor, filters: Callable[[int], tuple[int, ...]]) -> None:
-        """Count these cosines and overwrite them; `filters` returns the two filters of one entry."""
+    def _count(
+        self, cosines: Tensor, squares: Tensor, place: Callable[[int], tuple[int, int]], rows: Tensor, top: int = 0
+    ) -> None:
+        """Count these cosines and overwrite them; `place` returns row, from `top` on, and column of one entry."""
         low, high = (float(v) for v in torch.aminmax(cosines))
         if max(-low, high) > 1:
             cosines.clamp_(-1.0, 1.0)
             low, high = max(low, -1.0), min(high, 1.0)
         if max(-low, high) > self.coherence:
             self.coherence = max(-low, high)
-            first, second = sorted(filters(int(cosines.argmax() if high >= -low else cosines.argmin())))
+            row, column = place(int(cosines.argmax() if high >= -low else cosines.argmin()))
+            first, second = sorted((int(rows[column]), int(rows[top + row])))
             self.closest = (first, second)
         if max(-low, high) >= NEAR:
             self.near += int((cosines.abs() >= NEAR).sum())
@@ -220,7 +202,9 @@ class _Totals:
         shifted = torch.asin(cosines, out=cosines)  # π/2 − θ in radians, without the loss of digits of acos
         self.angle -= DEGREES * float(shifted.sum(dtype=torch.float64))
         self.square_angle += (DEGREES * float(torch.linalg.vector_norm(shifted, dtype=torch.float64))) ** 2
-        self.histogram += _histogram(shifted)
+        degrees = torch.add(shifted.new_full((), 90.0), shifted, alpha=-DEGREES)
+        # a fifth of the time of torch.histc on CPU; 180 is counted to the last bin
+        self.histogram += torch.bincount(degrees.flatten().to(torch.uint8), minlength=BINS + 1).double().cpu()
 
     def error(self, n: int, drawn: int) -> float:
         """Standard error of the mean square cosine of `drawn` of n filters: Hoeffding's two terms, estimated."""
@@ -232,6 +216,8 @@ class _Totals:
     def statistics(self, dim: int) -> PairStatistics:
         """The statistics of at least one pair."""
         shift = self.angle / self.count
+        *histogram, straight = (int(v) for v in self.histogram.tolist())
+        histogram[-1] += straight
         return PairStatistics(
             count=self.count,
             dim=dim,
@@ -242,7 +228,7 @@ class _Totals:
             closest=self.closest,
             near=self.near,
             opposite=self.opposite,
-            histogram=tuple(int(v) for v in self.histogram.tolist()),
+            histogram=tuple(histogram),
         )
 
 
@@ -250,16 +236,3 @@ class _Totals:
 def _below_diagonal(size: int, device: torch.device) -> Tensor:
     """Flat indices of the entries below the diagonal of a square block."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril_(-1).flatten().nonzero().flatten()
-
-
-def _filters_at(rows: Tensor, width: int, top: int, place: int) -> tuple[int, int]:
-    """The two filters of the entry `place` of a part that begins `top` rows down a block of `width` columns."""
-    return int(rows[place % width]), int(rows[top + place // width])
-
-
-def _histogram(shifted: Tensor) -> Tensor:
-    """Angles per degree, 180 counted to the last; takes a fifth of the time of `torch.histc` on CPU."""
-    degrees = torch.add(shifted.new_full((), 90.0), shifted, alpha=-DEGREES)
-    found = torch.bincount(degrees.flatten().to(torch.uint8), minlength=BINS + 1).double().cpu()
-    found[BINS - 1] += found[BINS]
-    return found[:BINS]

@@ -19,9 +19,9 @@ def least_scale(weights: Iterable[Tensor]) -> Tensor:
     .. math::
         \min_{\prod\gamma_l = 1} \sum_l \lVert \gamma_l W_l \rVert^2 = L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L}
 
-    attained when all norms are equal (AM–GM). In a network with positively homogeneous activations all these
-    weights, with biases scaled by the cumulative product, compute the same function. The gradient at one layer
-    grows as the inverse of its norm and overflows float16 for a layer far smaller than the others.
+    attained when all norms are equal. In a network with positively homogeneous activations all these weights, with
+    biases scaled by the cumulative product, compute the same function. The gradient at one layer grows as the inverse
+    of its norm and overflows float16 for a layer far smaller than the others.
 
     Raises: InvalidArgumentError if there is no weight.
 

@@ -30,10 +30,8 @@ __all__ = [
 ]
 
 # Note [Gram or SVD]
-# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but squares the condition
-# number: the error of a singular value s is about 1e-15·s_max²/s. If the ratio of eigenvalues is below this limit
-# (s/s_max < 3e-6) the SVD is used, so the relative error is below 1e-6 for s > 1e-4·s_max, and the absolute error
-# below 1e-9·s_max for smaller ones.
+# eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but the error of a singular value s
+# is about 1e-15·s_max²/s. If the ratio of eigenvalues is below this limit (s/s_max < 3e-6) the SVD is used.
 GRAM_LIMIT = 1e-11
 
 # Of spectrum_estimate:
@@ -48,12 +46,10 @@ LARGEST_RANK = 256  # largest energy_rank found without all singular values
 def singular_values(matrix: Tensor) -> Tensor:
     r"""All singular values, largest first; computed in float64.
 
-    Relative error at most 1e-6 for :math:`s > 10^{-4} s_{\max}`, absolute error at most
-    :math:`10^{-9} s_{\max}` below, before rounding to the result's dtype. Differentiable: the gradient is
-    a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
+    Relative error at most 1e-6 for :math:`s > 10^{-4} s_{\max}`, absolute error at most :math:`10^{-9} s_{\max}` below.
+    The gradient is a sum of :math:`u v^\top`, finite for repeated singular values, and 0 for a singular value of 0.
 
     Shape: (n, d) or (groups, n, d) → (min(n, d),) or (groups, min(n, d)), in float32 at least.
-    Invariances: Permuting, flipping and rotating rows or columns.
     Raises: InvalidArgumentError for non-finite entries or another rank.
 
     Example:
@@ -91,30 +87,22 @@ class OrthogonalityDefect:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values, computed once, and the quantities that follow from them.
-
-    Example:
-        >>> gonio.geometry.spectrum(torch.diag(torch.tensor([2.0, 1.0]))).stable_rank
-        tensor(1.2500)
-    """
+    """Singular values, computed once, and the quantities that follow from them; made by :func:`spectrum`."""
 
     values: Tensor  # (…, min(n, d)), largest first
 
     @property
-    def _relative(self) -> Tensor:
-        """Values divided by the largest, so that squares do not overflow; 0 for a zero matrix."""
-        top = self.values[..., :1]
-        return self.values / top.masked_fill(top == 0, 1)
-
-    @property
     def stable_rank(self) -> Tensor:
         """See :func:`stable_rank`."""
-        return self._relative.square().sum(-1)
+        return _relative(self.values).square().sum(-1)
 
     @property
     def effective_rank(self) -> Tensor:
         """See :func:`effective_rank`."""
-        return _entropy_rank(self._relative)
+        share = _relative(self.values)
+        share = share / share.sum(-1, keepdim=True).clamp_min(1)  # 1 at least, but for a zero matrix
+        share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
+        return torch.special.entr(share).sum(-1).exp() * (self.values[..., 0] > 0)
 
     @property
     def condition_number(self) -> Tensor:
@@ -151,21 +139,19 @@ def spectrum(matrix: Tensor) -> Spectrum:
     return Spectrum(singular_values(matrix))
 
 
-def _entropy_rank(values: Tensor) -> Tensor:
-    """exp(−Σ p ln p) of the shares p of the values; 0 if all are 0."""
-    total = values.sum(-1, keepdim=True)
-    share = values / total.masked_fill(total == 0, 1)
-    share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
-    return torch.special.entr(share).sum(-1).exp() * (total.squeeze(-1) > 0)
+def _relative(values: Tensor) -> Tensor:
+    """Values divided by the largest, so that squares do not overflow; 0 for a zero matrix."""
+    top = values[..., :1]
+    return values / top.masked_fill(top == 0, 1)
 
 
 def stable_rank(matrix: Tensor) -> Tensor:
     r"""Squared Frobenius over squared spectral norm, :math:`\lVert W \rVert_F^2 / s_{\max}^2`.
 
-    Between 1 (all filters parallel) and min(n, d) (orthogonal filters of equal norm); never above the rank, and
-    insensitive to small singular values. A zero matrix has stable rank 0, an :math:`n \times d` random matrix
-    about :math:`nd / (\sqrt n + \sqrt d)^2`. The gradient grows as :math:`1/s_{\max}` and overflows float16 for
-    weights below about 1e-4; differentiate these in float32.
+    Between 1 (all filters parallel) and min(n, d) (orthogonal filters of equal norm); insensitive to small singular
+    values. A zero matrix has stable rank 0, an :math:`n \times d` random matrix about
+    :math:`nd / (\sqrt n + \sqrt d)^2`. The gradient grows as :math:`1/s_{\max}` and overflows float16 for weights below
+    about 1e-4; differentiate these in float32.
 
     Shape: (n, d) or (groups, n, d) → () or (groups,).
 
@@ -241,18 +227,11 @@ def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Singular values of some matrices as one block-diagonal matrix, or only the largest.
-
-    Attributes:
-        largest: largest singular value of all matrices.
-        error: 0 if all singular values were computed; else `largest` is too small by at most this share of it,
-            with probability 0.99.
-        values: all singular values of all matrices, in no order; None if they were not computed.
-    """
+    """Singular values of some matrices as one block-diagonal matrix, or only the largest."""
 
     largest: float
-    error: float
-    values: Tensor | None
+    error: float  # `largest` is too small by at most this share, with probability 0.99; 0 with all singular values
+    values: Tensor | None  # all singular values of all matrices, in no order; None if they were not computed
 
     def stable_rank(self, frobenius: float) -> float:
         """See :func:`stable_rank`; `frobenius` is the norm of all matrices together."""
@@ -261,7 +240,7 @@ class SpectrumEstimate:
     @property
     def effective_rank(self) -> float | None:
         """See :func:`effective_rank`; None without all singular values."""
-        return None if self.values is None else float(_entropy_rank(self.values))
+        return None if self.values is None else float(Spectrum(self.values.sort(descending=True).values).effective_rank)
 
 
 def shared_gram(matrices: Tensor) -> GramMatrix | None:
@@ -287,12 +266,12 @@ def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = 
     small = min(matrices.shape[1:])
     if _affordable(matrices):
         values = _all_values(matrices, gram or shared_gram(matrices))
-        return SpectrumEstimate(float(values.max()), 0.0, values)
-    if small <= SMALL or matrices.numel() * small <= EXACT_WORK:
+    elif small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices])
-        return SpectrumEstimate(float(values.max()), 0.0, values)
-    found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]
-    return SpectrumEstimate(max(found), lanczos_error(min(STEPS, small), matrices.shape[2]), None)
+    else:
+        found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]
+        return SpectrumEstimate(max(found), lanczos_error(min(STEPS, small), matrices.shape[2]), None)
+    return SpectrumEstimate(float(values.max()), 0.0, values)
 
 
 def _all_values(matrices: Tensor, gram: GramMatrix | None) -> Tensor:

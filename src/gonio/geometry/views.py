@@ -1,9 +1,4 @@
-"""How layers of torch store their weights, and how a weight becomes matrices.
-
-There are three views (`filters`, `taps`, `last_two`, see :func:`matrix_view`). The view is always an explicit
-argument, because the same penalty on another view is another penalty. The linear map on whole feature maps
-depends on a grid size; see :func:`~gonio.geometry.operator_matrix`.
-"""
+"""How layers of torch store their weights, and how a weight becomes matrices."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ __all__ = ["Layout", "View", "check_shape", "layout_of", "matrix_view", "unview"
 
 View = Literal["filters", "taps", "last_two"]
 VIEWS = get_args(View)
+ATTENTION = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}  # blocks of each
 
 
 @dataclass(frozen=True)
@@ -33,10 +29,7 @@ class Layout:
         transposed: output filters are on dim 1 within each group, as in ``ConvTranspose``.
         groups: of a convolution; filters of different groups act on different inputs and form separate matrices.
         blocks: independent matrices stacked on dim 0 (3 for packed attention and GRU, 4 for LSTM).
-        stride: of the convolution; ``()`` means 1 in each dimension.
-        padding: of the convolution; ``()`` means 0; may be torch's ``"same"`` or ``"valid"``.
-        dilation: of the convolution; ``()`` means 1.
-        output_padding: of a transposed convolution; ``()`` means 0.
+        stride, padding, dilation, output_padding: as torch's; ``()`` for torch's default in each dimension.
         padding_mode: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
 
     Example:
@@ -83,29 +76,17 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
         >>> gonio.geometry.layout_of(nn.LSTM(3, 5), "weight_ih_l0").blocks
         4
     """
-    layout = _layout(module, name)
-    if layout is None:
-        raise NotApplicableError(
-            "layout_of()",
-            f"{type(module).__name__}.{name}",
-            "it is not a weight with filters of a known layer",
-            "Known: Linear, Embedding, Conv1–3d, ConvTranspose1–3d, MultiheadAttention, RNN, LSTM, GRU; "
-            "for other layers pass an explicit Layout.",
-        )
-    return layout
-
-
-def _layout(module: nn.Module, name: str) -> Layout | None:
-    if isinstance(module, nn.MultiheadAttention):
-        blocks = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}.get(name)
-        return None if blocks is None else Layout(blocks=blocks)
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return _recurrent_layout(module, name)
-    if name != "weight":
-        return None
-    if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+    is_weight = name == "weight"
+    if isinstance(module, nn.MultiheadAttention) and name in ATTENTION:
+        return Layout(blocks=ATTENTION[name])
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and name.startswith(("weight_ih", "weight_hh")):
+        gates = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
+        return Layout(blocks=next((n for kind, n in gates.items() if isinstance(module, kind)), 1))
+    if isinstance(module, nn.LSTM) and name.startswith("weight_hr"):  # its output projection
         return PLAIN
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if is_weight and isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
+        return PLAIN
+    if is_weight and isinstance(module, nn.modules.conv._ConvNd):
         return Layout(
             transposed=module.transposed,
             groups=module.groups,
@@ -115,19 +96,17 @@ def _layout(module: nn.Module, name: str) -> Layout | None:
             output_padding=tuple(module.output_padding) if module.transposed else (),
             padding_mode=module.padding_mode,
         )
-    if any(f"{c.__module__}.{c.__qualname__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__):
+    if is_weight and "transformers.pytorch_utils.Conv1D" in {
+        f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__
+    }:
         return Layout(transposed=True)
-    return None
-
-
-def _recurrent_layout(module: nn.RNNBase | nn.RNNCellBase, name: str) -> Layout | None:
-    if name.startswith("weight_hr"):  # an LSTM's output projection is one matrix
-        return PLAIN
-    if not name.startswith(("weight_ih", "weight_hh")):
-        return None
-    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
-        return Layout(blocks=4)
-    return Layout(blocks=3) if isinstance(module, (nn.GRU, nn.GRUCell)) else PLAIN
+    raise NotApplicableError(
+        "layout_of()",
+        f"{type(module).__name__}.{name}",
+        "it is not a weight with filters of a known layer",
+        "Known: Linear, Embedding, Conv1–3d, ConvTranspose1–3d, MultiheadAttention, RNN, LSTM, GRU; "
+        "for other layers pass an explicit Layout.",
+    )
 
 
 def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
@@ -155,13 +134,14 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
     See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
     check_shape(weight.shape, layout)
-    _check_view(view)
+    if view not in VIEWS:
+        raise InvalidArgumentError(
+            "view must be one of 'filters', 'taps', 'last_two'", f"{view!r}", "Choose one of them."
+        )
     if view == "last_two":
         blocks = layout.blocks if weight.ndim == 2 else 1
         return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
-    rows, cols, kernel = _rows_cols(weight.shape, layout)
-    stored = (cols, rows) if layout.transposed else (rows, cols)
-    filters = weight.reshape(layout.matrices, *stored, *kernel)
+    filters = weight.unflatten(0, (layout.matrices, -1))
     filters = filters.transpose(1, 2) if layout.transposed else filters  # (matrices, out, in, *kernel)
     if view == "filters":
         return filters.flatten(2)
@@ -180,8 +160,6 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         True
     """
     shape = torch.Size(shape)
-    check_shape(shape, layout)
-    _check_view(view)
     expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
     if tuple(matrix.shape) != expected:
         raise InvalidArgumentError(
@@ -191,25 +169,12 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         )
     if view == "last_two":
         return matrix.reshape(shape)
-    rows, cols, kernel = _rows_cols(shape, layout)
     if view == "taps":
         matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
-    filters = matrix.reshape(layout.matrices, rows, cols, *kernel)
+    stored = (shape[0] // layout.matrices, shape[1])
+    rows, cols = reversed(stored) if layout.transposed else stored
+    filters = matrix.reshape(layout.matrices, rows, cols, *shape[2:])
     return (filters.transpose(1, 2) if layout.transposed else filters).reshape(shape)
-
-
-def _rows_cols(shape: torch.Size, layout: Layout) -> tuple[int, int, torch.Size]:
-    """Output filters and inputs of one matrix, and the kernel size."""
-    if layout.transposed:
-        return shape[1], shape[0] // layout.matrices, shape[2:]
-    return shape[0] // layout.matrices, shape[1], shape[2:]
-
-
-def _check_view(view: str) -> None:
-    if view not in VIEWS:
-        raise InvalidArgumentError(
-            "view must be one of 'filters', 'taps', 'last_two'", f"{view!r}", "Choose one of them."
-        )
 
 
 def check_shape(shape: Sequence[int], layout: Layout) -> None:

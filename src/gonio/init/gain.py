@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from math import isfinite, nan, pi, sqrt
 from typing import Literal, TypeAlias
 
@@ -52,15 +51,9 @@ REACH, PANEL, NODES = 16.0, 0.5, 16
 TOLERANCE, DEPTH, MOST_PANELS = 1e-12, 40, 1 << 14
 
 
-@cache
-def _legendre() -> tuple[Tensor, Tensor]:
-    nodes, weights = np.polynomial.legendre.leggauss(NODES)
-    return torch.from_numpy(nodes), torch.from_numpy(weights)
-
-
 def _evaluate(activation: str | Activation, left: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of E[f(z)] for standard normal z and values of f at the nodes of each panel, (panels, nodes)."""
-    nodes, weights = _legendre()
+    nodes, weights = map(torch.from_numpy, np.polynomial.legendre.leggauss(NODES))
     z = left[:, None] + width[:, None] / 2 + width[:, None] / 2 * nodes
     w = width[:, None] / 2 * weights * torch.exp(-z * z / 2) / sqrt(2 * pi)
     return w, _apply(activation, z.flatten()).view_as(z)
@@ -95,15 +88,13 @@ def gain(activation: str | Activation, kind: Literal["rms", "std"] = "rms") -> f
         \text{std: } \frac{1}{\sqrt{\operatorname{Var} f(z)}}, \qquad z \sim N(0, 1)
 
     The rms gain preserves the second moment, which determines the output variance of a following random layer; the std
-    gain preserves the variance, for layers with centred weights (weight standardisation, NF-nets). They are equal for
-    odd activations. Accurate to 1e-9 for every named activation and for activations with kinks and jumps anywhere.
+    gain preserves the variance, for layers with centred weights (weight standardisation, NF-nets). Accurate to 1e-9 for
+    every named activation and for activations with kinks and jumps anywhere.
 
     `activation` is a name ("relu", "gelu", "silu", …) or any elementwise function of a tensor; an ``nn.Module`` is
     evaluated on a float64 copy, in eval mode.
 
-    Raises:
-        UnknownNameError: for an unknown name.
-        InvalidArgumentError: if the function changes the shape, or has no finite positive moment.
+    Raises: UnknownNameError; InvalidArgumentError if the function changes the shape, or has no finite positive moment.
 
     Example:
         >>> round(gonio.init.gain("relu"), 4), round(gonio.init.gain("relu", kind="std"), 4)

@@ -23,10 +23,8 @@ __all__ = ["delta_orthogonal_", "haar_columns", "orthogonal_"]
 # restricted to m columns, is uniform on the Stiefel manifold (the signs make the diagonal of R positive).
 # A block of b reflectors is I − V T Vᵀ with T⁻¹ = triu(VᵀV, 1) + diag(|v|²/2) (compact WY), so that all
 # of the work is matrix products: 4/3 n³ operations against 8/3 n³ and a serial panel in QR + unpacking.
-#
-# G. W. Stewart, "The efficient generation of random orthogonal matrices with an application to condition
-# estimators", SIAM J. Numer. Anal. 17(3), 1980. R. Schreiber, C. Van Loan, "A storage-efficient WY
-# representation for products of Householder transformations", SIAM J. Sci. Stat. Comput. 10(1), 1989.
+# R. Schreiber, C. Van Loan, "A storage-efficient WY representation for products of Householder transformations",
+# SIAM J. Sci. Stat. Comput. 10(1), 1989.
 BLOCK = 64
 
 
@@ -46,14 +44,11 @@ def orthogonal_(
     each filter of a depthwise convolution has norm `gain`.
 
     Args:
-        weight: any real floating-point tensor of at least 2 dimensions; half precision is computed in float32 and
-            rounded once; a DTensor keeps its sharding.
-        gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
         preserve: ``None`` sets the singular values to `gain`. ``"norm"`` or ``"rms"`` rescale the matrix so that the
             layer with its stride preserves the norm of random input, or the variance of each entry (times `gain`). The
             three agree for square matrices of stride 1.
-        view, layout: see :func:`gonio.geometry.matrix_view`.
-        generator: determines the numbers; by default a new one, seeded by the operating system.
+        view: see :func:`gonio.geometry.matrix_view`.
+        weight, gain, layout, generator: as those of :func:`variance_scaling_`.
 
     Raises:
         InvalidArgumentError: for meta, empty or non-floating tensors, or fewer than 2 dimensions.
@@ -65,17 +60,23 @@ def orthogonal_(
         True
 
     References: [1] A. Saxe, J. McClelland, S. Ganguli, "Exact solutions to the nonlinear dynamics of learning in deep
-        linear neural networks", 2013. https://arxiv.org/abs/1312.6120. [2] Stewart 1980, §3, see Note [Stewart's
-        method].
+        linear neural networks", 2013. https://arxiv.org/abs/1312.6120. [2] G. W. Stewart, "The efficient generation of
+        random orthogonal matrices with an application to condition estimators", SIAM J. Numer. Anal. 17(3), 1980, §3.
     Differs: ``torch.nn.init.orthogonal_`` treats a grouped convolution as one matrix, so depthwise 3×3 filters get a
         norm far below 1; takes the input channels of transposed convolutions for filters; raises for half precision on
         CPU.
     """
     check_fillable(weight, "orthogonal_")
     matrices, rows, cols = _view_shape(weight, layout, view)
-    scale = resolve_gain(gain) * _scale(weight, layout, max(rows, cols), preserve)
+    if preserve not in (None, "norm", "rms"):
+        raise InvalidArgumentError(
+            "orthogonal_() takes preserve=None, 'norm' or 'rms'", f"{preserve!r}", "Choose one of them."
+        )
     small, large = sorted((rows, cols))
-    tall = rows >= cols
+    scale, tall = resolve_gain(gain), rows >= cols
+    if preserve is not None:  # the mean squared entry of a semi-orthogonal matrix is 1/large
+        fan = fans(weight.shape, layout)
+        scale *= sqrt(large / (fan.fan_out if preserve == "norm" else fan.fan_in))
     q = haar_columns(matrices, large, small, fresh_generator(generator), computed_in(weight.dtype), by_rows=tall)
     return write_(weight, unview((q if tall else q.mT).mul_(scale), weight.shape, layout, view=view))
 
@@ -84,28 +85,14 @@ def _view_shape(weight: Tensor, layout: Layout, view: View) -> torch.Size:
     return matrix_view(torch.empty(weight.shape, device="meta"), layout, view=view).shape
 
 
-def _scale(weight: Tensor, layout: Layout, larger: int, preserve: str | None) -> float:
-    """Factor on a semi-orthogonal matrix, whose mean squared entry is 1/larger."""
-    if preserve is None:
-        return 1.0
-    if preserve not in ("norm", "rms"):
-        raise InvalidArgumentError(
-            "orthogonal_() takes preserve=None, 'norm' or 'rms'", f"{preserve!r}", "Choose one of them."
-        )
-    fan = fans(weight.shape, layout)
-    return sqrt(larger / (fan.fan_out if preserve == "norm" else fan.fan_in))
-
-
 def delta_orthogonal_(
     weight: Tensor, *, gain: Gain = 1.0, layout: Layout = PLAIN, generator: torch.Generator | None = None
 ) -> Tensor:
     r"""Make the convolution as a map on feature maps an isometry times `gain`.
 
     The centre tap of each group is a random matrix with orthonormal columns and all other taps are zero, so
-    :math:`\lVert Kx \rVert = g \lVert x \rVert` for every input, at stride 1 with "same" padding. Channels are
-    mixed, pixels are not; a stride drops pixels and their share of the norm.
-
-    Even kernels use the tap before the middle. Arguments are those of :func:`orthogonal_`.
+    :math:`\lVert Kx \rVert = g \lVert x \rVert` for every input, at stride 1 with "same" padding. Even kernels use the
+    tap before the middle. Arguments are those of :func:`orthogonal_`.
 
     Raises: InvalidArgumentError for fewer output than input channels per group (no isometry exists), for a weight
         without kernel dimensions, and for meta, empty or non-floating tensors.
@@ -147,10 +134,7 @@ def delta_orthogonal_(
 def haar_columns(
     batch: int, n: int, m: int, generator: torch.Generator, dtype: torch.dtype, *, by_rows: bool = True
 ) -> Tensor:
-    """A (batch, n, m) stack of independent, uniform matrices with QᵀQ = I, m ≤ n; see Note [Stewart's method].
-
-    Stored by rows, or by columns for a result that is transposed next.
-    """
+    """A (batch, n, m) stack of independent, uniform matrices with QᵀQ = I, m ≤ n, stored by rows or by columns."""
     shape = (batch, n, m) if by_rows else (batch, m, n)
     q = torch.zeros(shape, dtype=dtype, device=generator.device)
     q = q if by_rows else q.mT

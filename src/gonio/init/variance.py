@@ -5,7 +5,6 @@ Also the fans that determine this variance, and how every initialiser draws numb
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import erf, exp, pi, prod, sqrt
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.execution import is_sharded
 from gonio.geometry.norms import computed_in
 from gonio.geometry.views import PLAIN, Layout, check_shape
 from gonio.init.gain import Gain, resolve_gain
@@ -110,9 +110,9 @@ def variance_scaling_(
     ``both``   (fan_in + fan_out) / 2          both if the fans are equal, else neither
     ========== =============================== ==========================================
 
-    In the backward pass the roles swap: ``norm`` preserves the variance of gradient entries. For an :math:`m \times n`
-    matrix with :math:`m \ge n`, ``norm`` also makes :math:`W^\top W` close to :math:`I` entry by entry, with an error
-    of :math:`1/\sqrt m`; its singular values fill :math:`1 \pm \sqrt{n/m}` for every size.
+    In the backward pass the roles swap. For an :math:`m \times n` matrix with :math:`m \ge n`, ``norm`` also makes
+    :math:`W^\top W` close to :math:`I` entry by entry, with an error of :math:`1/\sqrt m`; its singular values fill
+    :math:`1 \pm \sqrt{n/m}` for every size.
 
     Args:
         weight: any real floating-point tensor of at least 2 dimensions; a DTensor keeps its sharding.
@@ -120,8 +120,7 @@ def variance_scaling_(
             ``"rademacher"`` (±σ), or a callable ``(shape, generator) -> Tensor`` of mean 0 and variance 1.
         gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
         layout: how the weight is stored and applied; see :func:`gonio.geometry.layout_of`.
-        generator: determines the numbers on any device; by default a new one, seeded by the operating system. The
-            global generator is never used.
+        generator: determines the numbers on any device; by default a new one, seeded by the operating system.
 
     Raises:
         InvalidArgumentError: for meta, empty or non-floating tensors, fewer than 2 dimensions, an unknown `preserve`,
@@ -140,23 +139,17 @@ def variance_scaling_(
         [2] K. He et al., "Delving deep into rectifiers", 2015, §2.2. https://arxiv.org/abs/1502.01852
     """
     check_fillable(weight, "variance_scaling_")
-    std = resolve_gain(gain) / sqrt(_fan(fans(weight.shape, layout), preserve))
+    fan = fans(weight.shape, layout)
+    found = {"norm": fan.fan_out, "rms": fan.fan_in, "both": (fan.fan_in + fan.fan_out) / 2}
+    if preserve not in found:
+        raise InvalidArgumentError(
+            "preserve must be one of 'norm', 'rms', 'both'",
+            f"{preserve!r}",
+            "Choose one; torch's mode='fan_in' is 'rms', 'fan_out' is 'norm'.",
+        )
+    std = resolve_gain(gain) / sqrt(found[preserve])
     draws = _standard_draws(weight.shape, distribution, fresh_generator(generator), computed_in(weight.dtype))
     return write_(weight, draws.mul_(std))
-
-
-def _fan(fan: Fans, preserve: str) -> float:
-    if preserve == "norm":
-        return fan.fan_out
-    if preserve == "rms":
-        return fan.fan_in
-    if preserve == "both":
-        return (fan.fan_in + fan.fan_out) / 2
-    raise InvalidArgumentError(
-        "preserve must be one of 'norm', 'rms', 'both'",
-        f"{preserve!r}",
-        "Choose one; torch's mode='fan_in' is 'rms', 'fan_out' is 'norm'.",
-    )
 
 
 def xavier_(
@@ -169,14 +162,14 @@ def xavier_(
 ) -> Tensor:
     r"""Variance :math:`2 g^2 / (\text{fan\_in} + \text{fan\_out})`, the compromise of Glorot and Bengio.
 
-    ``variance_scaling_(preserve="both")``; see there for the arguments and errors.
+    ``variance_scaling_(preserve="both")``.
 
     Example:
         >>> weight = gonio.init.xavier_(torch.empty(30, 20), generator=gonio.seeding.generator(0))
         >>> bool(weight.abs().max() <= (6 / 50) ** 0.5)
         True
 
-    References: [1] X. Glorot, Y. Bengio, AISTATS 2010, Eq. (16).
+    References: [1] As [1] of :func:`variance_scaling_`, Eq. (16).
     Differs: The same numbers as ``torch.nn.init.xavier_uniform_`` and ``xavier_normal_`` for Linear and for ungrouped
         convolutions of stride 1; other layers have the fans of :func:`fans`.
     """
@@ -196,8 +189,7 @@ def he_(
 ) -> Tensor:
     r"""Variance :math:`2 / \text{fan\_in}` for ReLU: preserves the second moment through the activation.
 
-    ``variance_scaling_(gain="relu")``; see there for the arguments and errors. With ``preserve="norm"`` it
-    is the backward form, :math:`2 / \text{fan\_out}`.
+    ``variance_scaling_(gain="relu")``; with ``preserve="norm"`` it is the backward form, :math:`2 / \text{fan\_out}`.
 
     Example:
         >>> weight = gonio.init.he_(torch.empty(64, 512), generator=gonio.seeding.generator(0))
@@ -223,8 +215,7 @@ def lecun_(
 ) -> Tensor:
     r"""Variance :math:`g^2 / \text{fan\_in}`: each output entry has the variance of the inputs.
 
-    ``variance_scaling_(preserve="rms")``; see there for the arguments and errors. The initialisation that
-    self-normalising (SELU) networks require.
+    ``variance_scaling_(preserve="rms")``, which self-normalising (SELU) networks require.
 
     Example:
         >>> weight = gonio.init.lecun_(torch.empty(64, 512), generator=gonio.seeding.generator(0))
@@ -256,7 +247,14 @@ def _standard_draws(
 ) -> Tensor:
     """Independent draws of mean 0 and variance 1, on the generator's device."""
     if callable(distribution):
-        return _custom_draws(shape, distribution, generator).to(dtype)
+        drawn = distribution(shape, generator)
+        if not isinstance(drawn, Tensor) or drawn.shape != shape:
+            raise InvalidArgumentError(
+                f"a distribution callable takes (shape, generator) and returns a tensor of shape {tuple(shape)}",
+                f"{tuple(drawn.shape)}" if isinstance(drawn, Tensor) else f"{type(drawn).__name__}",
+                "Return draws of mean 0 and variance 1, for example torch.randn(shape, generator=generator).",
+            )
+        return drawn.to(dtype)
     if distribution not in get_args(DistributionName):
         raise UnknownNameError("distribution", str(distribution), get_args(DistributionName))
     device = generator.device
@@ -273,41 +271,21 @@ def _standard_draws(
     return cut.clamp_(-CUT, CUT).div_(CUT_STD)
 
 
-def _custom_draws(shape: torch.Size, distribution: Draw, generator: torch.Generator) -> Tensor:
-    drawn = distribution(shape, generator)
-    if not isinstance(drawn, Tensor) or drawn.shape != shape:
-        raise InvalidArgumentError(
-            f"a distribution callable takes (shape, generator) and returns a tensor of shape {tuple(shape)}",
-            f"{tuple(drawn.shape)}" if isinstance(drawn, Tensor) else f"{type(drawn).__name__}",
-            "Return draws of mean 0 and variance 1, for example torch.randn(shape, generator=generator).",
-        )
-    return drawn
-
-
 def check_fillable(weight: Tensor, function: str) -> None:
     """Raise if an initialiser cannot write into `weight`."""
+    needs = f"{function}() writes values into a real floating-point weight"
     if is_lazy(weight):
-        raise InvalidArgumentError(
-            f"{function}() writes values into a weight",
-            "the weight of a lazy layer, which has no shape yet",
-            "Run one batch through the model first.",
-        )
-    if weight.is_meta:
-        raise InvalidArgumentError(
-            f"{function}() writes values into a weight",
-            f"a weight of shape {tuple(weight.shape)} on the meta device, which has no values",
-            "Materialise the model first with model.to_empty(device=…), then initialise.",
-        )
-    if weight.numel() == 0:
-        raise InvalidArgumentError(
-            f"{function}() writes values into a weight",
-            f"shape {tuple(weight.shape)}, which has no entries",
-            "Exclude empty layers.",
-        )
-    if not weight.is_floating_point():
-        raise InvalidArgumentError(
-            f"{function}() fills real floating-point weights", f"dtype {weight.dtype}", "Dequantise it first."
-        )
+        found, do = "the weight of a lazy layer, which has no shape yet", "Run one batch through the model first."
+    elif weight.is_meta:
+        found = f"a weight of shape {tuple(weight.shape)} on the meta device, which has no values"
+        do = "Materialise the model first with model.to_empty(device=…), then initialise."
+    elif weight.numel() == 0:
+        found, do = f"shape {tuple(weight.shape)}, which has no entries", "Exclude empty layers."
+    elif not weight.is_floating_point():
+        found, do = f"dtype {weight.dtype}", "Dequantise it first."
+    else:
+        return
+    raise InvalidArgumentError(needs, found, do)
 
 
 def write_(weight: Tensor, values: Tensor) -> Tensor:
@@ -316,10 +294,11 @@ def write_(weight: Tensor, values: Tensor) -> Tensor:
     A sharded weight gets the shards of the full tensor of the first rank, so the result does not depend on
     the number of processes.
     """
-    tensor = sys.modules.get("torch.distributed.tensor")  # if it was never imported there is no DTensor
     with torch.no_grad():
-        if tensor is not None and isinstance(weight, tensor.DTensor):
+        if is_sharded(weight):
+            from torch.distributed.tensor import distribute_tensor
+
             values = values.to(device=weight.device, dtype=weight.dtype)
-            values = tensor.distribute_tensor(values, weight.device_mesh, weight.placements)
+            values = distribute_tensor(values, weight.device_mesh, weight.placements)  # type: ignore[attr-defined]
         weight.copy_(values)
     return weight

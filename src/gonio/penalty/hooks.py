@@ -3,8 +3,7 @@
 Note [Which forward passes count]
     Only a forward pass whose graph training will differentiate counts: in training mode, with grad, and not the
     recomputation of activation checkpointing inside the backward. A hook that is registered after a module was
-    compiled is never called, so an empty hook is an error, not a penalty of zero. Registered before, it is called,
-    also under ``fullgraph=True``.
+    compiled is never called, so an empty hook is an error, not a penalty of zero.
 
 Note [Outputs overwritten in place]
     ``nn.ReLU(inplace=True)`` overwrites the output that the hook keeps. In the first step the hook keeps a copy; if
@@ -17,13 +16,14 @@ Note [Copies of the model]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NoActivationError
-from gonio.execution import inside_backward
+from gonio.execution import inside_backward, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,12 +35,9 @@ MOST_KEPT = 64
 
 
 class OutputHook:
-    """Keeps the outputs of one layer until they are taken.
+    """Keeps the outputs of one layer, called `path` in errors, until they are taken.
 
-    Args:
-        module: the layer.
-        path: its name in errors.
-        without_bias: keep outputs minus the layer's bias. It is subtracted at once: later a sharded bias is in pieces.
+    `without_bias` keeps them minus the layer's bias, subtracted at once: later a sharded bias is in pieces.
     """
 
     def __init__(self, module: nn.Module, path: str, *, without_bias: bool) -> None:
@@ -78,11 +75,7 @@ class OutputHook:
         return output - bias.view(-1, *[1] * len(getattr(module, "kernel_size", ())))
 
     def take(self) -> list[Tensor]:
-        """The outputs since the last call; the hook forgets them.
-
-        Raises:
-            NoActivationError: if there are none, or if they were overwritten.
-        """
+        """The outputs since the last call; the hook forgets them. Raises if there are none or they were overwritten."""
         kept, ignored = self._kept, self._ignored
         changed = any(tensor._version != version for tensor, version in self._originals)
         overwritten = changed and not (self._copies or self._without_bias)
@@ -151,15 +144,15 @@ def data_parallel_group(model: nn.Module) -> ProcessGroup | None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         group: ProcessGroup = model.process_group
         return group
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.ndim > 1:
-            raise InvalidArgumentError(
-                "Penalty(process_group=…) is needed for a regularizer of outputs on a mesh of several dimensions",
-                f"a mesh of shape {tuple(mesh.shape)}",
-                "Pass the group of the processes that share a batch, such as torch.distributed.group.WORLD.",
-            )
-        if mesh is not None:
-            sharded: ProcessGroup = mesh.get_group()
-            return sharded
-    return None
+    meshes: Iterator[Any] = (p.device_mesh for p in model.parameters() if is_sharded(p))  # type: ignore[attr-defined]
+    mesh = next(meshes, None)
+    if mesh is None:
+        return None
+    if mesh.ndim > 1:
+        raise InvalidArgumentError(
+            "Penalty(process_group=…) is needed for a regularizer of outputs on a mesh of several dimensions",
+            f"a mesh of shape {tuple(mesh.shape)}",
+            "Pass the group of the processes that share a batch, such as torch.distributed.group.WORLD.",
+        )
+    sharded: ProcessGroup = mesh.get_group()
+    return sharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,14 +29,12 @@ class Penalty:
 
     Call it once per training step, after the forward: ``loss = criterion(model(x), y) + penalty()``.
     Regularizers of outputs read them through forward hooks, which hold them until the call; build the penalty
-    before ``torch.compile`` and before the first step. Recomputation under (non-reentrant) checkpointing is
-    not counted again, evaluation is not counted at all, and a layer that ran several times since the last
-    call contributes the mean over its runs.
+    before ``torch.compile`` and before the first step. Recomputation under (non-reentrant) checkpointing and evaluation
+    are not counted, and a layer that ran several times since the last call contributes the mean over its runs.
 
-    Every rule applies to all layers that it selects; a weight under two rules has two terms. A tensor that
-    several layers share counts once per rule. Frozen weights are skipped as long as they are frozen.
-    Regularizers of the scale alone skip weights in front of a normalisation layer. ``print(penalty)`` shows all
-    of this.
+    A weight under two rules has two terms. A tensor that several layers share counts once per rule. Frozen weights are
+    skipped as long as they are frozen. Regularizers of the scale alone skip weights in front of a normalisation layer.
+    ``print(penalty)`` shows all of this.
 
     Under ``torch.amp.GradScaler`` the penalty is scaled with the loss that it is part of. Under gradient
     accumulation either divide the whole loss, penalty included, by the number of micro-batches, or divide
@@ -58,21 +56,12 @@ class Penalty:
             model on a mesh of several dimensions and ``process_group`` is not given.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-        >>> R = gonio.regularizers
-        >>> penalty = gonio.Penalty(model, [(None, R.Orthogonality(1e-2)), ("2", R.SelfOrthogonality(1e-2))])
+        >>> model, R = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), gonio.regularizers
+        >>> penalty = gonio.Penalty(model, [("0", R.Orthogonality(1e-2)), ("2", R.SelfOrthogonality(1e-2))])
         >>> loss = model(torch.randn(32, 8)).square().mean() + penalty()
-        >>> loss.backward()
-        >>> for term in penalty.values():
-        ...     print(term)
-        0.weight/Orthogonality
-        2.weight/Orthogonality
-        2.output/SelfOrthogonality/mean
-        2.output/SelfOrthogonality/spread
+        >>> list(penalty.values())
+        ['0.weight/Orthogonality', '2.output/SelfOrthogonality/mean', '2.output/SelfOrthogonality/spread']
         >>> penalty.undo_()
-
-    See also:
-        :mod:`gonio.regularizers`.
     """
 
     def __init__(
@@ -109,10 +98,8 @@ class Penalty:
             NoActivationError: if a layer whose output is read did not run in training mode since the last
                 call, or its hook did not fire because the model was compiled before.
         """
-        self._last = []
-        step, total = self.step, None
-        for term in self._terms:
-            strength = term.regularizer.strength_at(step) / self._accumulate
+        self._last, total = [], None
+        for term, strength in self._due():
             evaluation = term.evaluate(active=strength > 0)
             if evaluation is None:
                 continue
@@ -121,9 +108,12 @@ class Penalty:
             total = strength * value if total is None else torch.add(total, value.to(total.device), alpha=strength)
             self._keep(term, strength, evaluation)
         self._calls += 1
-        if total is None:
-            return torch.zeros((), device=self._terms[0].weight.tensor().device)
-        return total
+        return torch.zeros((), device=self._terms[0].weight.tensor().device) if total is None else total
+
+    def _due(self) -> Iterator[tuple[Term, float]]:
+        """Each term with its coefficient in this call."""
+        step = self.step
+        return ((term, term.regularizer.strength_at(step) / self._accumulate) for term in self._terms)
 
     def add_grads_(self) -> None:
         """Add the gradient of this step's penalty to `.grad`, layer by layer, instead of calling it.
@@ -143,9 +133,7 @@ class Penalty:
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
         self._last = []
-        step = self.step
-        for term in self._terms:
-            strength = term.regularizer.strength_at(step) / self._accumulate
+        for term, strength in self._due():
             if strength > 0 and isinstance(term, WeightTerm) and not term.weight.frozen:
                 self._keep(term, strength, term.add_gradient_(strength))
         self._calls += 1
@@ -157,22 +145,10 @@ class Penalty:
     def compile_(self, *, backend: str = "inductor") -> None:
         """Compile :meth:`add_grads_` by ``torch.compile`` for the regularizers that gain from it, such as `ScaleShift`.
 
-        The first call takes the compiler's time. Results differ by rounding.
-
-        Args:
-            backend: of ``torch.compile``.
+        The first call takes the compiler's time. Results differ by rounding. `backend` is that of ``torch.compile``.
 
         Raises:
             InvalidArgumentError: if no term has a compiled form.
-
-        Example:
-            >>> layer = nn.Linear(256, 256)
-            >>> penalty = gonio.Penalty(layer, [(None, gonio.regularizers.ScaleShift(1e-3))])
-            >>> penalty.compile_(backend="eager")
-            >>> penalty.add_grads_()
-            >>> w = layer.weight.detach()
-            >>> torch.allclose(layer.weight.grad, 1e-3 * w / w.norm() ** 2)
-            True
         """
         compiled = [term.compile_(backend) for term in self._terms if isinstance(term, WeightTerm)]
         if not any(compiled):
@@ -187,7 +163,6 @@ class Penalty:
         """The terms of the last call by name; they add up to the penalty.
 
         Keys are ``layer.tensor/Regularizer``, with a third part where a regularizer has several terms.
-        Empty before the first call.
         """
         found = {}
         for label, strength, evaluation in self._last:
@@ -235,7 +210,8 @@ class Penalty:
     def undo_(self) -> None:
         """Remove every hook from the model. Terms on outputs cannot be computed afterwards."""
         for term in self._terms:
-            term.remove()
+            if isinstance(term, OutputTerm):
+                term.remove()
 
     def __enter__(self) -> Penalty:
         return self

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.seeding import generator
-from gonio.surgery.graph import activation_after, followed_by_norm, trace
+from gonio.surgery.graph import Graph, trace
 from gonio.surgery.where import Site, Where, as_selector, select
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ __all__ = [
     "WeightTerm",
     "bind",
     "terms_of",
-    "unwrapped",
     "weights_of",
 ]
 
@@ -101,17 +101,12 @@ def _layouts(module: nn.Module) -> dict[str, Layout]:
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """One regularizer on one weight or on the outputs of its layer.
-
-    Attributes:
-        skipped: why the regularizer does not act there, if so.
-        remark: a remark for the table.
-    """
+    """One regularizer on one weight or on the outputs of its layer."""
 
     weight: WeightRef
     regularizer: Regularizer
-    skipped: str | None = None
-    remark: str = ""
+    skipped: str | None = None  # why the regularizer does not act there, if so
+    remark: str = ""  # for the table
 
 
 def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[list[Binding], list[str]]:
@@ -127,9 +122,14 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
             f"a {type(rules).__name__}",
             f"For all layers write Penalty(model, [(None, {type(rules).__name__}(…))]).",
         )
-    context = GraphContext(unwrapped(model))
+    context = _Context(model)
     bindings = []
-    for where, regularizer in map(_checked, rules):
+    for rule in rules:
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
+            raise InvalidArgumentError(
+                "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), "E.g. [(None, L2(1e-4))]."
+            )
+        where, regularizer = rule
         found = list(_bindings(model, where, regularizer, context))
         if all(b.skipped for b in found):
             refused = [f"{b.weight.label} ({b.skipped})" for b in found]
@@ -138,26 +138,37 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
     return bindings, context.remarks()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside the wrappers of torch.compile and of data parallelism."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+class _Context:
+    """What follows each layer; the model is traced when that is first needed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return trace(self._model)
+
+    @cached_property
+    def norms(self) -> dict[int, str]:
+        """By the identity of a module, the normalisation layer that makes the scale of its weight irrelevant."""
+        return {id(self._graph.model.get_submodule(path)): norm for path, norm in self._graph.norm_after.items()}
+
+    def activation_after(self, module: nn.Module) -> str | None:
+        """The name of the activation that follows, if it is known."""
+        found = self._graph.activation_after.items()
+        return next((name for path, name in found if self._graph.model.get_submodule(path) is module), None)
+
+    def remarks(self) -> list[str]:
+        """Why no normalisation layer was found, if the model could not be traced."""
+        if not vars(self).get("norms", True) and self._graph.reason:
+            return [
+                f"the model cannot be traced ({self._graph.reason}), so weights in front of a normalisation layer are "
+                "not recognised; exclude them in `where`"
+            ]
+        return []
 
 
-def _checked(rule: tuple[Where, Regularizer]) -> tuple[Where, Regularizer]:
-    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
-        raise InvalidArgumentError(
-            "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), "E.g. [(None, L2(1e-4))]."
-        )
-    return rule
-
-
-def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: GraphContext) -> Iterator[Binding]:
+def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: _Context) -> Iterator[Binding]:
     reads_outputs = isinstance(regularizer, OutputRegularizer)
 
     def can_act(module: nn.Module) -> str | None:
@@ -173,68 +184,23 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context:
             if not isinstance(regularizer, WeightRegularizer):
                 yield Binding(weight, regularizer)
                 continue
-            key = tuple(id(p) for p in weight.parameters())
             skipped = _why_skipped(weight, regularizer, context)
-            if skipped is None and key in owners:
-                skipped = f"is the same tensor as {owners[key]}, which has the term"
-            owners.setdefault(key, weight.label)
-            yield _fitted(Binding(weight, regularizer, skipped), regularizer, context)
+            if skipped is None:
+                owner = owners.setdefault(tuple(map(id, weight.parameters())), weight.label)
+                if owner != weight.label:
+                    skipped = f"is the same tensor as {owner}, which has the term"
+            if skipped is not None:
+                yield Binding(weight, regularizer, skipped)
+                continue
+            fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
+            yield Binding(weight, fitted, None, fitted.remark(partial(context.activation_after, weight.module)))
 
 
-def _why_skipped(weight: WeightRef, regularizer: WeightRegularizer, context: GraphContext) -> str | None:
-    norm = context.norm_after(weight.module) if regularizer.skips_before_norm else None
+def _why_skipped(weight: WeightRef, regularizer: WeightRegularizer, context: _Context) -> str | None:
+    norm = context.norms.get(id(weight.module)) if regularizer.skips_before_norm else None
     if norm is not None:
         return f"its scale does not matter: {norm} normalises its output"
     return regularizer.reason_to_skip(weight.tensor())
-
-
-def _fitted(binding: Binding, regularizer: WeightRegularizer, context: GraphContext) -> Binding:
-    """The binding of a regularizer with settings for this weight, if it is not skipped."""
-    if binding.skipped:
-        return binding
-    weight = binding.weight
-    fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
-    return replace(binding, regularizer=fitted, remark=fitted.remark(lambda: context.activation_after(weight.module)))
-
-
-class GraphContext:
-    """The modules that follow each layer; the model is traced when one is first asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._asked = False
-
-    @cached_property
-    def _norms(self) -> dict[int, str]:
-        self._asked = True
-        return self._by_module(followed_by_norm(self.model))
-
-    @cached_property
-    def _activations(self) -> dict[int, str]:
-        return self._by_module(activation_after(self.model))
-
-    def _by_module(self, found: dict[str, str]) -> dict[int, str]:
-        return {id(self.model.get_submodule(path)): name for path, name in found.items()}
-
-    def norm_after(self, module: nn.Module) -> str | None:
-        """The path of the normalisation layer that makes the scale of this layer irrelevant."""
-        return self._norms.get(id(module))
-
-    def activation_after(self, module: nn.Module) -> str | None:
-        """The name of the activation that follows, if it is known."""
-        return self._activations.get(id(module))
-
-    def remarks(self) -> list[str]:
-        """Why no normalisation layer was found, if the model could not be traced."""
-        if not self._asked or self._norms:
-            return []
-        reason = trace(self.model).reason
-        if not reason:
-            return []
-        return [
-            f"the model cannot be traced ({reason}), so weights in front of a normalisation layer are not recognised; "
-            "exclude them in `where`"
-        ]
 
 
 # --- terms ----------------------------------------------------------------------------------------------
@@ -260,10 +226,6 @@ class Term(ABC):
     @abstractmethod
     def load(self, state: Tensor) -> None:
         """Set the state to the result of :meth:`state`."""
-
-    @abstractmethod
-    def remove(self) -> None:
-        """Remove hooks from the model."""
 
 
 class WeightTerm(Term):
@@ -310,9 +272,6 @@ class WeightTerm(Term):
     def load(self, state: Tensor) -> None:
         self._state = state
 
-    def remove(self) -> None:
-        """There is no hook."""
-
 
 class OutputTerm(Term):
     """A regularizer of a layer's outputs."""
@@ -338,10 +297,20 @@ class OutputTerm(Term):
             self._hook.forget()
             return None
         outputs = self._hook.take()
-        return _mean([self._of(output) for output in outputs]) if active else None
+        if not active:
+            return None
+        found = [self._of(output) for output in outputs]
+        if len(found) == 1:
+            return found[0]
+        terms = {name: torch.stack([e.terms[name] for e in found]).mean() for name in found[0].terms}
+        return Evaluation(torch.stack([e.value for e in found]).mean(), terms)
 
     def _of(self, output: Tensor) -> Evaluation:
-        x = _channels_second(output, self.weight.module)
+        module = self.weight.module
+        if not isinstance(module, nn.modules.conv._ConvNd):  # a linear layer has its channels last
+            x = output.reshape(-1, output.shape[-1])
+        else:
+            x = output if output.ndim == len(module.kernel_size) + 2 else output.unsqueeze(0)
         samples, channels = x.numel() // x.shape[1], x.shape[1]
         self.remark = ""
         if samples < channels:
@@ -382,29 +351,9 @@ def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup
     return terms
 
 
-def _mean(evaluations: list[Evaluation]) -> Evaluation:
-    if len(evaluations) == 1:
-        return evaluations[0]
-    value = torch.stack([e.value for e in evaluations]).mean()
-    names = evaluations[0].terms
-    return Evaluation(value, {name: torch.stack([e.terms[name] for e in evaluations]).mean() for name in names})
-
-
-def _channels_second(output: Tensor, module: nn.Module) -> Tensor:
-    """Outputs as (N, k, *positions): a linear layer has its channels last, a convolution may lack a batch."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return output if output.ndim == len(module.kernel_size) + 2 else output.unsqueeze(0)
-    return output.reshape(-1, output.shape[-1])
-
-
 def _gathered(evaluation: Evaluation) -> Evaluation:
     """A value that is spread over processes as one number."""
-    if type(evaluation.value) is Tensor or not hasattr(evaluation.value, "full_tensor"):
+    if type(evaluation.value) is Tensor:
         return evaluation
-    terms = {name: _full(term) for name, term in evaluation.terms.items()}
-    return Evaluation(_full(evaluation.value), terms, evaluation.state)
-
-
-def _full(x: Any) -> Tensor:
-    full: Tensor = x.full_tensor()
-    return full
+    terms = {name: whole(term) for name, term in evaluation.terms.items()}
+    return Evaluation(whole(evaluation.value), terms, evaluation.state)

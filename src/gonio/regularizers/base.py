@@ -6,24 +6,33 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import ordinary_eager
+from gonio.execution import is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
-from gonio.regularizers.sharding import with_placed_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AddGradient", "Evaluation", "OutputRegularizer", "Regularizer", "WeightRegularizer", "require"]
+__all__ = [
+    "AddGradient",
+    "Evaluation",
+    "OutputRegularizer",
+    "Regularizer",
+    "WeightRegularizer",
+    "identity_like",
+    "replicated",
+    "replicated_like",
+    "require",
+]
 
 PLAIN = Layout()
 AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
@@ -58,6 +67,9 @@ class Regularizer(ABC):
         strength: the coefficient of the value in the loss.
         every: evaluate at each n-th step only, at n times the strength: the same mean gradient at 1/n of the cost.
         schedule: a factor on the strength that depends on the step.
+
+    Raises:
+        InvalidArgumentError: for values out of range, or none of those that a field's `Literal` type lists.
     """
 
     strength: float
@@ -74,6 +86,10 @@ class Regularizer(ABC):
             "A negative strength has no minimum.",
         )
         require(self.every >= 1, f"{name}() needs every >= 1", f"every={self.every}", "Use 1 for every step.")
+        for option, allowed in _options(type(self)).items():
+            given = getattr(self, option)
+            known = " or ".join(map(repr, allowed))
+            require(given in allowed, f"{name}({option}=…) takes {known}", repr(given), "Choose one of them.")
 
     def strength_at(self, step: int) -> float:
         """The coefficient at a step, counted from 0, with `every` and `schedule` applied.
@@ -89,22 +105,23 @@ class Regularizer(ABC):
         return self.strength * self.every * factor
 
 
+@cache
+def _options(kind: type[Regularizer]) -> dict[str, tuple[Any, ...]]:
+    """The fields of a regularizer that take one of some values, and these values."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+
+
 @dataclass(frozen=True)
 class WeightRegularizer(Regularizer):
     """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
 
-    # Whether the value depends on the scale of the weight only, which a following normalisation layer removes.
-    scale_only: ClassVar[bool] = False
+    scale_only: ClassVar[bool] = False  # whether it is a a `ScaleRegularizer`
 
     def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.
 
-        Computed in float32 at least, also under autocast. The gradient of a float16 weight is clamped to the
-        largest float16 number.
-
-        Args:
-            weight: as the layer stores it.
-            layout: how it is stored, from :func:`gonio.geometry.layout_of`.
+        Computed in float32 at least, also under autocast. The gradient of a float16 weight is clamped to the largest
+        float16 number. `layout` is that of the layer, see :func:`gonio.geometry.layout_of`.
         """
         return self.evaluate(weight, layout).value
 
@@ -115,11 +132,7 @@ class WeightRegularizer(Regularizer):
     def evaluate(self, weight: Tensor, layout: Layout = PLAIN, *, state: Tensor | None = None) -> Evaluation:
         """The value with its summands and the state for the next step.
 
-        Args:
-            weight: as the layer stores it.
-            layout: how it is stored.
-            state: of the last evaluation; None to start from the weight alone. It is not modified, and is a constant
-                in the backward. `Penalty` keeps one per layer.
+        `state` is that of the last evaluation, a constant in the backward; None to start from the weight alone.
         """
         with full_precision(weight):
             weight = _widened(weight)
@@ -149,15 +162,7 @@ class WeightRegularizer(Regularizer):
     def add_gradient_(
         self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
     ) -> Evaluation:
-        """Add factor × the gradient at `weight` to `grad`, in place.
-
-        Args:
-            grad: of the shape, dtype and placement of the weight.
-            weight: as the layer stores it.
-            layout: how it is stored.
-            factor: the coefficient.
-            state: see :meth:`evaluate`.
-        """
+        """Add factor × the gradient at `weight` to `grad`, of its shape, dtype and placement; in place."""
         weight, found = weight.detach(), None
         if weight.dtype in (torch.float32, torch.float64) and ordinary_eager(weight):
             with torch.no_grad(), full_precision(weight):
@@ -238,9 +243,7 @@ class OutputRegularizer(Regularizer):
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The penalty at strength 1; a differentiable scalar.
-
-        Computed in float32 at least, also under autocast.
+        """The penalty at strength 1; a differentiable scalar, computed in float32 at least, also under autocast.
 
         Args:
             outputs: (N, k) or (N, k, *positions) with k output channels, without the bias.
@@ -290,25 +293,53 @@ class OutputRegularizer(Regularizer):
         """The value of outputs in their own dtype."""
 
 
-class _Float(torch.autograd.Function):
-    """float16 to float32, with a gradient that is clamped to finite float16 numbers."""
+# --- weights in half precision, and weights that are spread over processes (`DTensor`, as under FSDP2) ---
+
+
+class _Widened(torch.autograd.Function):
+    """float16 to float32, with a gradient clamped to finite float16 numbers and sharded like the weight (FSDP2)."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return x.float()
+        return x.float() if x.dtype is torch.float16 else x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Any], output: Tensor) -> None:
+        ctx.dtype, ctx.placements = inputs[0].dtype, inputs[0].placements if is_sharded(inputs[0]) else None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gradient = grads[0] if ctx.placements is None else grads[0].redistribute(placements=ctx.placements)
         most = torch.finfo(torch.float16).max
-        return grads[0].clamp(-most, most).half()
+        return gradient.clamp(-most, most).half() if ctx.dtype is torch.float16 else gradient
 
 
 def _widened(weight: Tensor) -> Tensor:
-    if weight.dtype is torch.float16:
-        wide: Tensor = _Float.apply(weight)
-        return wide
-    return widen(with_placed_gradient(weight))
+    special = weight.dtype is torch.float16 or is_sharded(weight)
+    wide: Tensor = _Widened.apply(weight) if special else weight
+    return widen(wide)
+
+
+def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
+    """A plain tensor with the same values in every process, as a DTensor if `reference` is one."""
+    if not is_sharded(reference):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = reference.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def replicated(x: Any) -> Tensor:
+    """A DTensor with its partial sums added and its shards gathered in every process; other tensors unchanged."""
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return whole
+
+
+def identity_like(gram: Tensor) -> Tensor:
+    """The identity matrix of the size of a (stack of) square matrices."""
+    return replicated_like(torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), gram)

@@ -30,21 +30,14 @@ class ConvOrthogonality(WeightRegularizer):
     that its outputs span. Filters that are orthogonal as flat vectors (:class:`Orthogonality`) need not be so
     when shifted. Per group, added over groups.
 
-    A 1×1 kernel and a linear layer are plain matrices, taken on their smaller side. A transposed convolution is
-    the adjoint of the convolution with the same kernel, which is what is penalised: it then preserves norms.
-    With more outputs than inputs times :math:`\prod S` the rows cannot be orthonormal; see :meth:`excess`.
-
-    Args:
-        strength: the paper's code has 0.1 by default and 0.5 in its examples.
+    A 1×1 kernel and a linear layer are plain matrices, taken on their smaller side. Of a transposed convolution its
+    adjoint is penalised, the convolution with the same kernel. With more outputs than inputs times :math:`\prod S` the
+    rows cannot be orthonormal; see :meth:`excess`. The paper's code has a strength of 0.1, and 0.5 in its examples.
 
     Invariances:
         Permutations and flips of filters, rotations of the input channels. Not the filters' scale.
 
     Example:
-        >>> shift = torch.zeros(1, 1, 3, 3)
-        >>> shift[0, 0, 0, 2] = 1
-        >>> gonio.regularizers.ConvOrthogonality(1.0)(shift)
-        tensor(0.)
         >>> box = torch.full((1, 1, 1, 4), 0.5)  # a unit vector, but not orthogonal to its own shifts
         >>> gonio.regularizers.ConvOrthogonality(1.0)(box)
         tensor(1.3229)
@@ -78,8 +71,11 @@ class ConvOrthogonality(WeightRegularizer):
 def _overlaps(weight: Tensor, layout: Layout) -> Tensor:
     """Inner products of filters at every shift, less the identity: (groups, out, out, *shifts)."""
     stride, dilation = _per_axis(layout.stride, weight), _per_axis(layout.dilation, weight)
-    kernel = _dilated(weight, dilation)
-    extent = kernel.shape[2:]
+    extent = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation, strict=True)]
+    kernel = weight
+    if set(dilation) != {1}:  # with its zeros written out
+        kernel = weight.new_zeros(*weight.shape[:2], *extent)
+        kernel[(slice(None), slice(None), *(slice(None, None, d) for d in dilation))] = weight
     padding = [(k - 1) // s * s for k, s in zip(extent, stride, strict=True)]
     rows = weight.shape[0] // layout.groups
     signal = kernel.unflatten(0, (layout.groups, rows)).transpose(0, 1).flatten(1, 2)
@@ -89,16 +85,6 @@ def _overlaps(weight: Tensor, layout: Layout) -> Tensor:
     for axis, (p, s) in enumerate(zip(padding, stride, strict=True)):
         eye = functional.pad(eye, [0, 0] * (len(extent) - 1 - axis) + [p // s, p // s])
     return out - eye
-
-
-def _dilated(weight: Tensor, dilation: tuple[int, ...]) -> Tensor:
-    """The kernel with its zeros written out."""
-    if set(dilation) == {1}:
-        return weight
-    extent = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation, strict=True)]
-    out = weight.new_zeros(*weight.shape[:2], *extent)
-    out[(slice(None), slice(None), *(slice(None, None, d) for d in dilation))] = weight
-    return out
 
 
 def _per_axis(values: tuple[int, ...], weight: Tensor) -> tuple[int, ...]:

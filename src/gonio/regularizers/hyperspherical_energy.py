@@ -12,8 +12,7 @@ from torch import Tensor
 from gonio.geometry.angles import angles
 from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
-from gonio.regularizers.sharding import identity_like
+from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like, require
 
 __all__ = ["HypersphericalEnergy"]
 
@@ -27,11 +26,9 @@ class HypersphericalEnergy(WeightRegularizer):
 
     with :math:`\rho^2 = \lVert \hat w_i - \hat w_j \rVert^2 + \text{eps}` (chord) or
     :math:`\rho = \theta_{ij} / \pi + \text{eps}` (angle); for s = 0 the chord counts as
-    :math:`-\log \rho^2`. Least when filters spread over the whole sphere: for :math:`n \le d + 1` a regular
-    simplex, with angles above 90°. With ``half_space`` each filter comes with its negative, so filters
-    spread over directions up to sign, and :math:`n \le d` of them become orthogonal.
-
-    Zero filters have no direction and are left out; without a pair the value is 0.
+    :math:`-\log \rho^2`. Least for :math:`n \le d + 1` at a regular simplex, with angles above 90°. With
+    ``half_space`` each filter comes with its negative, and :math:`n \le d` filters become orthogonal. Zero filters are
+    left out; without a pair the value is 0.
 
     Args:
         strength: the paper uses 1 for hidden layers and 10 for the last (angle, s ≥ 1: 0.1 and 1).
@@ -42,9 +39,6 @@ class HypersphericalEnergy(WeightRegularizer):
 
     Invariances:
         Rescaling filters, permuting them, rotations; flips only with `half_space`.
-
-    Raises:
-        InvalidArgumentError: for values out of range.
 
     Example:
         >>> simplex = torch.tensor([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
@@ -68,11 +62,6 @@ class HypersphericalEnergy(WeightRegularizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("power", (0, 1, 2)), ("distance", ("chord", "angle"))):
-            found = getattr(self, name)
-            require(
-                found in allowed, f"HypersphericalEnergy({name}=…) takes one of {allowed}", repr(found), "Choose one."
-            )
         require(self.eps >= 0, "HypersphericalEnergy() needs eps >= 0", f"eps={self.eps}", "Use 0 for none.")
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:

@@ -1,9 +1,7 @@
 """Closed forms of values and gradients: what autograd alone would compute with more products, passes or operations.
 
-Note [Plain forms]
-    Each function here has a plain form in torch operations, beside the docstring of its formula. The plain form serves
-    the compiler, torch.func, forward-mode differentiation and sharded tensors (see
-    :func:`gonio.execution.ordinary_eager`), and is differentiated where a backward is itself differentiated.
+Each has a plain form beside the docstring of its formula, for all that is not :func:`gonio.execution.ordinary_eager`
+and for second derivatives.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from gonio.execution import ordinary_eager
 from gonio.geometry.norms import matrix_vector
 
 if TYPE_CHECKING:
@@ -64,16 +61,10 @@ class WithGradient(torch.autograd.Function):
 
 
 def gram(a: Tensor) -> Tensor:
-    """A Aᵀ for each matrix of a stack. On CPU, only the blocks on and below the diagonal of a large one are computed.
-
-    Not differentiable, except in the plain form.
-    """
-    count, rows, _ = a.shape
-    if not ordinary_eager(a) or count > 1:
-        return a @ a.mT
-    a = a[0]  # one product is faster than a batch of one
-    if not a.is_cpu or rows < HALVED_FROM:
-        return (a @ a.T).unsqueeze(0)
+    """A Aᵀ for each matrix of a stack; of a large one on CPU only the blocks on and below the diagonal are computed."""
+    if len(a) > 1 or not a.is_cpu or a.shape[1] < HALVED_FROM:
+        return _product(a, a.mT)
+    a, rows = a[0], a.shape[1]
     product, size = a.new_empty(rows, rows), -(-rows // 4)
     for start in range(0, rows, size):
         stop = min(start + size, rows)
@@ -83,10 +74,9 @@ def gram(a: Tensor) -> Tensor:
 
 
 def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
-    r"""‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows, or Σ_{i≠j} ⟨w_i, w_j⟩²; and its gradient.
+    """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows, or Σ_{i≠j} ⟨w_i, w_j⟩²; and its gradient.
 
-    The gradients are 4 (A Aᵀ − I) A and 4 (W Wᵀ − diag(W Wᵀ)) W. The second is computed on the smaller side as well,
-    because ‖W Wᵀ‖² = ‖Wᵀ W‖².
+    The second is computed on the smaller side as well, because ‖W Wᵀ‖² = ‖Wᵀ W‖².
     """
     wide = w.shape[-2] <= w.shape[-1]
     defect = gram(w if wide else w.mT)
@@ -122,7 +112,8 @@ def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tens
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b if len(a) > 1 else (a[0] @ b[0]).unsqueeze(0)
+    """The products of two stacks of matrices; one product is faster than a batch of one."""
+    return a @ b if len(a) != 1 else (a[0] @ b[0]).unsqueeze(0)
 
 
 def _squared_norm(x: Tensor) -> Tensor:
@@ -161,36 +152,31 @@ def multiplied(a: Tensor, vector: Tensor) -> Tensor:
 # --- scale shift ----------------------------------------------------------------------------------------
 
 
-def log_norm_and_gradient(x: Tensor, floor: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log max(‖x‖, floor), share · ‖x‖₁/‖x‖, and the gradient a x + b sign(x) of their sum."""
-    square, least = (x * x).sum(), max(floor**2, torch.finfo(x.dtype).tiny)
+def log_norm_and_gradient(x: Tensor, least: float | Tensor, share: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log √max(‖x‖², least), share · ‖x‖₁/‖x‖, and the gradient a x + b sign(x) of their sum."""
+    square = (x * x).sum()
     scale = square.clamp_min(least).log_().mul_(0.5)
-    on_weight = threshold(square, least, inf).reciprocal_()  # 1/‖x‖², and 0 up to the floor
-    if not share:
+    on_weight = torch.where(square > least, square.reciprocal(), 0.0)
+    if isinstance(share, float) and not share:
         return scale, torch.zeros_like(scale), x * on_weight
-    inverse = threshold(square, torch.finfo(x.dtype).tiny, inf).rsqrt_()
+    inverse = torch.where(square > torch.finfo(x.dtype).tiny, square.rsqrt(), 0.0)
     on_sign = inverse * share
     direction = x.abs().sum() * on_sign
-    on_weight.addcmul_(direction, inverse * inverse, value=-1)
+    on_weight = on_weight - direction * inverse * inverse
     return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight)
 
 
-def _add_log_norm_(target: Tensor, x: Tensor, factor: Tensor, floor: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Both terms; adds factor × the gradient of their sum to `target`. Compiled, one pass reads and one updates."""
-    square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
-    zero = square < tiny
-    inverse = torch.where(zero, 0.0, torch.where(zero, 1.0, square).rsqrt())
-    direction = share * x.abs().sum() * inverse
-    on_weight = (torch.where(square > floor * floor, 1.0, 0.0) - direction) * inverse * inverse
-    target.add_(factor * on_weight * x + factor * share * inverse * x.sign())
-    return 0.5 * square.clamp_min(tiny).maximum(floor * floor).log(), direction
+def _add_log_norm_(target: Tensor, x: Tensor, factor: Tensor, least: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    scale, direction, gradient = log_norm_and_gradient(x, least, share)
+    target.add_(factor * gradient)
+    return scale, direction
 
 
 @cache
 def compiled_log_norm(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """:func:`log_norm_and_gradient` compiled, with the addition: arguments target, x, factor, floor and share.
+    """Both terms of :func:`log_norm_and_gradient`, compiled; adds factor × the gradient to `target`.
 
-    One graph for vectors of all lengths.
+    One graph for vectors of all lengths: one pass reads and one updates.
     """
     return torch.compile(_add_log_norm_, backend=backend, dynamic=True)
 
@@ -225,7 +211,7 @@ def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def first_sample(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The first sample of each channel of outputs (N, k, P), (1, k, 1); the largest of those of all processes.
+    """The first sample of each channel of outputs (N, k, P), (1, k, 1), the largest over processes.
 
     Less it, the sum of a channel loses no digits to a large mean, and a constant channel becomes exactly 0.
     """
@@ -240,14 +226,12 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
 
     Note [One product in the backward]
         With G = t tᵀ, d = diag(G)^(−1/2), C = d G d off the diagonal and A = ∂R/∂C, the derivative by t is M t with
-        M = 2 d (A − diag(b)) d, b_j = Σ_i C_ij A_ij: a k × k matrix, formed in the forward. Autograd would multiply
-        twice, and would keep t, its normalised copy and the outputs. The signs are an output of this function, so that
-        the second derivative is that of the plain form by t.
+        M = 2 d (A − diag(b)) d, b_j = Σ_i C_ij A_ij: a k × k matrix, formed in the forward. The signs are an output of
+        this function, so that the second derivative is that of the plain form by t.
 
     Note [Wide layers]
         With fewer samples than filters and unit rows t̂: Σ_ij C_ij = |Σ_i t̂_i|² and Σ_ij C_ij² = |K|², K = t̂ᵀ t̂ of
-        size samples × samples, so nothing of size k × k is made. A step of an MLP of width 2048 with batch 64 takes
-        1.4 times the plain step instead of 3.1 times.
+        size samples × samples: a step of an MLP of width 2048 with batch 64 takes 1.4 instead of 3.1 plain steps.
     """
 
     @staticmethod

@@ -11,9 +11,8 @@ from torch import Tensor
 from gonio.geometry.chance import welch_bound
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
-from gonio.regularizers.sharding import identity_like
 
 __all__ = ["DoubleOrthogonality", "Filters", "MutualCoherence", "Orthogonality", "small_side"]
 
@@ -36,10 +35,8 @@ class Orthogonality(WeightRegularizer):
         \sum_{i \ne j} \langle w_i, w_j \rangle^2 .
 
     The first also draws the norms to 1 and is taken on the smaller side of :math:`W`, where it can reach 0:
-    :math:`\lVert W^\top W - I \rVert^2` differs by the constant number of surplus rows and has the same
-    gradient :math:`4 (W W^\top - I) W`. The second does not act on the norms of orthogonal filters only: for other
-    filters, smaller norms lower it too. With unit filters it is :math:`\sum_{i \ne j} \cos^2 \theta_{ij}` and acts on
-    angles alone.
+    :math:`\lVert W^\top W - I \rVert^2` differs by a constant and has the same gradient. The second can be lowered by
+    smaller norms too; with unit filters it is :math:`\sum_{i \ne j} \cos^2 \theta_{ij}` and acts on angles alone.
 
     Args:
         strength: 1e-4 is BigGAN's β for the off-diagonal form.
@@ -49,19 +46,10 @@ class Orthogonality(WeightRegularizer):
     Invariances:
         Rotations of the input space, permutations and flips of filters; with unit filters also their scale.
 
-    Raises:
-        InvalidArgumentError: for an unknown value of `filters`.
-
     Example:
-        >>> gonio.regularizers.Orthogonality(1.0)(torch.eye(3))
-        tensor(0.)
-        >>> gonio.regularizers.Orthogonality(1.0)(2 * torch.eye(3))
-        tensor(27.)
-        >>> gonio.regularizers.Orthogonality(1.0, diagonal=False)(2 * torch.eye(3))
-        tensor(0.)
-
-    See also:
-        :meth:`excess`, the value above the Welch bound, for more filters than dimensions.
+        >>> w, R = 2 * torch.eye(3), gonio.regularizers
+        >>> R.Orthogonality(1.0)(w / 2), R.Orthogonality(1.0)(w), R.Orthogonality(1.0, diagonal=False)(w)
+        (tensor(0.), tensor(27.), tensor(0.))
 
     References:
         [1] A. Brock, J. Donahue, K. Simonyan, "Large scale GAN training for high fidelity natural image
@@ -76,10 +64,6 @@ class Orthogonality(WeightRegularizer):
 
     diagonal: bool = True
     filters: Filters = "raw"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_filters(self.filters, "Orthogonality")
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
@@ -111,9 +95,7 @@ class DoubleOrthogonality(WeightRegularizer):
 
     .. math:: \lVert W^\top W - I \rVert_F^2 + \lVert W W^\top - I \rVert_F^2
 
-    The two summands differ by the constant :math:`|n - d|` and have one gradient, so this is twice
-    :class:`Orthogonality` plus that constant, which a matrix that is not square cannot remove. It is computed from
-    the smaller side alone.
+    The two summands differ by the constant :math:`|n - d|`, so this is twice :class:`Orthogonality` plus that constant.
 
     Invariances:
         Rotations on either side, permutations and flips of filters. Not the filters' scale.
@@ -151,14 +133,10 @@ class MutualCoherence(WeightRegularizer):
     worst pair has a gradient; where several are equally bad, one of them.
 
     Args:
-        strength: the coefficient of the value.
         filters: `"raw"`, or `"unit"` to normalise every filter first.
 
     Invariances:
         Permutations and flips of filters; with unit filters also their scale and rotations.
-
-    Raises:
-        InvalidArgumentError: for an unknown value of `filters`.
 
     Example:
         >>> w = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
@@ -166,9 +144,6 @@ class MutualCoherence(WeightRegularizer):
         tensor(1.)
         >>> gonio.regularizers.MutualCoherence(1.0, filters="unit")(w)
         tensor(0.7071)
-
-    See also:
-        :func:`gonio.geometry.coherence`.
 
     References:
         [1] N. Bansal, X. Chen, Z. Wang, "Can we gain more from orthogonality regularizations in training
@@ -179,10 +154,6 @@ class MutualCoherence(WeightRegularizer):
     """
 
     filters: Filters = "raw"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_filters(self.filters, "MutualCoherence")
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
@@ -206,15 +177,6 @@ class MutualCoherence(WeightRegularizer):
         if self.filters == "raw" or rows < 2:
             return weight.new_zeros(())
         return weight.new_tensor(count * welch_bound(rows, cols))
-
-
-def _check_filters(filters: str, name: str) -> None:
-    require(
-        filters in ("raw", "unit"),
-        f"{name}(filters=…) takes 'raw' or 'unit'",
-        repr(filters),
-        "'unit' normalises every filter first.",
-    )
 
 
 def _defect(a: Tensor, *, diagonal: bool) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import AddGradient, Evaluation, WeightRegularizer, require
+from gonio.regularizers.base import AddGradient, Evaluation, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
-from gonio.regularizers.l2 import check_before_norm
+from gonio.regularizers.l2 import ScaleRegularizer
 
 __all__ = ["ScaleShift"]
 
@@ -27,7 +27,7 @@ USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleShift(WeightRegularizer):
+class ScaleShift(ScaleRegularizer):
     r"""The logarithm of a weight's norm, and optionally the L1 norm of its direction.
 
     .. math::
@@ -37,22 +37,19 @@ class ScaleShift(WeightRegularizer):
     with :math:`\lambda_1` = `strength`, :math:`\lambda_2` = `direction_strength` and the Euclidean norm of the
     whole weight (of each stacked block, where a weight is several matrices in one). Summed over the layers of a
     positively homogeneous network the first term is :math:`\log \prod_l \lVert W_l \rVert`, which moving scale
-    from layer to layer does not change, neither its value nor (up to the same factor) its gradient
-    :math:`W / \lVert W \rVert^2`; L2 can be lowered that way without any change of the function. The second
-    term only sees the direction: its gradient is orthogonal to W.
+    from layer to layer does not change; L2 can be lowered that way without any change of the function. The gradient of
+    the second term is orthogonal to W.
 
     Note [Floor]
-        The gradient of the logarithm grows as 1/‖W‖, and one step of SGD multiplies W by
-        :math:`1 - \eta\lambda_1/\lVert W \rVert^2`: below :math:`\lVert W \rVert^2 = \eta\lambda_1/2` the weight
-        changes sign and grows. Below `floor` the term is constant, with gradient 0. A step then changes no norm by more
-        than a quarter if :math:`\eta / (1 - \text{momentum})^2 \le \text{floor}^2 / 4\lambda_1`
-        (:attr:`largest_rate`; momentum moves a weight on below the floor). `Penalty` gives every weight a floor of
-        its own where none is set: :math:`\sqrt{40\lambda_1}`, which suits a rate of 0.1 with momentum 0.9, or half of
-        the initial norm if that is less. :meth:`gonio.Penalty.check` compares an optimizer with it.
+        One step of SGD multiplies W by :math:`1 - \eta\lambda_1/\lVert W \rVert^2`: below
+        :math:`\lVert W \rVert^2 = \eta\lambda_1/2` the weight changes sign and grows. Below `floor` the term is
+        constant. A step then changes no norm by more than a quarter if
+        :math:`\eta / (1 - \text{momentum})^2 \le \text{floor}^2 / 4\lambda_1` (:attr:`largest_rate`). `Penalty` gives
+        every weight a floor of its own where none is set: :math:`\sqrt{40\lambda_1}`, which suits a rate of 0.1 with
+        momentum 0.9, or half of the initial norm if that is less. :meth:`gonio.Penalty.check` compares an optimizer.
 
-    The loss does not depend on the scale of a weight in front of a normalisation layer. The term would shrink it to
-    the floor and raise its effective learning rate: `Penalty` leaves such weights out and reports it. It also leaves
-    out weights that are zero when it is built (zero-initialised branches).
+    In front of a normalisation layer the term would shrink a weight to the floor and raise its effective learning rate:
+    `Penalty` leaves such weights out (unless ``before_norm="keep"``), and weights that are zero when it is built.
 
     Args:
         strength: :math:`\lambda_1`. The paper's values are not known to us; there is no default.
@@ -61,23 +58,16 @@ class ScaleShift(WeightRegularizer):
             the weight.
         direction_scale: `"none"`, or `"sqrt_numel"` to divide the L1 norm, which ranges over
             :math:`[1, \sqrt n]`, by :math:`\sqrt n`, so that layers of different size count alike.
-        before_norm: `"skip"` or `"keep"` weights in front of a normalisation layer; read by `Penalty`.
 
     Invariances:
         Above the floor: multiplying layers by factors whose product is 1 (summed over layers). Not invariant
         under rescaling single neurons.
-
-    Raises:
-        InvalidArgumentError: for values out of range.
 
     Example:
         >>> log_norm = gonio.regularizers.ScaleShift(1.0, floor=0.1)
         >>> a, b = torch.eye(4), torch.ones(2, 2)
         >>> torch.allclose(log_norm(a) + log_norm(b), log_norm(3 * a) + log_norm(b / 3))
         True
-
-    See also:
-        :func:`gonio.balance_`, which moves scale between layers so that L2 is least.
 
     References:
         [1] Z. Liu, Y. Cui, J. Wan, Y. Mao, A. B. Chan, "Improve generalization and robustness of neural networks
@@ -88,12 +78,9 @@ class ScaleShift(WeightRegularizer):
         constant 1; here it is the L1 norm that its text describes.
     """
 
-    scale_only: ClassVar[bool] = True
-
     direction_strength: float = 0.0
     floor: float | None = None
     direction_scale: Literal["none", "sqrt_numel"] = "none"
-    before_norm: Literal["skip", "keep"] = "skip"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,20 +96,12 @@ class ScaleShift(WeightRegularizer):
             f"floor={self.floor}",
             "Without a floor the term has no minimum; leave it out for a fitted one.",
         )
-        require(
-            self.direction_scale in ("none", "sqrt_numel"),
-            "ScaleShift(direction_scale=…) takes 'none' or 'sqrt_numel'",
-            repr(self.direction_scale),
-            "'none' is the paper's.",
-        )
-        check_before_norm(self.before_norm, "ScaleShift")
 
     @classmethod
     def paper(cls, strength: float = 1.0, direction_strength: float = 1.0) -> ScaleShift:
         """The published form: a floor of 1e-12, the plain L1 norm, weights before normalisation included.
 
-        Unsafe as published: see Note [Floor]. The floor only keeps zero weights finite. The paper's own strengths are
-        not known to us; the defaults are those of the printed formula.
+        Unsafe as published: see Note [Floor]. The defaults are those of the printed formula.
         """
         return cls(strength, direction_strength=direction_strength, floor=1e-12, before_norm="keep")
 
@@ -149,17 +128,21 @@ class ScaleShift(WeightRegularizer):
         return dataclasses.replace(self, floor=max(LEAST_FLOOR, min(norm / 2, safe)))
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
-        floor, share = self.effective_floor, self._share(weight, layout)
-        return _summed([_terms(block, floor, share) for block in _blocks(weight, layout)], named=share > 0)
+        least, share = self._least(weight.dtype), self._share(weight, layout)
+        return _summed([_terms(block, least, share) for block in _blocks(weight, layout)], named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
-        floor, share = self.effective_floor, self._share(weight, layout)
-        found = [log_norm_and_gradient(block, floor, share) for block in _blocks(weight, layout)]
+        least, share = self._least(weight.dtype), self._share(weight, layout)
+        found = [log_norm_and_gradient(block, least, share) for block in _blocks(weight, layout)]
         evaluation = _summed([(scale, direction) for scale, direction, _ in found], named=share > 0)
         return evaluation, found[0][2] if len(found) == 1 else torch.cat([gradient for *_, gradient in found])
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + self._share(weight, layout)))
+
+    def _least(self, dtype: torch.dtype) -> float:
+        """The squared norm up to which the first term is constant."""
+        return max(self.effective_floor**2, torch.finfo(dtype).tiny)
 
     def _share(self, weight: Tensor, layout: Layout) -> float:
         """The coefficient of the L1 norm at strength 1."""
@@ -180,16 +163,14 @@ class ScaleShift(WeightRegularizer):
             if not plain or weight.dtype not in (torch.float32, torch.float64) or is_sharded(weight):
                 return self.add_gradient_(grad, weight, layout, factor=factor, state=state)
             share = self._share(weight, layout)
-            numbers = [torch.tensor(number, dtype=weight.dtype) for number in (factor, self.effective_floor, share)]
+            numbers = [
+                torch.tensor(number, dtype=weight.dtype) for number in (factor, self._least(weight.dtype), share)
+            ]
             blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
             results = [add_(target, x, *numbers) for target, x in blocks]
             return _summed(results, named=share > 0)
 
         return add_gradient_
-
-    @property
-    def skips_before_norm(self) -> bool:
-        return self.before_norm == "skip"
 
     def reason_to_skip(self, weight: Tensor) -> str | None:
         if weight.is_meta or bool(weight.detach().count_nonzero()):
@@ -229,11 +210,11 @@ def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
 
 
-def _terms(x: Tensor, floor: float, share: float) -> tuple[Tensor, Tensor]:
-    """log max(‖W‖, floor) and share · ‖W‖₁/‖W‖."""
-    square, tiny = (x * x).sum(), torch.finfo(x.dtype).tiny
-    scale = 0.5 * square.clamp_min(max(floor**2, tiny)).log()
-    zero = square < tiny
+def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
+    """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖."""
+    square = (x * x).sum()
+    scale = 0.5 * square.clamp_min(least).log()
+    zero = square <= torch.finfo(x.dtype).tiny
     return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
-from gonio.regularizers.base import Evaluation, OutputRegularizer, require
+from gonio.regularizers.base import Evaluation, OutputRegularizer, identity_like, require
 from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total
-from gonio.regularizers.sharding import identity_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,21 +36,18 @@ class SelfOrthogonality(OutputRegularizer):
     .. math:: \text{mean\_ratio} \cdot \bigl(\operatorname{mean}_{i \ne j} \vartheta_{ij}\bigr)^2 +
               \operatorname{mean}_{i \ne j} \vartheta_{ij}^2
 
-    averaged over groups, or, with ``reduction="sum"``, the same with sums, added over groups. The mean term
-    alone is satisfied by positive and negative correlations that cancel; :class:`gonio.Penalty` shows both.
-    An output that does not vary (a dead filter) has no sign and is left out of the pairs.
+    averaged over groups, or, with ``reduction="sum"``, the same with sums, added over groups. An output that does not
+    vary (a dead filter) has no sign and is left out of the pairs.
 
     Positions of a convolution's output count as samples. Estimated from b samples, orthogonal filters have
     a spread of 1/b (mean) or :math:`k(k-1)/b` (sum), which nothing removes: see :meth:`debias`.
 
     Args:
-        strength: the coefficient of the value.
         mean_ratio: the paper's :math:`\lambda_1 / \lambda_2`.
-        gamma: how hard the sign is. Relevant is gamma times the standard deviation of the outputs: well
-            below 1 the tanh is linear and :math:`\vartheta` is a cosine of outputs instead of a sign
-            agreement; well above 10 most entries saturate and have no gradient.
-        center: subtract each output's mean. Without it, inputs that are not centred (after a ReLU) show
-            orthogonal filters as correlated, by 0.5 instead of 0.
+        gamma: how hard the sign is. With gamma times the standard deviation of the outputs well below 1 the tanh is
+            linear and :math:`\vartheta` a cosine of outputs; well above 10 most entries have no gradient.
+        center: subtract each output's mean. Without it, inputs that are not centred (after a ReLU) show orthogonal
+            filters as correlated, by 0.5.
         standardize: divide each output first by its standard deviation (without `center`, by its root mean square
             about 0), so that gamma means the same in every layer.
         reduction: over pairs of filters.
@@ -62,16 +58,13 @@ class SelfOrthogonality(OutputRegularizer):
         with `center`, adding a constant to an output.
 
     Raises:
-        InvalidArgumentError: for values out of range, or if samples are to be drawn without a generator.
+        InvalidArgumentError: if samples are to be drawn without a generator.
 
     Example:
         >>> probes = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
-        >>> filters = torch.eye(8)[:4]
-        >>> float(gonio.regularizers.SelfOrthogonality(1.0)(probes @ filters.T)) < 0.01
-        True
-        >>> twins = filters[[0, 0, 1, 1]]
-        >>> float(gonio.regularizers.SelfOrthogonality(1.0)(probes @ twins.T)) > 1
-        True
+        >>> filters, penalty = torch.eye(8)[:4], gonio.regularizers.SelfOrthogonality(1.0)
+        >>> bool(penalty(probes @ filters.T) < 0.01), bool(penalty(probes @ filters[[0, 0, 1, 1]].T) > 1)
+        (True, True)
 
     References:
         [1] T. Zhang, et al., "Self-Orthogonality Module: a network architecture plug-in for learning
@@ -98,12 +91,6 @@ class SelfOrthogonality(OutputRegularizer):
             "The paper has 100 and 10.",
         )
         require(
-            self.reduction in ("mean", "sum"),
-            "SelfOrthogonality(reduction=…) takes 'mean' or 'sum'",
-            repr(self.reduction),
-            "'sum' is the paper's.",
-        )
-        require(
             self.samples is None or self.samples >= 2,
             "SelfOrthogonality() needs samples >= 2",
             f"samples={self.samples}",
@@ -126,12 +113,9 @@ class SelfOrthogonality(OutputRegularizer):
     def debias(self, spread: Tensor | float, samples: int) -> Tensor:
         r"""The mean of :math:`\vartheta_{ij}^2` without the bias of a finite sample.
 
-        An estimate from b samples has :math:`E \hat\vartheta^2 = \vartheta^2 + (1 - \vartheta^2)/b`
-        (b − 1 if centred); this solves for :math:`\vartheta^2`. 0 on average for orthogonal filters.
-
-        Args:
-            spread: the mean over pairs of the squared estimates.
-            samples: independent samples b. Positions of one image are not, so this removes too little there.
+        An estimate from b independent samples (`samples`; positions of one image are not) has
+        :math:`E \hat\vartheta^2 = \vartheta^2 + (1 - \vartheta^2)/b` (b − 1 if centred); this solves for
+        :math:`\vartheta^2`. 0 on average for orthogonal filters.
 
         Example:
             >>> gonio.regularizers.SelfOrthogonality(1.0, center=False).debias(0.01, samples=100)
@@ -173,24 +157,28 @@ class SelfOrthogonality(OutputRegularizer):
         return x[chosen // x.shape[2], :, chosen % x.shape[2]].unsqueeze(2)
 
 
+def _samples(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """The number of samples of outputs (N, k, P), 1 at least."""
+    return total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
+
+
+def _centred(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Outputs (N, k, P) less the mean of their channel."""
+    x = x - first_sample(x, process_group)
+    return x - total(x.sum((0, 2), keepdim=True), process_group) / _samples(x, process_group)
+
+
 def _standardized(x: Tensor, process_group: ProcessGroup | None, *, center: bool, least: float) -> Tensor:
     """Outputs (N, k, P) divided by the standard deviation of their channel; 0 where it is below `least`."""
-    samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
-    if center:
-        x = x - first_sample(x, process_group)
-        x = x - total(x.sum((0, 2), keepdim=True), process_group) / samples
-    square = total((x * x).sum((0, 2), keepdim=True), process_group) / samples
+    x = _centred(x, process_group) if center else x
+    square = total((x * x).sum((0, 2), keepdim=True), process_group) / _samples(x, process_group)
     flat = square <= max(least**2, torch.finfo(x.dtype).tiny)
     return x * square.masked_fill(flat, 1).rsqrt().masked_fill(flat, 0)
 
 
 def _soft_signs(x: Tensor, pairs: Pairs) -> Tensor:
     """tanh(γ (y − ȳ)) of outputs (N, k, P) as (groups, k/groups, samples)."""
-    if pairs.center:
-        x = x - first_sample(x, pairs.process_group)
-        samples = total(x.new_tensor(float(x.shape[0] * x.shape[2])), pairs.process_group).clamp_min(1)
-        x = x - total(x.sum((0, 2), keepdim=True), pairs.process_group) / samples
-    signs = torch.tanh(pairs.gamma * x)
+    signs = torch.tanh(pairs.gamma * (_centred(x, pairs.process_group) if pairs.center else x))
     return signs.movedim(1, 0).flatten(1).unflatten(0, (pairs.groups, -1))
 
 

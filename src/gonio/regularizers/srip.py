@@ -12,10 +12,9 @@ from gonio.errors import SecondDerivativeError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, require
+from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated, replicated_like, require
 from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
-from gonio.regularizers.sharding import replicated, replicated_like
 
 __all__ = ["SRIP"]
 
@@ -28,13 +27,10 @@ class SRIP(WeightRegularizer):
 
     .. math:: \sigma(W W^\top - I) = \max_i \lvert \sigma_i^2 - 1 \rvert
 
-    over the singular values of the smaller side of :math:`W`; added over groups. Estimated without forming the
-    Gram matrix, by power iteration :math:`v \leftarrow W (W^\top v) - v`. :math:`v` is a constant in the backward, so
-    there is no second derivative. The estimate never exceeds the true value and rises to it with every iteration.
-
-    `Penalty` keeps :math:`v` from step to step, so that one iteration per step follows a slowly changing weight.
-    :meth:`value` by itself starts from a fixed vector, with one iteration more: with 1 iteration it takes two products
-    with the Gram matrix, as the public code does.
+    over the singular values of the smaller side of :math:`W`; added over groups. Estimated from below by power
+    iteration :math:`v \leftarrow W (W^\top v) - v`. :math:`v` is a constant in the backward, so there is no second
+    derivative. `Penalty` keeps :math:`v` from step to step, so that one iteration per step follows a slowly changing
+    weight; :meth:`value` by itself starts from a fixed vector, with one iteration more.
 
     Args:
         strength: the paper's code starts from 1e-2 and decays it, see :meth:`Milestones.srip`.
@@ -43,12 +39,8 @@ class SRIP(WeightRegularizer):
     Invariances:
         Rotations on either side, permutations and flips of filters (of the true value). Not scale.
 
-    Raises:
-        InvalidArgumentError: if `iterations` is below 1.
-
     Example:
-        >>> value = gonio.regularizers.SRIP(1.0, iterations=50)(torch.diag(torch.tensor([1.0, 2.0, 0.5])))
-        >>> round(value.item(), 3)
+        >>> round(gonio.regularizers.SRIP(1.0, iterations=50)(torch.diag(torch.tensor([1.0, 2.0, 0.5]))).item(), 3)
         3.0
 
     References:
@@ -70,9 +62,10 @@ class SRIP(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
         vector = self._iterated(a.detach(), state)
-        image = _image(_held(a), vector)
+        image = _image(_Held.apply(a), vector)
         following = _following(image.detach(), vector).unsqueeze(-1)
-        return Evaluation(safe_norm(image, -1).sum(), {}, _local(following))
+        local: Any = following.to_local() if is_sharded(following) else following  # type: ignore[attr-defined]
+        return Evaluation(safe_norm(image, -1).sum(), {}, local)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
@@ -91,8 +84,7 @@ class SRIP(WeightRegularizer):
 def _start(a: Tensor) -> Tensor:
     """A fixed unit vector per matrix without regularities that a weight would share: fractional parts of i·φ."""
     spread = torch.arange(1, a.shape[1] + 1, dtype=a.dtype, device=a.device).mul_(GOLDEN).remainder_(1).sub_(0.5 - 1e-3)
-    vector: Tensor = normalize(spread)
-    return vector.expand(a.shape[0], -1)
+    return normalize(spread).expand(a.shape[0], -1)
 
 
 def _image(a: Tensor, vector: Tensor) -> Tensor:
@@ -107,22 +99,9 @@ def _following(image: Tensor, vector: Tensor) -> Tensor:
     return image / (length + zero) + vector * zero
 
 
-def _local(x: Any) -> Tensor:
-    """A replicated tensor as a plain one."""
-    local: Tensor = x.to_local() if is_sharded(x) else x
-    return local
-
-
-# --- no second derivative -----------------------------------------------------------------------------
-
-
-def _held(a: Tensor) -> Tensor:
-    """`a`, with a gradient that refuses to be differentiated, because it takes the vector as a constant."""
-    held: Tensor = _Held.apply(a)
-    return held
-
-
 class _Held(torch.autograd.Function):
+    """The identity, with a gradient that refuses to be differentiated, because it takes the vector as a constant."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -146,11 +125,7 @@ class _Held(torch.autograd.Function):
 
 
 class _Refusing(torch.autograd.Function):
-    """A gradient that refuses to be differentiated.
-
-    torch's own ``once_differentiable`` refuses only where the incoming gradient requires grad, and is silently wrong
-    elsewhere.
-    """
+    """torch's ``once_differentiable`` refuses only where the incoming gradient requires grad; elsewhere it is wrong."""
 
     generate_vmap_rule = True
 
