@@ -50,18 +50,6 @@ def test_where_the_kernels_do_not_apply(x: Tensor) -> None:
     assert not has_rows(seeded(2, 3, 4), x)
 
 
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [((3, 3), (1, 1), (1, 1)), ((7, 2), (2, 1), (3, 0))])
-def test_the_sum_over_windows(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> None:
-    x = seeded(2, 3, 9, 8, dtype=torch.float64).requires_grad_()
-    ones = torch.ones(3, 1, *kernel, dtype=torch.float64)
-    expected = torch.convolution(x, ones, None, stride, padding, (1, 1), False, (0, 0), 3)
-    found = kernels.window_sum(x, kernel, stride, padding)
-    torch.testing.assert_close(found, expected, **close(torch.float64))
-    grad = seeded(*expected.shape, dtype=torch.float64)
-    by_x = [torch.autograd.grad(value, x, grad)[0] for value in (found, expected)]
-    torch.testing.assert_close(*by_x, **close(torch.float64))
-
-
 def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.parametrizations import kernels
+from gonio.parametrizations import filters as module
 from parametrizations.layers import LAYERS, make, sample
 from tolerances import exact
 
@@ -57,7 +57,7 @@ def test_kernel_and_formula_of_weight_norm_agree(name: str, monkeypatch: pytest.
     cotangent = seeded(*raw.shape, seed=1, dtype=torch.float64)
     found = torch.autograd.grad((layer.weight * cotangent).sum(), (raw, magnitude))
     weight = layer.weight
-    monkeypatch.setattr(kernels, "apply_to", lambda *_: False)
+    monkeypatch.setattr(module, "applies_to", lambda *_: False)
     formula = layer.weight
     torch.testing.assert_close(weight, formula)
     expected = torch.autograd.grad((formula * cotangent).sum(), (raw, magnitude))

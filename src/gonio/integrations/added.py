@@ -27,8 +27,7 @@ class AddedPenalty:
 def replaced_(owner: Any, **methods: Callable[..., Any]) -> AddedPenalty:
     """Set methods on the object itself, where they take precedence over those of its class.
 
-    Raises:
-        AlreadyAppliedError: if one of them was replaced by this function before.
+    Raises: AlreadyAppliedError if one of them was replaced by this function before.
 
     Example:
         >>> from gonio.integrations.added import replaced_

@@ -107,8 +107,7 @@ def tracker_callback(tracker: Tracker) -> Any:
     Args:
         tracker: a :class:`gonio.Tracker` of the module or a part of it.
 
-    Raises:
-        MissingExtraError: if neither `lightning` nor `pytorch_lightning` is installed.
+    Raises: MissingExtraError if neither `lightning` nor `pytorch_lightning` is installed.
     """
     base: Any = _library().Callback
 

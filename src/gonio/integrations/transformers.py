@@ -85,8 +85,7 @@ def tracker_callback(tracker: Tracker) -> Any:
     Args:
         tracker: a :class:`gonio.Tracker` of the model or a part of it.
 
-    Raises:
-        MissingExtraError: if `transformers` is not installed.
+    Raises: MissingExtraError if `transformers` is not installed.
     """
     try:
         from transformers import TrainerCallback

@@ -1,14 +1,16 @@
-"""Conversion between a torch layer and a layer on the same parameters."""
+"""What the layers of this package share: the parameters of a torch layer, and running statistics in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["check_plain", "share_", "with_weight_"]
+__all__ = ["RunningStatistics", "check_plain", "share_", "with_weight_"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -42,3 +44,24 @@ def with_weight_(target: Layer, weight: Tensor) -> Layer:
         if value is not None and old is not None:
             target._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
     return target
+
+
+class RunningStatistics(nn.Module):
+    """Abstract base of the layers with running statistics, which are buffers of their own names.
+
+    `momentum` is torch's: the weight of the new batch, or None for the average of all batches.
+    """
+
+    momentum: float | None
+    num_batches_tracked: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As torch's, but `half()` and `bfloat16()` leave the running statistics in float32."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype in (torch.float16, torch.bfloat16):
+                keep = new if old.is_meta else old.to(new.device)
+                self._buffers[name] = keep.float()
+        return self

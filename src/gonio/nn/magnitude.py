@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -42,16 +42,19 @@ class Coefficients:
     radius: Number = 1.0
 
 
+@dataclass(frozen=True)
 class Magnitude(ABC):
     """A magnitude function of the input's norm."""
 
-    alpha: float
+    alpha: float = 1.0
+    learn_alpha: bool = field(default=False, kw_only=True)
     bounded: ClassVar[bool]  # |h| ≤ alpha for every input
+    is_linear: ClassVar[bool] = False  # h = alpha·‖x‖
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]  # every concrete class is a dataclass
-            _check_field(type(self).__name__, field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check_field(type(self).__name__, each.name, getattr(self, each.name))
 
     @property
     def coefficients(self) -> Coefficients:
@@ -106,6 +109,19 @@ def _at_least(norm: Tensor, radius: Number) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _WithBeta(Magnitude):
+    beta: float = 0.5
+    learn_beta: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class _WithRadius(Magnitude):
+    radius: float = 1.0
+    learn_radius: bool = field(default=False, kw_only=True)
+    radius_in: Unit = field(default="mean_norm", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Sphere(Magnitude):
     r"""A constant, :math:`h = \alpha`: only the angle matters (SphereConv).
 
@@ -123,8 +139,6 @@ class Sphere(Magnitude):
         [2] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = True
     continuous_at_zero = False
 
@@ -136,7 +150,7 @@ class Sphere(Magnitude):
 
 
 @dataclass(frozen=True)
-class Ball(Magnitude):
+class Ball(_WithRadius):
     r"""Linear up to the radius, then constant: :math:`h = \alpha \min(\lVert x \rVert, \rho) / \rho`.
 
     Bounded by :math:`\alpha`; it tends to :class:`Sphere` as :math:`\rho \to 0`.
@@ -149,15 +163,9 @@ class Ball(Magnitude):
         >>> gonio.nn.magnitude.Ball(radius=2.0)(torch.tensor([1.0, 2.0, 9.0]))
         tensor([0.5000, 1.0000, 1.0000])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
     bounded = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -168,7 +176,7 @@ class Ball(Magnitude):
 
 
 @dataclass(frozen=True)
-class Tanh(Magnitude):
+class Tanh(_WithRadius):
     r"""The smooth ball, :math:`h = \alpha \tanh(\lVert x \rVert / \rho)`.
 
     Bounded by :math:`\alpha`; slope :math:`\alpha/\rho` at 0.
@@ -181,15 +189,9 @@ class Tanh(Magnitude):
         >>> gonio.nn.magnitude.Tanh(radius=2.0)(torch.tensor([0.0, 2.0, 100.0]))
         tensor([0.0000, 0.7616, 1.0000])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
     bounded = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -212,13 +214,11 @@ class Linear(Magnitude):
         >>> gonio.nn.magnitude.Linear(alpha=0.5)(torch.tensor([4.0]))
         tensor([2.])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = False
+    is_linear = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
         return norm * c.alpha
@@ -228,7 +228,7 @@ class Linear(Magnitude):
 
 
 @dataclass(frozen=True)
-class Segmented(Magnitude):
+class Segmented(_WithRadius, _WithBeta):
     r"""Two slopes that meet at the radius.
 
     .. math::
@@ -252,13 +252,6 @@ class Segmented(Magnitude):
         0.5 are those of the official code. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    beta: float = 0.5
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
-    learn_beta: bool = False
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -281,12 +274,9 @@ class Logarithm(Magnitude):
         >>> gonio.nn.magnitude.Logarithm()(torch.tensor([0.0, 1.0]))
         tensor([0.0000, 0.6931])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -297,7 +287,7 @@ class Logarithm(Magnitude):
 
 
 @dataclass(frozen=True)
-class Mixed(Magnitude):
+class Mixed(_WithBeta):
     r"""A line plus a logarithm, :math:`h = \alpha \lVert x \rVert + \beta \log(1 + \lVert x \rVert)`.
 
     Unbounded; with :math:`\beta = 0` it is :class:`Linear`, with :math:`\alpha = 0` :class:`Logarithm`.
@@ -310,14 +300,9 @@ class Mixed(Magnitude):
         >>> gonio.nn.magnitude.Mixed(alpha=1.0, beta=1.0)(torch.tensor([1.0]))
         tensor([1.6931])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    beta: float = 0.5
-    learn_alpha: bool = False
-    learn_beta: bool = False
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:

@@ -66,8 +66,7 @@ def to_batch_norm(
         >>> type(new).__name__, new.weight is norm.weight
         ('BatchNorm2d', True)
 
-    See also:
-        :func:`gonio.swap_`, which converts the norms of a whole model.
+    See also: :func:`gonio.swap_`, which converts the norms of a whole model.
     """
     _check(norm, verb="to_batch_norm")
     kind = _BATCH[_dims(norm, dims, verb="to_batch_norm")]
@@ -103,8 +102,7 @@ def to_instance_norm(
         >>> torch.allclose(gonio.nn.to_instance_norm(norm, dims=2)(x), norm(x), atol=1e-6)
         True
 
-    References:
-        D. Ulyanov et al., "Instance normalization", 2016. https://arxiv.org/abs/1607.08022
+    References: D. Ulyanov et al., "Instance normalization", 2016. https://arxiv.org/abs/1607.08022
     """
     _check(norm, verb="to_instance_norm")
     dims = _dims(norm, dims, verb="to_instance_norm")
@@ -145,8 +143,7 @@ def to_group_norm(
         >>> [norm.num_groups for norm in model[1::2]]
         [32, 25]
 
-    References:
-        Y. Wu and K. He, "Group normalization", ECCV 2018, section 3. https://arxiv.org/abs/1803.08494
+    References: Y. Wu and K. He, "Group normalization", ECCV 2018, section 3. https://arxiv.org/abs/1803.08494
     """
     if groups < 1:
         raise InvalidArgumentError("to_group_norm: groups must be >= 1", f"{groups}", "The paper's 32 is the default.")
@@ -181,8 +178,7 @@ def to_layer_norm(
         >>> torch.allclose(gonio.nn.to_layer_norm(norm, positions=(2, 2))(x), norm(x), atol=1e-6)
         True
 
-    References:
-        J. L. Ba et al., "Layer normalization", 2016. https://arxiv.org/abs/1607.06450
+    References: J. L. Ba et al., "Layer normalization", 2016. https://arxiv.org/abs/1607.06450
     """
     _check(norm, verb="to_layer_norm")
     if len(positions) not in _ranks(norm):

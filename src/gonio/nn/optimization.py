@@ -59,8 +59,7 @@ def project_weights_(
         every: after how many of its steps.
         norm: the norm :math:`s`.
 
-    Returns:
-        The layers; `undo_()` ends a repeated projection.
+    Returns: The layers; `undo_()` ends a repeated projection.
 
     Raises:
         NotApplicableError: for a layer whose output depends on the norm of its filters (`weighted`, or

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import inside_backward, ordinary_eager
+from gonio.execution import inside_backward, ordinary_eager, several_ranks, total
 from gonio.nn import kernels
-from gonio.nn.conversion import check_plain
-from gonio.nn.running import RunningStatistics, several_ranks, total
+from gonio.nn.conversion import RunningStatistics, check_plain
 from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
 
 __all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
@@ -126,9 +125,19 @@ class SwitchableNorm(RunningStatistics):
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once
         if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
-            mean, var = batch.squeeze(1)
-            self._track({"running_mean": mean, "running_var": var}, count)
+            self._track_(batch.squeeze(1), count)
         return out if x.dim() > 2 else out.squeeze(-1)
+
+    @torch.no_grad()
+    def _track_(self, batch: Tensor, count: Tensor | int) -> None:
+        """Move the running statistics towards those of a batch, and not for `count` 0 samples."""
+        seen = count > 0
+        batches = self.num_batches_tracked.add_(seen)
+        share = 1 / batches.clamp_min(1) if self.momentum is None else self.momentum
+        for buffer, value in zip((self.running_mean, self.running_var), batch, strict=True):
+            if buffer is not None:
+                factor = share.to(buffer.dtype) if isinstance(share, Tensor) else share
+                buffer.lerp_(value.to(buffer.dtype), factor if seen is True else factor * seen)
 
     def _check(self, x: Tensor) -> None:
         if x.dim() not in self.ranks or x.shape[1] != self.num_features:
@@ -162,8 +171,7 @@ class SwitchableNorm(RunningStatistics):
 class SwitchableNorm1d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
-    Shape:
-        - input and output: (N, C) or (N, C, L).
+    Shape: - input and output: (N, C) or (N, C, L).
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm1d(3)
@@ -212,14 +220,11 @@ class SwitchableNorm2d(SwitchableNorm):
         synchronize: take batch statistics over all processes of a data-parallel training, weighted by the
             samples of each; a process may have none.
 
-    Shape:
-        - input and output: (N, C, H, W).
+    Shape: - input and output: (N, C, H, W).
 
-    Invariances:
-        Rescaling and shifting the whole input (by a factor far above :math:`\sqrt\varepsilon`) in training.
+    Invariances: Rescaling and shifting the whole input (by a factor far above :math:`\sqrt\varepsilon`) in training.
 
-    Raises:
-        InvalidArgumentError: for an input of another shape, or if every statistic is of a single value.
+    Raises: InvalidArgumentError for an input of another shape, or if every statistic is of a single value.
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm2d(3)
@@ -266,8 +271,7 @@ class SwitchableNorm2d(SwitchableNorm):
 class SwitchableNorm3d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
-    Shape:
-        - input and output: (N, C, D, H, W).
+    Shape: - input and output: (N, C, D, H, W).
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm3d(3)

@@ -15,6 +15,7 @@ keys, Parameter objects and their order stay.
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from gonio.execution import is_sharded
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.torch_internals import redirect_fsdp_
 
 __all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
 
@@ -55,8 +55,7 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
         parametrization: a template. It is bound and stored, not copied. If several layers share the Parameter,
             attach the same object to each of them.
 
-    Returns:
-        The parametrization, bound.
+    Returns: The parametrization, bound.
 
     Raises:
         AlreadyAppliedError: if the tensor is parametrized already.
@@ -142,8 +141,7 @@ def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "ra
         keep: the value of the Parameter afterwards: ``"weight"`` for the effective weight, with which the layer
             computes the same function, or ``"raw"`` for the trained tensor.
 
-    Returns:
-        The parametrization, still bound, so that it can be attached to the same Parameter again.
+    Returns: The parametrization, still bound, so that it can be attached to the same Parameter again.
 
     Raises:
         NotApplicableError: if the tensor is not parametrized, or if the layer's class was changed since.
@@ -422,3 +420,36 @@ def _set_weight_(parametrization: Parametrization, raw: nn.Parameter, weight: Te
     inverse = parametrization.right_inverse(weight)
     if inverse is not raw:
         raw.copy_(inverse)
+
+
+# --- private interface of torch -------------------------------------------------------------------
+
+
+def redirect_fsdp_(hook: Callable[..., Any], layer: nn.Module, own_class: type[nn.Module]) -> None:
+    """Let FSDP 2 read and replace the raw Parameter of a parametrized layer.
+
+    FSDP reads ``layer.weight`` before the first forward, and after a load or a move, to see whether it still is the
+    Parameter that it shards. On a parametrized layer it would find the effective weight and train that. Its record
+    of the Parameter therefore gets a view of the layer: an instance of the layer's own class with the same
+    ``__dict__``. Other readers of a sharded layer still get the effective weight.
+
+    Args:
+        hook: what was passed to ``register_load_state_dict_post_hook``. FSDP's hook refers to its record.
+        layer: the parametrized layer.
+        own_class: the class of the layer without parametrizations.
+
+    Raises: NotApplicableError if FSDP's hook has another form in the installed version of torch.
+    """
+    if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+        return
+    record: Any = getattr(inspect.getclosurevars(hook).nonlocals.get("self"), "_module_info", None)
+    if getattr(record, "module", None) is not layer:
+        raise NotApplicableError(
+            "fully_shard()",
+            type(layer).__name__,
+            f"it is parametrized, and the FSDP of torch {torch.__version__} is not known to gonio",
+            "Fold the model first: gonio.fold_(model).",
+        )
+    view = own_class.__new__(own_class)
+    object.__setattr__(view, "__dict__", layer.__dict__)
+    record.module = view

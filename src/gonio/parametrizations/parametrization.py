@@ -188,8 +188,7 @@ def describe(extra_state: Tensor) -> dict[str, Any]:
 def kind_of(description: Mapping[str, Any]) -> Parametrization:
     """A template of the kind and options in a checkpoint's description, with its layout.
 
-    Raises:
-        InvalidArgumentError: if the kind is unknown, or if a newer version wrote the description.
+    Raises: InvalidArgumentError if the kind is unknown, or if a newer version wrote the description.
     """
     kind = _KINDS.get(description.get("kind", ""))
     if kind is None or description.get("version", 0) > _VERSION:

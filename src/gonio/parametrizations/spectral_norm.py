@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import is_sharded
+from gonio.execution import is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations import kernels
+from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
-from gonio.parametrizations.torch_internals import sharded_like
 
 __all__ = ["SpectralNorm", "tick_", "tick_on_step"]
 
@@ -58,11 +57,9 @@ class SpectralNorm(Parametrization):
         view: ``"filters"`` or ``"conv"``.
         norm: n > 0, the largest gain.
 
-    Shape:
-        - any weight with a :class:`gonio.geometry.Layout`.
+    Shape: - any weight with a :class:`gonio.geometry.Layout`.
 
-    Invariances:
-        Rescaling the trained tensor by a positive factor.
+    Invariances: Rescaling the trained tensor by a positive factor.
 
     Raises:
         InvalidArgumentError: for another view, for n that is not positive and finite, and on attaching with
@@ -117,7 +114,7 @@ class SpectralNorm(Parametrization):
 
     def weight_of(self, raw: Tensor) -> Tensor:
         if is_sharded(raw):  # every process stores the vectors of the whole weight
-            return sharded_like(raw, self.weight_of(whole(raw)))
+            return _sharded_like(raw, self.weight_of(whole(raw)))
         buffers = self._buffers  # the registry itself: `self.u` is a slow search
         u, v, how = buffers["u"], buffers["v"], self.how
         if how is None or u is None or v is None:  # a template stores no vectors
@@ -195,6 +192,13 @@ class SpectralNorm(Parametrization):
             )
 
 
+def _sharded_like(raw: Any, weight: Tensor) -> Tensor:
+    """A weight that is the same in every process, distributed as the DTensor `raw` is; differentiable."""
+    everywhere: Any = raw.from_local(weight, raw.device_mesh, run_check=False)
+    distributed: Tensor = everywhere.redistribute(placements=raw.placements)
+    return distributed
+
+
 def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
     matrix = weight[0, 0].numel() == 1  # without neighbours the map on images is the matrix at each pixel
     kind = FilterView if view == "filters" or matrix else ConvolutionView
@@ -209,8 +213,8 @@ def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
 
 def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
     """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
-    if kernels.apply_to(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
-        weight: Tensor = kernels.DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
+    if raw.is_cpu and ordinary_eager(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
+        weight: Tensor = DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
         return weight
     sigma = _sigma(view.matrices(raw), u, v, length)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
@@ -227,7 +231,7 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
         right = right * length.detach().to(matrices.dtype)[:, None, None]
     left = normalize(u.detach().to(matrices.dtype), (1, 2))
     image = right @ matrices.mT  # (groups, parts, rows)
-    stale = (left * image).sum((1, 2)) < kernels.STALE * safe_norm(image, (1, 2))
+    stale = (left * image).sum((1, 2)) < STALE * safe_norm(image, (1, 2))
     left = torch.where(stale[:, None, None], normalize(image, (1, 2)), left).detach()
     return (left * image).sum((1, 2)).amax(0)
 
@@ -246,11 +250,9 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
         model: any module; a parametrization that several layers share is advanced once.
         iterations: power iterations; more after a large change, such as averaging weights.
 
-    Returns:
-        The number of parametrizations that were advanced.
+    Returns: The number of parametrizations that were advanced.
 
-    Raises:
-        InvalidArgumentError: if `iterations` is below 1.
+    Raises: InvalidArgumentError if `iterations` is below 1.
 
     Example:
         >>> layer = nn.Linear(8, 8)
@@ -284,11 +286,9 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
         optimizer: the tick is a post-step hook of it; its pickles and state dicts do not contain the hook.
         model: the model to tick; layers that are parametrized later are included.
 
-    Returns:
-        A handle; ``handle.remove()`` ends it.
+    Returns: A handle; ``handle.remove()`` ends it.
 
-    Raises:
-        NoMatchError: if the model has no spectral norm.
+    Raises: NoMatchError if the model has no spectral norm.
 
     Example:
         >>> layer = nn.Linear(4, 4)

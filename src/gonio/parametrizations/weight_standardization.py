@@ -36,15 +36,13 @@ class WeightStandardization(Parametrization):
         learn_gain: multiply g by a Parameter ``gains`` with one number per filter. It starts such that attaching
             keeps the deviation of each filter and only removes the means; fill it with 1 to start as without.
 
-    Invariances:
-        Adding a constant to a filter of the trained tensor; rescaling it by a positive factor.
+    Invariances: Adding a constant to a filter of the trained tensor; rescaling it by a positive factor.
 
     Raises:
         InvalidArgumentError: for another scale, or a `gain` that is not positive and finite.
         NotApplicableError: on attaching to a layer whose filters have one entry, which have no deviation.
 
-    Cost:
-        four passes over the weight; one Parameter per filter if gains are learned.
+    Cost: four passes over the weight; one Parameter per filter if gains are learned.
 
     Example:
         >>> layer = nn.Conv2d(4, 8, 3)
@@ -54,8 +52,7 @@ class WeightStandardization(Parametrization):
         >>> bool(filters.mean(1).abs().max() < 1e-6), torch.allclose(filters.std(1), torch.ones(8), rtol=1e-3)
         (True, True)
 
-    See also:
-        :func:`gonio.init.gain`, which computes g for any activation.
+    See also: :func:`gonio.init.gain`, which computes g for any activation.
 
     References:
         [1] S. Qiao et al., "Micro-batch training with batch-channel normalization and weight
