@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["RunningStatistics", "check_plain", "share_", "with_weight_"]
+__all__ = ["RunningStatistics", "annotate_", "check_plain", "share_", "with_weight_"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -44,6 +45,19 @@ def with_weight_(target: Layer, weight: Tensor) -> Layer:
         if value is not None and old is not None:
             target._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
     return target
+
+
+def annotate_(kind: type, method: str, **annotations: str) -> None:
+    """Give a class a copy of an inherited class method with these annotations: the layers that it converts.
+
+    :func:`gonio.swap_` and recipes read them.
+    """
+    shared = getattr(kind, method).__func__
+    own = FunctionType(shared.__code__, shared.__globals__, method)
+    own.__doc__, own.__kwdefaults__ = shared.__doc__, shared.__kwdefaults__
+    own.__annotations__ = shared.__annotations__ | annotations
+    own.__qualname__ = f"{kind.__qualname__}.{method}"
+    setattr(kind, method, classmethod(own))
 
 
 class RunningStatistics(nn.Module):

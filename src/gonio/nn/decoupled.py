@@ -199,7 +199,7 @@ class ConvMap(LinearMap):
 
     def over_patches(self, squares: Tensor) -> Tensor:
         """Sums over the windows of the kernel, in the grouped layout."""
-        if self._pools:
+        if self._pools and ordinary_eager(squares):  # ONNX has no pooling that sums
             return self.group(F.avg_pool2d(squares, self.kernel, self.stride, self.padding, divisor_override=1))
         return self.group(self._multiply(squares, squares.new_ones(self.groups, 1, *self.kernel)))
 
@@ -499,21 +499,18 @@ def _check_operator(
     owner: str, magnitude: object, angular: object, weighted: Weighted | None, gradient: Gradient
 ) -> None:
     """Raise for options of the wrong type, and for options that contradict each other."""
-    if not isinstance(magnitude, Magnitude):
-        do = "Pass an object of gonio.nn.magnitude, such as Tanh()."
-        raise InvalidArgumentError(f"{owner}: invalid magnitude", repr(magnitude), do)
-    if not isinstance(angular, Angular):
-        do = "Pass an object of gonio.nn.angular, such as Cosine()."
-        raise InvalidArgumentError(f"{owner}: invalid angular", repr(angular), do)
-    if weighted is not None and weighted not in get_args(Weighted):
-        do = f"Pass None or one of {', '.join(get_args(Weighted))}."
-        raise InvalidArgumentError(f"{owner}: invalid weighted", repr(weighted), do)
+    weightings = get_args(Weighted)
+    for name, value, valid, do in (
+        ("magnitude", magnitude, isinstance(magnitude, Magnitude), "an object of gonio.nn.magnitude, such as Tanh()"),
+        ("angular", angular, isinstance(angular, Angular), "an object of gonio.nn.angular, such as Cosine()"),
+        ("weighted", weighted, weighted in (None, *weightings), f"None or one of {', '.join(weightings)}"),
+        ("gradient", gradient, gradient in get_args(Gradient), f"one of {', '.join(get_args(Gradient))}"),
+    ):
+        if not valid:
+            raise InvalidArgumentError(f"{owner}: invalid {name}", repr(value), f"Pass {do}.")
     if weighted in ("tanh_product", "tanh_each") and not isinstance(magnitude, Tanh):
         problem = f"{owner}: weighted={weighted!r} is defined for the magnitude Tanh only"
         raise InvalidArgumentError(problem, repr(magnitude), 'Pass magnitude=Tanh(…), or weighted="linear".')
-    if gradient not in get_args(Gradient):
-        do = f"Pass one of {', '.join(get_args(Gradient))}."
-        raise InvalidArgumentError(f"{owner}: invalid gradient", repr(gradient), do)
     if gradient == "weighted" and weighted is not None:
         problem = f'{owner}: gradient="weighted" is defined for weighted=None only'
         raise InvalidArgumentError(problem, f"weighted={weighted!r}", 'Pass weighted=None, or gradient="exact".')

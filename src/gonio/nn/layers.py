@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gonio.nn.angular import Angular
-from gonio.nn.conversion import check_plain, share_, with_weight_
+from gonio.nn.conversion import annotate_, check_plain, share_, with_weight_
 from gonio.nn.decoupled import COSINE, TANH, ConvMap, ConvTransposeMap, Decoupled, DenseMap, Gradient, Weighted
 from gonio.nn.magnitude import Magnitude
 
@@ -30,17 +29,10 @@ Size = int | tuple[int, ...]
 class DecoupledLinear(Decoupled, nn.Linear):
     r"""A linear layer whose product is split into a magnitude and an angular part.
 
-    For every filter (row) :math:`w` and input vector :math:`x`,
+    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter (row) :math:`w` and input vector
+    :math:`x`; options and properties are those of :class:`gonio.nn.DecoupledConv2d`.
 
-    .. math::
-        y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b
-
-    instead of :math:`\lVert w \rVert \lVert x \rVert \cos\theta + b`. All options and properties are
-    those of :class:`gonio.nn.DecoupledConv2d`; the patch is the whole vector.
-
-    Shape:
-        - input: (…, in_features).
-        - output: (…, out_features).
+    Shape: (…, in_features) → (…, out_features).
 
     Invariances: Rescaling any filter by a positive factor, unless `weighted`.
 
@@ -54,8 +46,6 @@ class DecoupledLinear(Decoupled, nn.Linear):
         True
 
     Folding: exact for the magnitude Linear with the cosine, else impossible.
-
-    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
 
     def __init__(
@@ -122,16 +112,10 @@ class _DecoupledConvNd(Decoupled, nn.modules.conv._ConvNd):
     arguments: ClassVar[str] = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
 
     def __init_subclass__(cls, *, plain: type[nn.modules.conv._ConvNd] | None = None) -> None:
-        """Give a concrete class a copy of `from_conv` whose annotation says which torch layer it takes."""
         super().__init_subclass__()
         if plain is not None:
             cls.plain = plain
-            shared: Any = _DecoupledConvNd.__dict__["from_conv"].__func__
-            own = FunctionType(shared.__code__, shared.__globals__, shared.__name__)
-            own.__doc__, own.__kwdefaults__ = shared.__doc__, shared.__kwdefaults__
-            own.__annotations__ = shared.__annotations__ | {"conv": f"nn.{plain.__name__}"}
-            own.__qualname__ = f"{cls.__qualname__}.from_conv"
-            cls.from_conv = classmethod(own)  # type: ignore[assignment, method-assign]
+            annotate_(cls, "from_conv", conv=f"nn.{plain.__name__}")
 
     @classmethod
     def from_conv(
@@ -230,10 +214,7 @@ class _DecoupledConv(_DecoupledConvNd):
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d, plain=nn.Conv1d):
-    r"""A 1-D convolution whose product is split into a magnitude and an angular part.
-
-    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter and patch; all options
-    and properties are those of :class:`DecoupledConv2d`.
+    """A 1-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
 
     Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.Conv1d`.
 
@@ -242,8 +223,6 @@ class DecoupledConv1d(_DecoupledConv, nn.Conv1d, plain=nn.Conv1d):
         >>> x = torch.ones(1, 2, 8)
         >>> torch.allclose(layer(5 * x), layer(x))
         True
-
-    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
 
 
@@ -315,10 +294,7 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d, plain=nn.Conv2d):
 
 
 class DecoupledConv3d(_DecoupledConv, nn.Conv3d, plain=nn.Conv3d):
-    r"""A 3-D convolution whose product is split into a magnitude and an angular part.
-
-    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter and patch; all options
-    and properties are those of :class:`DecoupledConv2d`.
+    """A 3-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
 
     Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.Conv3d`.
 
@@ -327,8 +303,6 @@ class DecoupledConv3d(_DecoupledConv, nn.Conv3d, plain=nn.Conv3d):
         >>> x = torch.ones(1, 2, 4, 4, 4)
         >>> torch.allclose(layer(5 * x), layer(x))
         True
-
-    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
 
 
@@ -384,22 +358,14 @@ class _DecoupledConvTranspose(_DecoupledConvNd):
 
 
 class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d, plain=nn.ConvTranspose1d):
-    r"""A 1-D transposed convolution whose product is split into a magnitude and an angular part.
-
-    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
+    """A 1-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
 
     Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.ConvTranspose1d`.
 
     Example:
-        >>> layer = gonio.nn.DecoupledConvTranspose1d(2, 4, 3, stride=2, bias=False,
-        ...     magnitude=gonio.nn.magnitude.Sphere(), angular=gonio.nn.angular.Linear())
-        >>> x = torch.ones(1, 2, 8)
-        >>> bool((layer(5 * x).abs() <= 1).all())
+        >>> layer = gonio.nn.DecoupledConvTranspose1d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
+        >>> bool((layer(torch.ones(1, 2, 8)).abs() <= 1).all())
         True
-
-    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
-
-    Differs: the paper treats no transposed convolution.
     """
 
 
@@ -427,20 +393,12 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d, plai
 
 
 class DecoupledConvTranspose3d(_DecoupledConvTranspose, nn.ConvTranspose3d, plain=nn.ConvTranspose3d):
-    r"""A 3-D transposed convolution whose product is split into a magnitude and an angular part.
-
-    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
+    """A 3-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
 
     Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.ConvTranspose3d`.
 
     Example:
-        >>> layer = gonio.nn.DecoupledConvTranspose3d(2, 4, 3, stride=2, bias=False,
-        ...     magnitude=gonio.nn.magnitude.Sphere(), angular=gonio.nn.angular.Linear())
-        >>> x = torch.ones(1, 2, 4, 4, 4)
-        >>> bool((layer(5 * x).abs() <= 1).all())
+        >>> layer = gonio.nn.DecoupledConvTranspose3d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
+        >>> bool((layer(torch.ones(1, 2, 4, 4, 4)).abs() <= 1).all())
         True
-
-    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
-
-    Differs: the paper treats no transposed convolution.
     """

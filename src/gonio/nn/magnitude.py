@@ -1,7 +1,7 @@
 r"""Magnitude functions :math:`h(\lVert x \rVert)`: how a decoupled operator depends on the norm of its input.
 
-Each is a frozen dataclass of numbers and pure functions. `alpha` scales the output, `beta` is the
-second slope where there is one, `radius` is the operator radius :math:`\rho` where there is one.
+Each is a frozen dataclass of numbers and pure functions: `alpha` (:math:`\alpha`), `beta` (:math:`\beta`) and the
+operator radius `radius` (:math:`\rho`) of its formula.
 
 `radius_in` is the unit of the radius: `"mean_norm"` (the mean norm of the layer's inputs: of the batch in
 training, its running mean in evaluation) or `"absolute"`. Norms grow as the square root of the number of
@@ -70,9 +70,9 @@ class Magnitude(ABC):
         """The value at `norm`, with the fields of this object and an absolute radius."""
         return self.value(norm, self.coefficients)
 
-    @abstractmethod
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        """The value at `norm` with the coefficients `c`."""
+        """The value at `norm` with the coefficients `c`; defined anew where the slope is not finite at 0."""
+        return norm * self.slope(norm, c)
 
     @abstractmethod
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
@@ -127,9 +127,6 @@ class Sphere(Magnitude):
 
     Bounded by :math:`\alpha`. A zero input has no direction; the operator is defined to be 0 there, with gradient 0.
 
-    Args:
-        alpha: the constant.
-
     Example:
         >>> gonio.nn.magnitude.Sphere(alpha=2.0)(torch.tensor([0.5, 100.0]))
         tensor([2., 2.])
@@ -155,10 +152,6 @@ class Ball(_WithRadius):
 
     Bounded by :math:`\alpha`; it tends to :class:`Sphere` as :math:`\rho \to 0`.
 
-    Args:
-        alpha: the value at and beyond the radius.
-        radius: where it turns, in the unit `radius_in`.
-
     Example:
         >>> gonio.nn.magnitude.Ball(radius=2.0)(torch.tensor([1.0, 2.0, 9.0]))
         tensor([0.5000, 1.0000, 1.0000])
@@ -168,9 +161,6 @@ class Ball(_WithRadius):
 
     bounded = True
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * self.slope(norm, c)
-
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return c.alpha / _at_least(norm, c.radius)
 
@@ -179,11 +169,7 @@ class Ball(_WithRadius):
 class Tanh(_WithRadius):
     r"""The smooth ball, :math:`h = \alpha \tanh(\lVert x \rVert / \rho)`.
 
-    Bounded by :math:`\alpha`; slope :math:`\alpha/\rho` at 0.
-
-    Args:
-        alpha: the bound.
-        radius: the norm at which it reaches 76 % of the bound, in the unit `radius_in`.
+    Bounded by :math:`\alpha`, of which it reaches 76 % at the radius; slope :math:`\alpha/\rho` at 0.
 
     Example:
         >>> gonio.nn.magnitude.Tanh(radius=2.0)(torch.tensor([0.0, 2.0, 100.0]))
@@ -207,9 +193,6 @@ class Linear(Magnitude):
 
     Unbounded. With the cosine and `weighted="linear"`, :math:`\alpha = 1`, it is the ordinary layer.
 
-    Args:
-        alpha: the slope.
-
     Example:
         >>> gonio.nn.magnitude.Linear(alpha=0.5)(torch.tensor([4.0]))
         tensor([2.])
@@ -219,9 +202,6 @@ class Linear(Magnitude):
 
     bounded = False
     is_linear = True
-
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * c.alpha
 
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
         return c.alpha
@@ -238,11 +218,6 @@ class Segmented(_WithRadius, _WithBeta):
     Unbounded unless :math:`\beta = 0`. With :math:`\beta = \alpha` it is :class:`Linear`; with
     :math:`\beta = 0, \alpha = 1/\rho` it is :class:`Ball`.
 
-    Args:
-        alpha: the slope inside the radius.
-        beta: the slope outside.
-        radius: where they meet, in the unit `radius_in`.
-
     Example:
         >>> gonio.nn.magnitude.Segmented(radius=2.0)(torch.tensor([1.0, 2.0, 4.0]))
         tensor([1., 2., 3.])
@@ -254,9 +229,6 @@ class Segmented(_WithRadius, _WithBeta):
 
     bounded = False
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * self.slope(norm, c)
-
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return (c.radius / _at_least(norm, c.radius)) * (c.alpha - c.beta) + c.beta
 
@@ -266,9 +238,6 @@ class Logarithm(Magnitude):
     r"""The logarithm, :math:`h = \alpha \log(1 + \lVert x \rVert)`.
 
     Unbounded, with slope :math:`\alpha` at 0.
-
-    Args:
-        alpha: the factor.
 
     Example:
         >>> gonio.nn.magnitude.Logarithm()(torch.tensor([0.0, 1.0]))
@@ -291,10 +260,6 @@ class Mixed(_WithBeta):
     r"""A line plus a logarithm, :math:`h = \alpha \lVert x \rVert + \beta \log(1 + \lVert x \rVert)`.
 
     Unbounded; with :math:`\beta = 0` it is :class:`Linear`, with :math:`\alpha = 0` :class:`Logarithm`.
-
-    Args:
-        alpha: the factor of the norm.
-        beta: the factor of the logarithm.
 
     Example:
         >>> gonio.nn.magnitude.Mixed(alpha=1.0, beta=1.0)(torch.tensor([1.0]))

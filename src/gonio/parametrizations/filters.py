@@ -38,8 +38,7 @@ class WeightNorm(Parametrization):
         >>> norm.magnitude.shape, torch.allclose(layer.weight, before)
         (torch.Size([6]), True)
 
-    References:
-        T. Salimans and D. P. Kingma, "Weight normalization", NeurIPS 2016, equations (2) and (3).
+    References: T. Salimans and D. P. Kingma, "Weight normalization", NeurIPS 2016, equations (2) and (3).
         https://arxiv.org/abs/1602.07868
         Differs: torch's ``weight_norm`` is NaN at a zero filter, by default has one gain per *input* channel of a
         transposed convolution, and its second derivative is wrong (2.13, CPU).
@@ -84,19 +83,13 @@ class WeightNorm(Parametrization):
 class Sphere(Parametrization):
     r"""Filters of one fixed norm: :math:`w_i = r \, v_i / \lVert v_i \rVert`.
 
-    Each filter is projected to the sphere of radius r. The gradient with respect to :math:`v_i` is tangent to
-    the sphere and scales with :math:`1/\lVert v_i \rVert`, so plain gradient steps only increase
-    :math:`\lVert v_i \rVert` and decrease the effective learning rate; weight decay on :math:`v` limits both. A
-    zero filter stays zero, with gradient 0.
-
-    Args:
-        radius: r > 0, the norm of each filter.
-
-    Shape: - any weight with a :class:`gonio.geometry.Layout`.
+    The gradient with respect to :math:`v_i` is tangent to the sphere and scales with :math:`1/\lVert v_i \rVert`, so
+    plain gradient steps only increase :math:`\lVert v_i \rVert` and decrease the effective learning rate; weight decay
+    on :math:`v` limits both. A zero filter stays zero, with gradient 0.
 
     Invariances: Rescaling any filter of the trained tensor by a positive factor.
 
-    Raises: InvalidArgumentError if `radius` is not positive and finite.
+    Raises: InvalidArgumentError if the radius r is not positive and finite.
 
     Cost: two passes over the weight; no state.
 
@@ -106,14 +99,10 @@ class Sphere(Parametrization):
         >>> torch.allclose(layer.weight.flatten(1).norm(dim=1), torch.full((8,), 2.0))
         True
 
-    See also:
-        :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, the same projection for
-        whole matrices, of which this is the case of one row.
+    See also: :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, whose case of one row this is.
 
-    References:
-        W. Liu et al., "Deep hyperspherical learning", NeurIPS 2017, section 3.
-        https://arxiv.org/abs/1711.03189. Differs: the projection is part of the forward pass, and its
-        derivative is taken.
+    References: W. Liu et al., "Deep hyperspherical learning", NeurIPS 2017, section 3.
+        https://arxiv.org/abs/1711.03189. Differs: the projection is part of the forward pass, with its derivative.
     """
 
     options: ClassVar[tuple[str, ...]] = ("radius",)
@@ -121,9 +110,8 @@ class Sphere(Parametrization):
     def __init__(self, *, radius: float = 1.0) -> None:
         super().__init__()
         if not 0 < radius < float("inf"):
-            raise InvalidArgumentError(
-                "Sphere needs a finite radius > 0", f"{radius}", "The norm of each filter is the radius."
-            )
+            do = "The norm of each filter is the radius."
+            raise InvalidArgumentError("Sphere needs a finite radius > 0", f"{radius}", do)
         self.radius = float(radius)
 
     def weight_of(self, raw: Tensor) -> Tensor:
@@ -145,10 +133,8 @@ def by_filter(weight: Tensor, layout: Layout) -> tuple[Tensor, tuple[int, ...]]:
     """A view of `weight`, and its dimensions that belong to one filter; the other dimensions number the filters.
 
     Reductions over these dimensions with ``keepdim=True`` have one number per filter, broadcast against
-    the view, and in row-major order count filters as :func:`gonio.geometry.matrix_view` does. Unlike that
-    function this one never copies, so it keeps the memory format of the weight.
-
-    Shape: - output: the weight itself, or (groups, in, out, *kernel) if the layout is transposed.
+    the view, and in row-major order count filters as :func:`gonio.geometry.matrix_view` does. The view is the weight
+    itself, or (groups, in, out, *kernel) if the layout is transposed; it keeps the memory format.
     """
     if not layout.transposed:
         return weight, tuple(range(1, weight.dim()))
@@ -181,14 +167,8 @@ def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor
 def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None = None) -> Tensor:
     r"""Filters of given norms, :math:`w_i = g_i v_i / \lVert v_i \rVert`; a zero filter stays zero, with gradient 0.
 
-    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most
-    its floor.
-
-    Args:
-        raw: the stored tensor.
-        norms: one number per filter, in the order of the matrix view.
-        layout: how the tensor is stored.
-        floor: one number per filter: norms up to this value are rounding errors.
+    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most its
+    floor: norms up to there are rounding errors. There is one number per filter, in the order of the matrix view.
     """
     if not layout.transposed and applies_to(raw, norms):
         found = rescaled_by_kernel(raw, norms, floor)

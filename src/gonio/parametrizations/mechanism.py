@@ -46,19 +46,18 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
 
     Every layer whose forward reads the attribute is supported, including ``nn.MultiheadAttention``, the fast
     path of ``nn.TransformerEncoderLayer``, RNN, LSTM and GRU. Not supported are weights that a forward changes
-    in place (``max_norm``), that have sparse gradients, that are sharded or not yet materialised, or that
-    torch parametrizes already.
+    in place (``max_norm``), that have sparse gradients, or that are sharded or not yet materialised.
 
     Args:
         module: the layer.
         name: a parameter of the layer that is a stack of filters.
-        parametrization: a template. It is bound and stored, not copied. If several layers share the Parameter,
-            attach the same object to each of them.
+        parametrization: a template. It is bound and stored, not copied; layers that share the Parameter get the
+            same object.
 
     Returns: The parametrization, bound.
 
     Raises:
-        AlreadyAppliedError: if the tensor is parametrized already.
+        AlreadyAppliedError: if the tensor is parametrized already, by torch or by gonio.
         NotApplicableError: if the layer or its tensor cannot be parametrized; the message gives the reason.
 
     Example:
@@ -135,11 +134,8 @@ def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Modul
 def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "raw") -> Parametrization:
     """Remove the parametrization of a tensor; the layer gets its own class back.
 
-    Args:
-        module: the layer.
-        name: the parametrized tensor.
-        keep: the value of the Parameter afterwards: ``"weight"`` for the effective weight, with which the layer
-            computes the same function, or ``"raw"`` for the trained tensor.
+    The Parameter has the value `keep` afterwards: ``"weight"`` for the effective weight, with which the layer computes
+    the same function, or ``"raw"`` for the trained tensor.
 
     Returns: The parametrization, still bound, so that it can be attached to the same Parameter again.
 
@@ -162,12 +158,8 @@ def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "ra
         raise InvalidArgumentError('detach() needs keep="raw" or "weight"', repr(keep), "Choose one.")
     base, names = _own_class(module)
     if type(module) is not parametrized_class(base, names):
-        raise NotApplicableError(
-            "detach()",
-            name,
-            f"the layer became a {type(module).__name__} after the parametrization was attached",
-            "Undo that change first. Fold a model before it is sharded.",
-        )
+        why = f"the layer became a {type(module).__name__} after the parametrization was attached"
+        raise NotApplicableError("detach()", name, why, "Undo that change first. Fold a model before it is sharded.")
     if keep == "weight":
         raw = cast(nn.Parameter, module._parameters[name])
         with torch.no_grad():
@@ -433,12 +425,7 @@ def redirect_fsdp_(hook: Callable[..., Any], layer: nn.Module, own_class: type[n
     of the Parameter therefore gets a view of the layer: an instance of the layer's own class with the same
     ``__dict__``. Other readers of a sharded layer still get the effective weight.
 
-    Args:
-        hook: what was passed to ``register_load_state_dict_post_hook``. FSDP's hook refers to its record.
-        layer: the parametrized layer.
-        own_class: the class of the layer without parametrizations.
-
-    Raises: NotApplicableError if FSDP's hook has another form in the installed version of torch.
+    Raises: NotApplicableError if FSDP's hook, which refers to its record, has another form in this version of torch.
     """
     if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
         return

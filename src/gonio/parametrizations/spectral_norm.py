@@ -31,7 +31,7 @@ _SMALL = 2**14
 
 
 class SpectralNorm(Parametrization):
-    r"""A weight of spectral norm n: :math:`W = n \, V / \sigma(V)`.
+    r"""A weight of spectral norm n (the option `norm`): :math:`W = n \, V / \sigma(V)`.
 
     `view` chooses the operator whose norm :math:`\sigma` is:
 
@@ -52,12 +52,6 @@ class SpectralNorm(Parametrization):
     ``tick_(model)`` after each optimizer step, or once ``tick_on_step(optimizer, model)``. Reading the weight,
     evaluation, recomputation under activation checkpointing and logging never change them. They start exact (an
     SVD, or Lanczos steps for large weights). A zero weight stays zero, with the gradient of the identity.
-
-    Args:
-        view: ``"filters"`` or ``"conv"``.
-        norm: n > 0, the largest gain.
-
-    Shape: - any weight with a :class:`gonio.geometry.Layout`.
 
     Invariances: Rescaling the trained tensor by a positive factor.
 
@@ -243,15 +237,11 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
 def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     """Advance the singular vectors of every spectral norm in a model, in place.
 
-    Call it after each optimizer step; :func:`tick_on_step` does so. Layers of equal shape are advanced
-    together. Nothing else changes: no weight, no other buffer, no random generator.
-
-    Args:
-        model: any module; a parametrization that several layers share is advanced once.
-        iterations: power iterations; more after a large change, such as averaging weights.
+    Call it after each optimizer step; :func:`tick_on_step` does so. One that several layers share is advanced once.
+    Nothing else changes: no weight, no other buffer, no random generator. After a large change, such as averaging
+    weights, more than one of the `iterations` of the power method is needed.
 
     Returns: The number of parametrizations that were advanced.
-
     Raises: InvalidArgumentError if `iterations` is below 1.
 
     Example:
@@ -278,16 +268,12 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
 
 
 def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
-    """Call :func:`tick_` after every step that the optimizer takes.
+    """Call :func:`tick_` after every step that the optimizer takes; a step that a gradient scaler skips is none.
 
-    A step that a gradient scaler skips makes no tick.
-
-    Args:
-        optimizer: the tick is a post-step hook of it; its pickles and state dicts do not contain the hook.
-        model: the model to tick; layers that are parametrized later are included.
+    The tick is a post-step hook, which pickles and state dicts do not contain. Layers that are parametrized later are
+    included.
 
     Returns: A handle; ``handle.remove()`` ends it.
-
     Raises: NoMatchError if the model has no spectral norm.
 
     Example:

@@ -70,9 +70,8 @@ class WeightStandardization(Parametrization):
         if scale not in get_args(Scale):
             raise InvalidArgumentError('WeightStandardization has scale="std" or "fan_in"', repr(scale), "Choose one.")
         if not 0 < gain < float("inf"):
-            raise InvalidArgumentError(
-                "WeightStandardization needs a finite gain > 0", f"{gain}", "Use 1, or gonio.init.gain(activation)."
-            )
+            do = "Use 1, or gonio.init.gain(activation)."
+            raise InvalidArgumentError("WeightStandardization needs a finite gain > 0", f"{gain}", do)
         self.scale, self.gain, self.learn_gain = scale, float(gain), bool(learn_gain)
         self.gains: nn.Parameter | None
         self.register_parameter("gains", None)
@@ -80,9 +79,8 @@ class WeightStandardization(Parametrization):
     def bind(self, weight: Tensor, layout: Layout) -> None:
         size = filter_size(weight, layout)
         if size < 2:
-            raise NotApplicableError(
-                "WeightStandardization", "weight", "its filters have one entry, which has no deviation", "Leave it out."
-            )
+            why = "its filters have one entry, which has no deviation"
+            raise NotApplicableError("WeightStandardization", "weight", why, "Leave it out.")
         super().bind(weight, layout)
         if self.learn_gain:
             filters, dims = by_filter(widen(weight), layout)
