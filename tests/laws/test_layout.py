@@ -14,6 +14,7 @@ from laws.support import (
     assert_finite,
     assert_near,
     clone,
+    law,
     over,
     parametrized,
     run,
@@ -65,19 +66,9 @@ def check_reset(case: ModuleCase) -> None:
 IMAGES = [case for case in MODULES if case.channels_last]
 
 
-@over(IMAGES)
-def test_channels_last(case: ModuleCase) -> None:
-    check_channels_last(case)
-
-
-@over(MODULES)
-def test_frozen_parameters(case: ModuleCase) -> None:
-    check_frozen(case)
-
-
-@over(MODULES)
-def test_reset_replaces_garbage(case: ModuleCase) -> None:
-    check_reset(case)
+test_channels_last = law(check_channels_last, IMAGES)
+test_frozen_parameters = law(check_frozen, MODULES)
+test_reset_replaces_garbage = law(check_reset, MODULES)
 
 
 @over(PARAMETRIZATIONS)
