@@ -10,7 +10,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.execution import ordinary_eager
 from gonio.nn import kernels
-from gonio.nn.kernels import LONG, Rows, has_rows
+from gonio.nn.kernels import LONG, Rows
 from tolerances import close
 
 SHAPES = ((2, 3), (2, 3, 7), (4, 6, 5, 3), (1, 2, 2, 3, 4), (2, 2, 2 * LONG), (1, 2, 75, 75))
@@ -38,16 +38,6 @@ def test_scaling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert found.dtype is dtype
     assert not found._is_view()
     torch.testing.assert_close(found.double(), shift + scale * x.double(), **close(dtype))
-
-
-def transposed() -> Tensor:
-    return seeded(2, 4, 3).transpose(1, 2)
-
-
-@pytest.mark.parametrize("x", [transposed(), torch.zeros(0, 3, 2), torch.zeros(2, 3, 2, device="meta")], ids=str)
-def test_where_the_kernels_do_not_apply(x: Tensor) -> None:
-    assert has_rows(seeded(2, 3, 4))
-    assert not has_rows(seeded(2, 3, 4), x)
 
 
 def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_product(

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
 from gonio import nn as gnn
@@ -226,36 +225,6 @@ def test_a_fresh_norm_evaluates_with_unit_variance() -> None:
     torch.testing.assert_close(layer(x), x, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
-    layer = gnn.SwitchableNorm2d(3)
-    checkpoint(layer, seeded(2, 3, 4, 4).requires_grad_(), use_reentrant=reentrant).sum().backward()
-    assert int(layer.num_batches_tracked) == 1
-
-
-def trajectory(reentrant: bool | None, steps: int) -> list[Tensor]:
-    """Parameters, buffers and gradients after some steps, the norms checkpointed or not (None)."""
-    torch.manual_seed(0)
-    stages = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), gnn.SwitchableNorm2d(3)) for _ in range(2))
-    optimizer = torch.optim.SGD(stages.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        x = seeded(4, 3, 6, 6, seed=step).requires_grad_()
-        optimizer.zero_grad()
-        for stage in stages:
-            x = stage(x) if reentrant is None else checkpoint(stage, x, use_reentrant=reentrant)
-            x = x.tanh()
-        (x - 0.3).square().mean().backward()
-        optimizer.step()
-    return [*(t.detach() for t in stages.state_dict().values()), *(p.grad for p in stages.parameters())]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_checkpointing_changes_no_bit(steps: int, reentrant: bool) -> None:
-    plain_steps, again = trajectory(None, steps), trajectory(reentrant, steps)
-    assert all(torch.equal(a, b) for a, b in zip(plain_steps, again, strict=True))
-
-
 def test_an_empty_batch_moves_nothing() -> None:
     for layer in (gnn.SwitchableNorm2d(3), gnn.SwitchableNorm2d(3, use_batch=False)):
         x = torch.zeros(0, 3, 4, 4, requires_grad=True)
@@ -419,15 +388,3 @@ def test_function_transforms() -> None:
     whole = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
     for found, expected in zip(each.values(), whole, strict=True):
         torch.testing.assert_close(found.sum(0), expected, **close(torch.float64))
-
-
-def test_frozen_parts_get_no_gradient() -> None:
-    layer = norm(gnn.SwitchableNorm2d, 3)
-    x = seeded(4, 3, 5, 5).requires_grad_()
-    expected = gradients(layer(x), [x, layer.var_logits])
-    layer.weight.requires_grad_(False)
-    layer.mean_logits.requires_grad_(False)
-    for found, wanted in zip(gradients(layer(x), [x, layer.var_logits]), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    detached = x.detach()
-    torch.testing.assert_close(gradients(layer(detached), [layer.var_logits])[0], expected[1])

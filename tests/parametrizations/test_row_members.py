@@ -147,13 +147,3 @@ def test_refusals() -> None:
         P.WeightStandardization(scale="fan_out")
     with pytest.raises(InvalidArgumentError, match="finite gain > 0; found 0"):
         P.WeightStandardization(gain=0)
-
-
-def test_torchs_second_derivative_of_weight_norm_is_wrong() -> None:
-    """The negative control, and the reason why the kernel's own derivative is not used twice."""
-    point = (
-        seeded(4, 6, dtype=torch.float64).requires_grad_(),
-        seeded(4, 1, seed=1, dtype=torch.float64).requires_grad_(),
-    )
-    assert gradcheck(lambda v, g: torch._weight_norm(v, g, 0), point)
-    assert not gradgradcheck(lambda v, g: torch._weight_norm(v, g, 0), point, raise_exception=False)
