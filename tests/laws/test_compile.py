@@ -18,7 +18,6 @@ from laws.support import (
     clone,
     control,
     differentiate,
-    exact,
     law,
     over,
     parametrized,
@@ -26,7 +25,7 @@ from laws.support import (
     split_slow,
     trainable,
 )
-from tolerances import close
+from tolerances import close, exact
 
 CALLS = 3
 # dynamo makes an instance of every autograd.Function that it traces, against which torch itself warns

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
-from laws.support import MODULES, ModuleCase, assert_near, clone, control, exact, over, parametrized
+from laws.support import MODULES, ModuleCase, assert_near, clone, control, over, parametrized
+from tolerances import exact
 
 Problem = tuple[Callable[[Tensor], Tensor], Tensor]  # a scalar function and a float64 point
 REFUSALS = ("setup_context", "vmap", "jvp", "forward AD", "second derivative of", "not supported", "not implemented")

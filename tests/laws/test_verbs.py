@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from catalog import PARAMETRIZATIONS, VERBS, ParametrizationCase, VerbCase, seeded
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
-from laws.support import assert_near, clone, exact, input_shape, law, over, parametrizations, perturbed
+from laws.support import assert_near, clone, input_shape, law, over, parametrizations, perturbed
+from tolerances import exact
 
 
 def model_of(case: VerbCase) -> nn.Module:
