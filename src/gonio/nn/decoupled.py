@@ -107,24 +107,26 @@ class LinearMap(ABC):
         return self.per_filter(self.filter_norms(weight))
 
     @abstractmethod
-    def group(self, y: Tensor) -> Tensor:
-        """From torch's layout to the grouped one."""
-
-    @abstractmethod
-    def ungroup(self, y: Tensor) -> Tensor:
-        """The inverse of `group`."""
-
-    @abstractmethod
-    def per_filter(self, values: Tensor) -> Tensor:
-        """A vector over filters, shaped to broadcast in the grouped layout."""
-
-    @abstractmethod
-    def per_group(self, values: Tensor) -> Tensor:
-        """A vector over groups, shaped to broadcast in the grouped layout."""
-
-    @abstractmethod
     def sum_in_groups(self, patches: Tensor) -> Tensor:
         """Sums of a quantity of patches over samples and positions, of shape (groups,)."""
+
+    # Layouts, as they are for a linear layer; see Note [Grouped layout].
+
+    def group(self, y: Tensor) -> Tensor:
+        """From torch's layout to the grouped one."""
+        return y
+
+    def ungroup(self, y: Tensor) -> Tensor:
+        """The inverse of `group`."""
+        return y
+
+    def per_filter(self, values: Tensor) -> Tensor:
+        """A vector over filters, shaped to broadcast in the grouped layout."""
+        return values
+
+    def per_group(self, values: Tensor) -> Tensor:
+        """A vector over groups, shaped to broadcast in the grouped layout."""
+        return values
 
 
 @dataclass(frozen=True)
@@ -137,18 +139,6 @@ class DenseMap(LinearMap):
     def energy(self, x: Tensor) -> Tensor:
         x = x.float() if x.dtype in NARROW else x
         return (x * x).sum(-1, keepdim=True)
-
-    def group(self, y: Tensor) -> Tensor:
-        return y
-
-    def ungroup(self, y: Tensor) -> Tensor:
-        return y
-
-    def per_filter(self, values: Tensor) -> Tensor:
-        return values
-
-    def per_group(self, values: Tensor) -> Tensor:
-        return values
 
     def sum_in_groups(self, patches: Tensor) -> Tensor:
         return patches.sum().reshape(1)
