@@ -174,30 +174,6 @@ def test_half_precision_does_not_overflow() -> None:
     torch.testing.assert_close(output.double(), expected, **exact(torch.float16))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_compiled_in_every_layout(layout: torch.memory_format, dtype: torch.dtype, backend: str) -> None:
-    """Against the float64 reference, gradients of the parameters included; one graph, compiled once."""
-    torch._dynamo.reset()
-    layer = norm(gnn.SwitchableNorm2d, 6).to(dtype)
-    oracle = copy.deepcopy(layer).double()
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2):
-            x = (2 + seeded(4, 6, 5, 3, seed=seed)).to(dtype).contiguous(memory_format=layout).requires_grad_()
-            output = compiled(x)
-            assert output.is_contiguous(memory_format=layout)
-            x64 = x.detach().double().requires_grad_()
-            expected = switchable_norm(oracle, x64)
-            torch.testing.assert_close(output.double(), expected, **close(dtype))
-            found = gradients(output, [x, *layer.parameters()])
-            wanted = gradients(expected, [x64, *oracle.parameters()])
-            for a, b in zip(found, wanted, strict=True):
-                scale = max(1.0, float(b.abs().max()))
-                torch.testing.assert_close(a.double(), b, rtol=close(dtype)["rtol"], atol=close(dtype)["atol"] * scale)
-
-
 def test_running_statistics_follow_torchs_convention() -> None:
     """new = 0.9·old + 0.1·batch, from mean 0 and variance 1; the variance is biased."""
     x = 3 + 2 * seeded(4, 6, 5, 3)
@@ -374,17 +350,3 @@ def test_derivatives(options: dict[str, Any], training: bool) -> None:
     x = seeded(3, 3, 3, 2, dtype=torch.float64).requires_grad_()
     assert gradcheck(function, (x, *point), fast_mode=True)
     assert gradgradcheck(function, (x, *point), fast_mode=True)
-
-
-def test_function_transforms() -> None:
-    layer = norm(gnn.SwitchableNorm2d, 3).double().eval()
-    x = seeded(4, 3, 3, 2, dtype=torch.float64)
-    parameters = dict(layer.named_parameters())
-
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, values, (x,)).pow(3).sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.unsqueeze(1))
-    whole = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
-    for found, expected in zip(each.values(), whole, strict=True):
-        torch.testing.assert_close(found.sum(0), expected, **close(torch.float64))

@@ -19,37 +19,6 @@ from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 ONE = pytest.mark.parametrize("member", MEMBERS)
 
 
-@pytest.mark.parametrize("member", MEMBERS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_parameters_keep_identity_order_and_keys(member: str, name: str) -> None:
-    layer = make(name)
-    before = list(layer.named_parameters())
-    P.attach(layer, "weight", MEMBERS[member].make())
-    after = list(layer.named_parameters())
-    assert [(key, id(p)) for key, p in after[: len(before)]] == [(key, id(p)) for key, p in before]
-    assert isinstance(layer, type(LAYERS[name]()))
-    layer(sample(layer)).sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
-
-
-@pytest.mark.parametrize("member", MEMBERS)
-def test_an_optimizer_built_before_trains_the_layer(member: str) -> None:
-    layer = make("conv2d")
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    P.attach(layer, "weight", MEMBERS[member].make())
-    x, before = sample(layer), layer.weight.detach().clone()
-    target = seeded(*layer(x).shape, seed=5)
-    losses = []
-    for _ in range(5):
-        loss = (layer(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert not torch.allclose(layer.weight, before)
-
-
 def test_class_is_shared_by_copies_and_never_changed() -> None:
     first, second = make("linear"), make("linear")
     for layer in (first, second):

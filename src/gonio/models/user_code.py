@@ -45,7 +45,7 @@ def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., An
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     if not hasattr(module, name):
         raise UnknownNameError(f"function in {path}", name, public)
-    function: Callable[..., Any] = getattr(module, name)
+    function: Any = getattr(module, name)
     if not callable(function):
         found, do = f"a {type(function).__name__}", "Name a function that builds it."
         raise InvalidArgumentError(f"{spec!r} must name a function", found, do)
