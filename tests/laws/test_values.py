@@ -124,14 +124,10 @@ def test_the_law_accepts_a_plain_linear_layer() -> None:
         check_layer(_linear_case(nn.Linear), dtype)
 
 
-def test_the_law_refuses_a_wrong_value() -> None:
-    with pytest.raises(AssertionError, match="value differs"):
-        check_layer(_linear_case(_Scaled), torch.float32)
-
-
-def test_the_law_refuses_a_wrong_gradient() -> None:
-    with pytest.raises(AssertionError, match="gradient of input differs"):
-        check_layer(_linear_case(_Detached), torch.float32)
+@pytest.mark.parametrize(("layer", "message"), [(_Scaled, "value differs"), (_Detached, "gradient of input differs")])
+def test_the_law_refuses_a_wrong_value_or_gradient(layer: type[nn.Linear], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_layer(_linear_case(layer), torch.float32)
 
 
 def test_the_law_refuses_an_ignored_strength() -> None:

