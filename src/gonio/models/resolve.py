@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,7 @@ class ModelFactory:
         """A new model. Sizes for which `function` has no parameter are ignored."""
         sizes = {"num_classes": num_classes, "in_channels": in_channels}
         given = {self.keywords[k]: v for k, v in sizes.items() if v is not None and k in self.keywords}
-        model = self.function(**given)
+        model: Any = self.function(**given)
         if not isinstance(model, nn.Module):
             found = f"a {type(model).__name__}"
             raise InvalidArgumentError(f"{self.spec!r} must build a model", found, "Return a torch.nn.Module.")

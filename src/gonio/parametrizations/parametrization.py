@@ -196,5 +196,6 @@ def kind_of(description: Mapping[str, Any]) -> Parametrization:
         )
     found, layout = kind(**description["options"]), description["layout"]
     if layout is not None:  # JSON has lists for tuples
-        found.layout = Layout(**{key: tuple(v) if isinstance(v, list) else v for key, v in layout.items()})
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in layout.items()}
+        found.layout = Layout(**fields)
     return found
