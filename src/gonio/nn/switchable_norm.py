@@ -143,13 +143,16 @@ class SwitchableNorm(RunningStatistics):
     @torch.no_grad()
     def _track_(self, batch: Tensor, count: Tensor | int) -> None:
         """Move the running statistics towards those of a batch, and not for `count` 0 samples."""
+        if isinstance(count, int) and count == 0:
+            return
         seen = count > 0
         batches = self.num_batches_tracked.add_(seen)
         share = 1 / batches.clamp_min(1) if self.momentum is None else self.momentum
         for buffer, value in zip((self.running_mean, self.running_var), batch, strict=True):
             if buffer is not None:
-                factor = share.to(buffer.dtype) if isinstance(share, Tensor) else share
-                buffer.lerp_(value.to(buffer.dtype), factor if seen is True else factor * seen)
+                value = value.to(buffer.dtype)
+                value = torch.where(seen, value, buffer) if isinstance(seen, Tensor) else value
+                buffer.lerp_(value, share.to(buffer.dtype) if isinstance(share, Tensor) else share)
 
     def _check(self, x: Tensor) -> None:
         if x.dim() not in self.ranks or x.shape[1] != self.num_features:
