@@ -335,93 +335,75 @@ _SHIFTS = torch.zeros(2, 2, 3, 3, dtype=torch.float64).index_put_(
     (torch.arange(2), torch.arange(2), torch.tensor([0, 2]), torch.tensor([1, 1])), torch.ones(2, dtype=torch.float64)
 )
 
+
+def _penalty(
+    name: str,
+    make: Callable[[], Any],
+    shape: tuple[int, ...],
+    reference: Callable[[Tensor], Tensor],
+    zero_at: Tensor | None = None,
+    *,
+    invariances: Mapping[str, TensorChange] = _TURNED,
+    sensitivities: Mapping[str, TensorChange] = _SCALES,
+    long_to_compile: bool = False,
+) -> RegularizerCase:
+    """A penalty of a weight; the defaults are the changes of one that reads lengths and angles."""
+    return RegularizerCase(
+        name=name,
+        make=make,
+        shape=shape,
+        reference=reference,
+        zero_at=None if zero_at is None else lambda: zero_at,
+        invariances=invariances,
+        sensitivities=sensitivities,
+        long_to_compile=long_to_compile,
+    )
+
+
+_ANY_LENGTH = {**_TURNED, "filters rescaled": _rescaled}
+_ALIKE: Mapping[str, TensorChange] = {"two filters alike": lambda x: torch.cat([x[1:2], x[1:]])}
+
 REGULARIZERS += [
-    RegularizerCase(
-        name="L2",
-        make=lambda: R.L2(1.0),
-        shape=(4, 6),
-        reference=ref_R.half_squared_norm,
-        invariances=_TURNED,
-        sensitivities=_SCALES,
-        zero_at=lambda: torch.zeros(4, 6, dtype=torch.float64),
+    _penalty("L2", lambda: R.L2(1.0), (4, 6), ref_R.half_squared_norm, torch.zeros(4, 6, dtype=torch.float64)),
+    _penalty("Orthogonality 4x6", lambda: R.Orthogonality(1.0), (4, 6), ref_R.orthogonality, _ORTHONORMAL),
+    _penalty(
+        *("Orthogonality 6x4", lambda: R.Orthogonality(1.0), (6, 4), ref_R.orthogonality, _ORTHONORMAL),
+        invariances={"input space rotated": _rotated},
     ),
     *(
-        RegularizerCase(
-            name=f"Orthogonality {rows}x{cols}",
-            make=lambda: R.Orthogonality(1.0),
-            shape=(rows, cols),
-            reference=ref_R.orthogonality,
-            invariances=_TURNED if rows <= cols else {"input space rotated": _rotated},
-            sensitivities=_SCALES,
-            zero_at=lambda: _ORTHONORMAL,
+        _penalty(
+            f"Orthogonality off the diagonal {rows}x{cols}",
+            lambda: R.Orthogonality(1.0, diagonal=False),
+            *((rows, cols), ref_R.off_diagonal, 3 * _ORTHONORMAL),
         )
         for rows, cols in ((4, 6), (6, 4))
     ),
-    *(
-        RegularizerCase(
-            name=f"Orthogonality off the diagonal {rows}x{cols}",
-            make=lambda: R.Orthogonality(1.0, diagonal=False),
-            shape=(rows, cols),
-            reference=ref_R.off_diagonal,
-            invariances=_TURNED,
-            sensitivities=_SCALES,
-            zero_at=lambda: 3 * _ORTHONORMAL,
-        )
-        for rows, cols in ((4, 6), (6, 4))
-    ),
-    RegularizerCase(
-        name="Orthogonality of unit filters",
-        make=lambda: R.Orthogonality(1.0, filters="unit"),
-        shape=(4, 6),
-        reference=ref_R.squared_cosines,
-        invariances={**_TURNED, "filters rescaled": _rescaled},
+    _penalty(
+        "Orthogonality of unit filters",
+        lambda: R.Orthogonality(1.0, filters="unit"),
+        *((4, 6), ref_R.squared_cosines, 3 * _ORTHONORMAL),
+        invariances=_ANY_LENGTH,
         sensitivities=_SHEARED,
-        zero_at=lambda: 3 * _ORTHONORMAL,
     ),
-    RegularizerCase(
-        name="Orthogonality of a convolution",
-        make=lambda: R.Orthogonality(1.0),
-        shape=(4, 3, 3, 3),
-        reference=ref_R.orthogonality,
-        invariances=_TURNED,
-        sensitivities=_SCALES,
+    _penalty("Orthogonality of a convolution", lambda: R.Orthogonality(1.0), (4, 3, 3, 3), ref_R.orthogonality),
+    _penalty(
+        "DoubleOrthogonality",
+        lambda: R.DoubleOrthogonality(1.0),
+        *((4, 6), ref_R.double_orthogonality, torch.eye(4, dtype=torch.float64)),
     ),
-    RegularizerCase(
-        name="DoubleOrthogonality",
-        make=lambda: R.DoubleOrthogonality(1.0),
-        shape=(4, 6),
-        reference=ref_R.double_orthogonality,
-        invariances=_TURNED,
-        sensitivities=_SCALES,
-        zero_at=lambda: torch.eye(4, dtype=torch.float64),
+    _penalty("MutualCoherence", lambda: R.MutualCoherence(1.0), (4, 6), ref_R.worst_entry, _ORTHONORMAL),
+    _penalty(
+        "MutualCoherence of unit filters",
+        lambda: R.MutualCoherence(1.0, filters="unit"),
+        *((6, 4), ref_R.worst_cosine, 3 * _ORTHONORMAL),
+        invariances=_ANY_LENGTH,
+        sensitivities=_ALIKE,
     ),
-    RegularizerCase(
-        name="MutualCoherence",
-        make=lambda: R.MutualCoherence(1.0),
-        shape=(4, 6),
-        reference=ref_R.worst_entry,
-        invariances=_TURNED,
-        sensitivities=_SCALES,
-        zero_at=lambda: _ORTHONORMAL,
-    ),
-    RegularizerCase(
-        name="MutualCoherence of unit filters",
-        make=lambda: R.MutualCoherence(1.0, filters="unit"),
-        shape=(6, 4),
-        reference=ref_R.worst_cosine,
-        invariances={**_TURNED, "filters rescaled": _rescaled},
-        sensitivities={"two filters alike": lambda x: torch.cat([x[1:2], x[1:]])},
-        zero_at=lambda: 3 * _ORTHONORMAL,
-    ),
-    RegularizerCase(
-        name="SRIP",
-        make=lambda: R.SRIP(1.0, iterations=100),
+    _penalty(
+        "SRIP",
+        lambda: R.SRIP(1.0, iterations=100),
+        *((3, 5), ref_R.spectral_defect, _ORTHONORMAL),
         long_to_compile=True,
-        shape=(3, 5),
-        reference=ref_R.spectral_defect,
-        invariances=_TURNED,
-        sensitivities=_SCALES,
-        zero_at=lambda: _ORTHONORMAL,
     ),
     *(
         RegularizerCase(
@@ -446,23 +428,17 @@ REGULARIZERS += [
             (2, "angle", False),
         )
     ),
-    RegularizerCase(
-        name="ConvOrthogonality",
-        make=lambda: R.ConvOrthogonality(1.0),
-        shape=(2, 2, 3, 3),
-        reference=ref_R.conv_orthogonality,
+    _penalty(
+        "ConvOrthogonality",
+        lambda: R.ConvOrthogonality(1.0),
+        *((2, 2, 3, 3), ref_R.conv_orthogonality, _SHIFTS),
         invariances=_PERMUTED,
         sensitivities={**_SCALES, "input space rotated": _rotated},
-        zero_at=lambda: _SHIFTS,
     ),
-    RegularizerCase(
-        name="ScaleShift",
-        make=lambda: R.ScaleShift(1.0, floor=0.1),
-        shape=(4, 6),
-        reference=lambda w: ref_R.log_norm(w, 0.1),
-        invariances=_TURNED,
-        sensitivities=_SCALES,
-        zero_at=lambda: _ORTHONORMAL / 2,
+    _penalty(
+        "ScaleShift",
+        lambda: R.ScaleShift(1.0, floor=0.1),
+        *((4, 6), lambda w: ref_R.log_norm(w, 0.1), _ORTHONORMAL / 2),
     ),
     *(
         RegularizerCase(
@@ -513,13 +489,8 @@ def _on_corners(
     keeps_weight: bool = False,
     corners: tuple[str, ...] = tuple(_CORNERS),
 ) -> list[ParametrizationCase]:
-    return [
-        ParametrizationCase(
-            name=f"{name} on {corner}", make=make, layer=layer, reference=reference, keeps_weight=keeps_weight
-        )
-        for corner, layer in _CORNERS.items()
-        if corner in corners
-    ]
+    same = {"make": make, "reference": reference, "keeps_weight": keeps_weight}
+    return [ParametrizationCase(name=f"{name} on {corner}", layer=_CORNERS[corner], **same) for corner in corners]
 
 
 PARAMETRIZATIONS += _on_corners("Sphere", lambda: P.Sphere(radius=1.5), lambda m, v: ref_P.sphere(m, v, 1.5))

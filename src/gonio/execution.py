@@ -2,12 +2,15 @@
 
 Compilers, exports, tracers, function transforms (`torch.func`), forward-mode differentiation and tensor subclasses
 (sharded and fake tensors) get the plain form of every formula. This file isolates the private functions of torch
-that tell them apart.
+that tell them apart. In a training of several processes, :func:`total` sums over them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -43,3 +46,27 @@ def inside_backward() -> bool:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor; without an import of `torch.distributed.tensor`, which takes half a second."""
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "device_mesh")
+
+
+def several_ranks() -> bool:
+    """Whether the default process group has been started with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of `x` over all processes, with the gradient; each must call it, in the same order."""
+    result: Tensor = _Total.apply(x)
+    return result
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.clone()
+        dist.all_reduce(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # every process's loss depends on every process's summand
+        return total(grad)

@@ -55,15 +55,18 @@ def module_of(lightning: Any, *, as_dict: bool = False, manual: bool = False) ->
     return Module()
 
 
-def fit(lightning: Any, module: Any, folder: Path, **options: Any) -> torch.Tensor:
+def fit(
+    lightning: Any, module: Any, folder: Path, *, epochs: int = 1, checkpoint: Path | None = None, **options: Any
+) -> torch.Tensor:
+    """The weight after a training, whose checkpoint is saved under its epochs."""
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on worker counts and the absence of a logger
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **options,
-        )  # fmt: skip
+        options |= {"max_epochs": epochs, "accelerator": "cpu", "devices": 1, "default_root_dir": folder, **quiet}
+        trainer = lightning.Trainer(**options)
         loader = torch.utils.data.DataLoader(batches(), batch_size=None)
-        trainer.fit(module, loader, loader)
+        trainer.fit(module, loader, loader, ckpt_path=checkpoint)
+        trainer.save_checkpoint(folder / f"{epochs}.ckpt")
     return module.net.weight.detach()
 
 
@@ -88,15 +91,6 @@ def test_it_trains_as_a_loop_by_hand(lightning: Any, tmp_path: Path, as_dict: bo
     found = fit(lightning, module, tmp_path, accumulate_grad_batches=accumulate)
     torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-6, atol=1e-7)
     assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0))
-
-
-@pytest.mark.slow
-def test_undone_it_trains_as_before(lightning: Any, tmp_path: Path) -> None:
-    module = module_of(lightning)
-    added = add_penalty_(module, gonio.Penalty(module.net, [(None, R.L2(STRENGTH))]))
-    added.undo_()
-    assert "training_step" not in vars(module)
-    torch.testing.assert_close(fit(lightning, module, tmp_path), by_hand(strength=0.0), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -187,16 +181,7 @@ def test_a_resumed_training_continues_the_penalty(lightning: Any, tmp_path: Path
         module = module_of(lightning)
         penalty = gonio.Penalty(module.net, [(None, R.L2(STRENGTH, every=4))])
         add_penalty_(module, penalty)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = lightning.Trainer(
-                max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            )  # fmt: skip
-            loader = torch.utils.data.DataLoader(batches(), batch_size=None)
-            trainer.fit(module, loader, ckpt_path=checkpoint)
-            trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        return penalty, module.net.weight.detach()
+        return penalty, fit(lightning, module, tmp_path, epochs=epochs, checkpoint=checkpoint)
 
     whole = train(3)
     train(1)
@@ -221,11 +206,7 @@ class Stepping(nn.Linear):
 
 @pytest.mark.parametrize(
     ("output", "expected"),
-    [
-        (torch.tensor(1.0), 3.0),
-        ({"loss": torch.tensor(1.0), "x": 5}, {"loss": 3.0, "x": 5}),
-        (None, None),
-    ],
+    [(torch.tensor(1.0), 3.0), ({"loss": torch.tensor(1.0), "x": 5}, {"loss": 3.0, "x": 5}), (None, None)],
 )
 def test_what_a_step_may_return(output: Any, expected: Any) -> None:
     module = Stepping(output)

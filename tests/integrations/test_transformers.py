@@ -125,55 +125,6 @@ def test_a_tracker_measures_at_optimizer_steps(
     assert torch.equal(*weights)
 
 
-SCRIPT = f"""
-import sys
-import warnings
-warnings.simplefilter("ignore")
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import foreign
-foreign.torchvision()
-"""
-SCRIPT += """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
-from gonio.integrations.transformers import add_penalty_
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, x, labels):
-        logits = self.net(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def train(run):
-    x = torch.randn(64, 4)
-    rows = [{"x": a, "labels": b} for a, b in zip(x, (x.sum(1) > 0).long())]
-    arguments = TrainingArguments(output_dir=str(run.folder), seed=run.seed % 2**32, use_cpu=True, report_to=[],
-                                  save_strategy="no", disable_tqdm=True, num_train_epochs=1)
-    model = Net()
-    run.apply_(model)
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
-    add_penalty_(trainer, run.penalty)
-    trainer.train()
-    return -trainer.evaluate()["eval_loss"]
-"""
-
-
-@pytest.mark.slow
-def test_a_comparison_of_a_trainer(transformers: Any, tmp_path: Path) -> None:
-    script = tmp_path / "fit_trainer.py"
-    script.write_text(SCRIPT)
-    plan = gonio.compare.make_script_plan(["scale-shift"], script=f"{script}:train", seeds=1)
-    records = gonio.compare.run(plan, tmp_path / "study", jobs=2).runs()
-    assert [(record.status, record.error) for record in records] == [("finished", None)] * 2
-
-
 # --- without the library ---------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog import LAYERS, PARAMETRIZATIONS, LayerCase, ParametrizationCase, seeded
-from tolerances import close, exact
+from tolerances import close
 
 FULL = (torch.float32, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
@@ -46,6 +46,29 @@ def split_slow(cases: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", parameters)
 
 
+def law(check: Callable[[Any], None], cases: Iterable[Any], *, by: Callable[..., pytest.MarkDecorator] = over) -> Any:
+    """The test that runs a check over the catalogue."""
+
+    @by(cases)
+    def test(case: Any) -> None:
+        check(case)
+
+    return test
+
+
+def law_by_dtype(
+    check: Callable[..., None], cases: Iterable[Any], dtypes: tuple[torch.dtype, ...] = FULL + HALF
+) -> Any:
+    """As `law`, in each dtype; half precision where it is documented."""
+    pairs = [(c, d) for d in dtypes for c in cases if d in FULL or getattr(c, "halves", True)]
+
+    @pytest.mark.parametrize(("case", "dtype"), [pytest.param(c, d, id=f"{c.name}-{d}") for c, d in pairs])
+    def test(case: Any, dtype: torch.dtype) -> None:
+        check(case, dtype)
+
+    return test
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleCase:
     """A layer, or a torch layer that carries a parametrization: whatever a model holds."""
@@ -56,6 +79,11 @@ class ModuleCase:
     channels_last: bool = False
     couples_batch: bool = False
     halves: bool = True
+
+
+def control(layer: Callable[..., nn.Module] = nn.Linear) -> ModuleCase:
+    """A small layer that a law is to accept or, broken on purpose, to refuse."""
+    return ModuleCase(name=layer.__name__, make=lambda: layer(4, 3), shape=(2, 4))
 
 
 def perturbed(module: nn.Module, *, seed: int = 1) -> nn.Module:
@@ -164,27 +192,3 @@ def global_states() -> dict[str, object]:
 
 def clone(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
-
-
-__all__ = [
-    "FULL",
-    "HALF",
-    "MODULES",
-    "ModuleCase",
-    "assert_all_equal",
-    "assert_finite",
-    "assert_near",
-    "clone",
-    "differentiate",
-    "exact",
-    "first_of_kind",
-    "global_states",
-    "input_shape",
-    "over",
-    "parametrizations",
-    "parametrized",
-    "perturbed",
-    "run",
-    "split_slow",
-    "trainable",
-]

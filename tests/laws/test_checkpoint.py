@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
+from catalog import PARAMETRIZATIONS, REGULARIZERS, RegularizerCase, seeded
 from laws.support import (
     MODULES,
     ModuleCase,
     assert_all_equal,
     clone,
     differentiate,
+    law,
     over,
     parametrized,
     trainable,
@@ -96,10 +97,7 @@ def test_regularizer_under_checkpoint(case: RegularizerCase, reentrant: bool) ->
     check_regularizer(case, reentrant)
 
 
-@over(PARAMETRIZATIONS)
-def test_reading_changes_nothing(case: ParametrizationCase) -> None:
-    check_reading(parametrized(case))
-
+test_reading_changes_nothing = law(lambda case: check_reading(parametrized(case)), PARAMETRIZATIONS)
 
 # --- negative controls ----------------------------------------------------------------------------
 

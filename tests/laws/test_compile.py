@@ -16,15 +16,16 @@ from laws.support import (
     assert_finite,
     assert_near,
     clone,
+    control,
     differentiate,
-    exact,
+    law,
     over,
     parametrized,
     run,
     split_slow,
     trainable,
 )
-from tolerances import close
+from tolerances import close, exact
 
 CALLS = 3
 # dynamo makes an instance of every autograd.Function that it traces, against which torch itself warns
@@ -108,9 +109,7 @@ def check_autocast_keeps(value: Tensor, expected: Tensor) -> None:
     assert_near(value, expected, torch.float32, what="value under autocast")
 
 
-@split_slow(MODULES)
-def test_compile(case: ModuleCase) -> None:
-    check_compiled(case)
+test_compile = law(check_compiled, MODULES, by=split_slow)
 
 
 @pytest.mark.slow
@@ -119,19 +118,9 @@ def test_inductor(case: ModuleCase) -> None:
     check_compiled(case, "inductor")
 
 
-@split_slow(REGULARIZERS)
-def test_compile_regularizer(case: RegularizerCase) -> None:
-    check_compiled_regularizer(case)
-
-
-@split_slow(MODULES)
-def test_export(case: ModuleCase) -> None:
-    check_exported(case)
-
-
-@over([case for case in MODULES if case.halves])
-def test_autocast(case: ModuleCase) -> None:
-    check_autocast(case)
+test_compile_regularizer = law(check_compiled_regularizer, REGULARIZERS, by=split_slow)
+test_export = law(check_exported, MODULES, by=split_slow)
+test_autocast = law(check_autocast, [case for case in MODULES if case.halves])
 
 
 @over(REGULARIZERS)
@@ -177,7 +166,7 @@ def _case(make: type[nn.Module]) -> ModuleCase:
 
 
 def test_the_laws_accept_a_plain_linear_layer() -> None:
-    case = ModuleCase(name="linear", make=lambda: nn.Linear(4, 3), shape=(2, 4))
+    case = control()
     check_compiled(case)
     check_exported(case)
     check_autocast(case)
@@ -189,7 +178,7 @@ def test_the_law_refuses_a_recompilation() -> None:
 
 
 def test_the_law_refuses_a_graph_break() -> None:
-    case = ModuleCase(name="breaking", make=lambda: _Breaking(4, 3), shape=(2, 4))
+    case = control(_Breaking)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         check_compiled(case)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
-from laws.support import MODULES, ModuleCase, assert_all_equal, over, run, trainable
+from catalog import PARAMETRIZATIONS, REGULARIZERS, seeded
+from laws.support import MODULES, ModuleCase, assert_all_equal, control, law, over, run, trainable
 
 
 def used(case: ModuleCase) -> nn.Module:
@@ -101,25 +101,10 @@ def test_copy_is_the_same(case: ModuleCase, how: str) -> None:
     check_copy(case, how)
 
 
-@over(MODULES)
-def test_copy_is_independent(case: ModuleCase) -> None:
-    check_independence(case)
-
-
-@over(MODULES)
-def test_state_dict_round_trip(case: ModuleCase) -> None:
-    check_state_dict(case)
-
-
-@over(REGULARIZERS)
-def test_regularizer_is_a_value(case: RegularizerCase) -> None:
-    check_value_object(case.make(), equal=True)
-
-
-@over(PARAMETRIZATIONS)
-def test_parametrization_template_copies(case: ParametrizationCase) -> None:
-    check_value_object(case.make(), equal=False)
-
+test_copy_is_independent = law(check_independence, MODULES)
+test_state_dict_round_trip = law(check_state_dict, MODULES)
+test_regularizer_is_a_value = law(lambda case: check_value_object(case.make(), equal=True), REGULARIZERS)
+test_parametrization_template_copies = law(lambda case: check_value_object(case.make(), equal=False), PARAMETRIZATIONS)
 
 # --- negative controls ----------------------------------------------------------------------------
 
@@ -141,27 +126,23 @@ class _Sharing(nn.Linear):
         return twin
 
 
-def _case(layer: type[nn.Linear]) -> ModuleCase:
-    return ModuleCase(name=layer.__name__, make=lambda: layer(4, 3), shape=(2, 4))
-
-
 def test_the_laws_accept_a_plain_linear_layer() -> None:
     for how in COPIES:
-        check_copy(_case(nn.Linear), how)
-    check_independence(_case(nn.Linear))
-    check_state_dict(_case(nn.Linear))
+        check_copy(control(nn.Linear), how)
+    check_independence(control(nn.Linear))
+    check_state_dict(control(nn.Linear))
 
 
 def test_the_law_refuses_state_outside_the_state_dict() -> None:
     with pytest.raises(AssertionError, match="loaded state dict: tensor 0 differs"):
-        check_state_dict(_case(_Forgetful))
+        check_state_dict(control(_Forgetful))
 
 
 def test_the_laws_refuse_a_shared_copy() -> None:
     with pytest.raises(AssertionError, match="shares storage"):
-        check_copy(_case(_Sharing), "deepcopy")
+        check_copy(control(_Sharing), "deepcopy")
     with pytest.raises(AssertionError, match="original after its copy changed"):
-        check_independence(_case(_Sharing))
+        check_independence(control(_Sharing))
 
 
 def test_the_law_refuses_injected_classes() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog import REGULARIZERS, RegularizerCase, seeded
-from laws.support import FULL, HALF, MODULES, ModuleCase, assert_finite, differentiate, over, run
+from laws.support import FULL, HALF, MODULES, ModuleCase, assert_finite, control, differentiate, law_by_dtype, run
 
 DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
 
@@ -97,29 +97,9 @@ def check_large(case: RegularizerCase, dtype: torch.dtype) -> None:
     assert_finite([case.make().value(x)], f"entries of size 300 in {dtype}")
 
 
-@DTYPES
-@over(MODULES)
-def test_module_is_finite(case: ModuleCase, dtype: torch.dtype) -> None:
-    if dtype in HALF and not case.halves:
-        pytest.skip("not documented for half precision")
-    check_module(case, dtype)
-
-
-@DTYPES
-@over(REGULARIZERS)
-def test_regularizer_is_finite(case: RegularizerCase, dtype: torch.dtype) -> None:
-    if dtype in HALF and not case.halves:
-        pytest.skip("not documented for half precision")
-    check_regularizer(case, dtype)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@over(REGULARIZERS)
-def test_regularizer_does_not_overflow(case: RegularizerCase, dtype: torch.dtype) -> None:
-    if not case.halves:
-        pytest.skip("not documented for half precision")
-    check_large(case, dtype)
-
+test_module_is_finite = law_by_dtype(check_module, MODULES)
+test_regularizer_is_finite = law_by_dtype(check_regularizer, REGULARIZERS)
+test_regularizer_does_not_overflow = law_by_dtype(check_large, REGULARIZERS, HALF)
 
 # --- negative controls ----------------------------------------------------------------------------
 
@@ -137,13 +117,13 @@ class _Squares:
 
 
 def test_the_law_accepts_a_plain_linear_layer() -> None:
-    case = ModuleCase(name="linear", make=lambda: nn.Linear(4, 3), shape=(2, 4))
+    case = control()
     for dtype in (*FULL, *HALF):
         check_module(case, dtype)
 
 
 def test_the_law_refuses_division_by_a_zero_norm() -> None:
-    case = ModuleCase(name="unsafe", make=lambda: _Unsafe(4, 3), shape=(2, 4))
+    case = control(_Unsafe)
     with pytest.raises(AssertionError, match=r"weight: zero, .*not finite"):
         check_module(case, torch.float32)
 

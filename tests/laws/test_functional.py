@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
-from laws.support import MODULES, ModuleCase, assert_near, clone, exact, over, parametrized
+from laws.support import MODULES, ModuleCase, assert_near, clone, control, over, parametrized
+from tolerances import exact
 
 Problem = tuple[Callable[[Tensor], Tensor], Tensor]  # a scalar function and a float64 point
 REFUSALS = ("setup_context", "vmap", "jvp", "forward AD", "second derivative of", "not supported", "not implemented")
@@ -130,7 +131,7 @@ class _WrongTangent(torch.autograd.Function):
 
 
 def test_the_laws_accept_a_plain_linear_layer() -> None:
-    problem = module_problem(ModuleCase(name="linear", make=lambda: nn.Linear(4, 3), shape=(2, 4)))
+    problem = module_problem(control())
     for check in CHECKS:
         check(problem)
 

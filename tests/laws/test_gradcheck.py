@@ -21,7 +21,7 @@ from catalog import (
     seeded,
 )
 from gonio.errors import SecondDerivativeError
-from laws.support import clone, over, parametrized, perturbed
+from laws.support import clone, law, parametrized, perturbed
 
 Problem = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a function and the float64 point to test it at
 
@@ -62,35 +62,12 @@ def check_second(problem: Problem) -> None:
 SMOOTH = [case for case in REGULARIZERS if case.smooth]
 
 
-@over(LAYERS)
-def test_layer_gradient(case: LayerCase) -> None:
-    check_first(layer_problem(case))
-
-
-@over(LAYERS)
-def test_layer_second_derivative(case: LayerCase) -> None:
-    check_second(layer_problem(case))
-
-
-@over(SMOOTH)
-def test_regularizer_gradient(case: RegularizerCase) -> None:
-    check_first(regularizer_problem(case))
-
-
-@over(SMOOTH)
-def test_regularizer_second_derivative(case: RegularizerCase) -> None:
-    check_second(regularizer_problem(case))
-
-
-@over(PARAMETRIZATIONS)
-def test_parametrization_gradient(case: ParametrizationCase) -> None:
-    check_first(parametrization_problem(case))
-
-
-@over(PARAMETRIZATIONS)
-def test_parametrization_second_derivative(case: ParametrizationCase) -> None:
-    check_second(parametrization_problem(case))
-
+test_layer_gradient = law(lambda case: check_first(layer_problem(case)), LAYERS)
+test_layer_second_derivative = law(lambda case: check_second(layer_problem(case)), LAYERS)
+test_regularizer_gradient = law(lambda case: check_first(regularizer_problem(case)), SMOOTH)
+test_regularizer_second_derivative = law(lambda case: check_second(regularizer_problem(case)), SMOOTH)
+test_parametrization_gradient = law(lambda case: check_first(parametrization_problem(case)), PARAMETRIZATIONS)
+test_parametrization_second_derivative = law(lambda case: check_second(parametrization_problem(case)), PARAMETRIZATIONS)
 
 # --- negative controls ----------------------------------------------------------------------------
 

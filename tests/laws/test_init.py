@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog import INITS, InitCase
-from laws.support import FULL, HALF, global_states, over
+from laws.support import FULL, HALF, global_states, law, law_by_dtype
 from tolerances import close
 
 DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
@@ -51,26 +51,10 @@ def check_isolation(case: InitCase) -> None:
     assert parameter.grad_fn is None, "the draw was recorded by autograd"
 
 
-@DTYPES
-@over(INITS)
-def test_property(case: InitCase, dtype: torch.dtype) -> None:
-    check_property(case, dtype)
-
-
-@over(INITS)
-def test_dtypes_agree(case: InitCase) -> None:
-    check_dtypes_agree(case)
-
-
-@over(INITS)
-def test_generator_decides(case: InitCase) -> None:
-    check_generator(case)
-
-
-@over(INITS)
-def test_nothing_else_moves(case: InitCase) -> None:
-    check_isolation(case)
-
+test_property = law_by_dtype(check_property, INITS)
+test_dtypes_agree = law(check_dtypes_agree, INITS)
+test_generator_decides = law(check_generator, INITS)
+test_nothing_else_moves = law(check_isolation, INITS)
 
 # --- negative controls ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog import LAYERS, REGULARIZERS, LayerCase, RegularizerCase, seeded
-from laws.support import assert_near, clone, over, perturbed
+from laws.support import assert_near, clone, law, over, perturbed
 from tolerances import close
 
 CHANGE = 1e-3  # a sensitivity moves the result by more than this part of its size: far above rounding
@@ -50,29 +50,11 @@ def check_zero(case: RegularizerCase) -> None:
     assert abs(float(value)) <= close(torch.float64)["atol"], f"value {float(value):.3g} where 0 is declared"
 
 
-@over([case for case in LAYERS if case.invariances])
-def test_layer_invariances(case: LayerCase) -> None:
-    check_equal(outputs(case, "invariances"))
-
-
-@over([case for case in LAYERS if case.sensitivities])
-def test_layer_sensitivities(case: LayerCase) -> None:
-    check_different(outputs(case, "sensitivities"))
-
-
-@over([case for case in REGULARIZERS if case.invariances])
-def test_regularizer_invariances(case: RegularizerCase) -> None:
-    check_equal(values(case, "invariances"))
-
-
-@over([case for case in REGULARIZERS if case.sensitivities])
-def test_regularizer_sensitivities(case: RegularizerCase) -> None:
-    check_different(values(case, "sensitivities"))
-
-
-@over([case for case in REGULARIZERS if case.zero_at])
-def test_regularizer_zero(case: RegularizerCase) -> None:
-    check_zero(case)
+test_layer_invariances = law(lambda case: check_equal(outputs(case, "invariances")), LAYERS)
+test_layer_sensitivities = law(lambda case: check_different(outputs(case, "sensitivities")), LAYERS)
+test_regularizer_invariances = law(lambda case: check_equal(values(case, "invariances")), REGULARIZERS)
+test_regularizer_sensitivities = law(lambda case: check_different(values(case, "sensitivities")), REGULARIZERS)
+test_regularizer_zero = law(check_zero, [case for case in REGULARIZERS if case.zero_at])
 
 
 @over([*LAYERS, *REGULARIZERS])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from laws.support import (
     assert_finite,
     assert_near,
     clone,
+    law,
     over,
     parametrized,
     run,
@@ -65,19 +68,9 @@ def check_reset(case: ModuleCase) -> None:
 IMAGES = [case for case in MODULES if case.channels_last]
 
 
-@over(IMAGES)
-def test_channels_last(case: ModuleCase) -> None:
-    check_channels_last(case)
-
-
-@over(MODULES)
-def test_frozen_parameters(case: ModuleCase) -> None:
-    check_frozen(case)
-
-
-@over(MODULES)
-def test_reset_replaces_garbage(case: ModuleCase) -> None:
-    check_reset(case)
+test_channels_last = law(check_channels_last, IMAGES)
+test_frozen_parameters = law(check_frozen, MODULES)
+test_reset_replaces_garbage = law(check_reset, MODULES)
 
 
 @over(PARAMETRIZATIONS)
@@ -127,19 +120,17 @@ def test_the_laws_accept_a_plain_convolution() -> None:
         check(_case(nn.Conv2d))
 
 
-def test_the_law_refuses_another_layout() -> None:
-    with pytest.raises(AssertionError, match=r"channels_last in, strides .* out"):
-        check_channels_last(_case(_Contiguous))
-
-
-def test_the_law_refuses_a_gradient_lost_with_freezing() -> None:
-    with pytest.raises(AssertionError, match="input gradient of the frozen module differs"):
-        check_frozen(_case(_Detaching))
-
-
-def test_the_law_refuses_state_without_a_reset() -> None:
-    with pytest.raises(AssertionError, match=r"left garbage in \['scale'\]"):
-        check_reset(_case(_Stale))
+@pytest.mark.parametrize(
+    ("check", "layer", "message"),
+    [
+        (check_channels_last, _Contiguous, r"channels_last in, strides .* out"),
+        (check_frozen, _Detaching, "input gradient of the frozen module differs"),
+        (check_reset, _Stale, r"left garbage in \['scale'\]"),
+    ],
+)
+def test_the_laws_refuse(check: Callable[[ModuleCase], None], layer: type[nn.Conv2d], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(_case(layer))
 
 
 def test_bit_equality_is_tested() -> None:

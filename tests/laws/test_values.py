@@ -23,7 +23,8 @@ from laws.support import (
     assert_near,
     clone,
     differentiate,
-    over,
+    law,
+    law_by_dtype,
     parametrized,
     perturbed,
     trainable,
@@ -76,32 +77,10 @@ def check_parametrization(case: ParametrizationCase, dtype: torch.dtype) -> None
         assert_near(differentiate(effective, [raw])[0], differentiate(expected, [raw64])[0], dtype, what="gradient")
 
 
-@DTYPES
-@over(LAYERS)
-def test_layer_equals_its_reference(case: LayerCase, dtype: torch.dtype) -> None:
-    if dtype in HALF and not case.halves:
-        pytest.skip("not documented for half precision")
-    check_layer(case, dtype)
-
-
-@DTYPES
-@over(REGULARIZERS)
-def test_regularizer_equals_its_reference(case: RegularizerCase, dtype: torch.dtype) -> None:
-    if dtype in HALF and not case.halves:
-        pytest.skip("not documented for half precision")
-    check_regularizer(case, dtype)
-
-
-@over(REGULARIZERS)
-def test_strength_multiplies_the_value(case: RegularizerCase) -> None:
-    check_strength(case)
-
-
-@pytest.mark.parametrize("dtype", FULL, ids=str)
-@over(PARAMETRIZATIONS)
-def test_parametrization_equals_its_reference(case: ParametrizationCase, dtype: torch.dtype) -> None:
-    check_parametrization(case, dtype)
-
+test_layer_equals_its_reference = law_by_dtype(check_layer, LAYERS)
+test_regularizer_equals_its_reference = law_by_dtype(check_regularizer, REGULARIZERS)
+test_strength_multiplies_the_value = law(check_strength, REGULARIZERS)
+test_parametrization_equals_its_reference = law_by_dtype(check_parametrization, PARAMETRIZATIONS, FULL)
 
 # --- negative controls ----------------------------------------------------------------------------
 
@@ -145,14 +124,10 @@ def test_the_law_accepts_a_plain_linear_layer() -> None:
         check_layer(_linear_case(nn.Linear), dtype)
 
 
-def test_the_law_refuses_a_wrong_value() -> None:
-    with pytest.raises(AssertionError, match="value differs"):
-        check_layer(_linear_case(_Scaled), torch.float32)
-
-
-def test_the_law_refuses_a_wrong_gradient() -> None:
-    with pytest.raises(AssertionError, match="gradient of input differs"):
-        check_layer(_linear_case(_Detached), torch.float32)
+@pytest.mark.parametrize(("layer", "message"), [(_Scaled, "value differs"), (_Detached, "gradient of input differs")])
+def test_the_law_refuses_a_wrong_value_or_gradient(layer: type[nn.Linear], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_layer(_linear_case(layer), torch.float32)
 
 
 def test_the_law_refuses_an_ignored_strength() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from catalog import PARAMETRIZATIONS, VERBS, ParametrizationCase, VerbCase, seeded
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
-from laws.support import assert_near, clone, exact, input_shape, over, parametrizations, perturbed
+from laws.support import assert_near, clone, input_shape, law, over, parametrizations, perturbed
+from tolerances import exact
 
 
 def model_of(case: VerbCase) -> nn.Module:
@@ -143,34 +144,12 @@ def _structure(layer: nn.Module, x: Tensor) -> Snapshot:
     return dataclasses.replace(Snapshot.of(layer, x), state=[], outputs=[])
 
 
-@over(VERBS)
-def test_undo_restores_everything(case: VerbCase) -> None:
-    check_undo(case)
-
-
-@over(VERBS)
-def test_undo_after_training(case: VerbCase) -> None:
-    check_trained_undo(case)
-
-
-@over([case for case in VERBS if case.keeps_function])
-def test_function_is_kept(case: VerbCase) -> None:
-    check_function_kept(case)
-
-
-@over(VERBS)
-def test_second_application(case: VerbCase) -> None:
-    check_twice(case)
-
-
-@over(VERBS)
-def test_frozen_stays_frozen(case: VerbCase) -> None:
-    check_frozen(case)
-
-
-@over(VERBS)
-def test_tied_modules_count_once(case: VerbCase) -> None:
-    check_tied(case)
+test_undo_restores_everything = law(check_undo, VERBS)
+test_undo_after_training = law(check_trained_undo, VERBS)
+test_function_is_kept = law(check_function_kept, [case for case in VERBS if case.keeps_function])
+test_second_application = law(check_twice, VERBS)
+test_frozen_stays_frozen = law(check_frozen, VERBS)
+test_tied_modules_count_once = law(check_tied, VERBS)
 
 
 @over(PARAMETRIZATIONS)
@@ -179,9 +158,7 @@ def test_detach_restores_the_layer(case: ParametrizationCase) -> None:
     check_detach(case, module.attach, module.detach)
 
 
-@over(PARAMETRIZATIONS)
-def test_detach_can_keep_the_weight(case: ParametrizationCase) -> None:
-    check_detached_weight(case)
+test_detach_can_keep_the_weight = law(check_detached_weight, PARAMETRIZATIONS)
 
 
 @over(PARAMETRIZATIONS)

@@ -62,8 +62,8 @@ def test_a_type_and_a_class_have_default_sizes(monkeypatch: pytest.MonkeyPatch) 
     class RecordedForSequenceClassification(Recorded):
         pass
 
-    classes = {"BertModel": Recorded, "BertForSequenceClassification": RecordedForSequenceClassification}
-    monkeypatch.setattr(libraries, "_attribute", lambda library, spec, name: classes[name])
+    monkeypatch.setitem(vars(transformers()), "BertModel", Recorded)
+    monkeypatch.setitem(vars(transformers()), "BertForSequenceClassification", RecordedForSequenceClassification)
     assert resolve("transformers:bert")(num_classes=3).out_features == 5
     assert resolve("transformers:BertModel")(num_classes=3).out_features == 5
     assert resolve("transformers:BertForSequenceClassification")(num_classes=3).out_features == 3
@@ -113,7 +113,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries, "_memory", lambda: 2**20)
+    monkeypatch.setattr(libraries.os, "sysconf", lambda name: 2**10)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 

@@ -26,6 +26,8 @@ MAGNITUDES = (
     magnitude.Logarithm(alpha=1.3),
     magnitude.Mixed(alpha=0.7, beta=0.4, learn_alpha=True, learn_beta=True),
 )
+_KINDS = {getattr(magnitude, name) for name in magnitude.__all__} - {magnitude.Magnitude, *map(type, MAGNITUDES)}
+MAGNITUDES += tuple(kind() for kind in _KINDS)  # those that are added later
 ANGULARS = (angular.Cosine(), angular.Linear(), angular.Sigmoid(k=0.4), angular.SquaredCosine())
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError
 from gonio.nn import angular, magnitude
+from networks import ResNet18, images, train
 from nn.operators import MAGNITUDES, OPERATORS, conversions, gradients, shapes
 from references.decoupled import decoupled
 from tolerances import close, exact
@@ -70,16 +71,6 @@ def test_one_choice_is_the_torch_layer() -> None:
         tensors = [x, *plain.parameters()]
         for found, wanted in zip(gradients(output, tensors), gradients(expected, tensors), strict=True):
             torch.testing.assert_close(found, wanted, **EXACT)
-
-
-def test_convolution_and_relu_in_the_papers_terms() -> None:
-    """relu(conv(x)) = ‖w‖ ‖x‖ max(0, cos θ), for a convolution without bias."""
-    conv = nn.Conv2d(3, 5, 3, bias=False).double()
-    x = seeded(2, 3, 6, 6, dtype=torch.float64)
-    cosine = gnn.DecoupledConv2d.from_conv(conv, magnitude=magnitude.Sphere())(x)
-    norms = F.conv2d(x.square().sum(1, keepdim=True), torch.ones(1, 1, 3, 3, dtype=torch.float64)).sqrt()
-    lengths = conv.weight.flatten(1).norm(dim=1).reshape(1, -1, 1, 1)
-    torch.testing.assert_close(F.relu(conv(x)), lengths * norms * cosine.clamp_min(0), **EXACT)
 
 
 @pytest.mark.parametrize("h", [h for h in MAGNITUDES if h.bounded], ids=repr)
@@ -160,12 +151,6 @@ def test_options_without_a_meaning(options: dict[str, Any], message: str) -> Non
         gnn.DecoupledLinear(3, 2, **options)
 
 
-def test_the_repr_tells_the_operator() -> None:
-    text = repr(gnn.DecoupledConv2d(3, 4, 3, magnitude=magnitude.Sphere(), weighted="linear"))
-    assert "magnitude=Sphere(alpha=1.0" in text
-    assert "weighted='linear'" in text
-
-
 def test_the_radius_is_told() -> None:
     layer = gnn.DecoupledLinear(3, 2, magnitude=magnitude.Tanh(radius=2.0, learn_radius=True))
     torch.testing.assert_close(layer.radius, torch.tensor([2.0, 2.0]))
@@ -175,3 +160,15 @@ def test_the_radius_is_told() -> None:
     assert gnn.DecoupledLinear(3, 2, magnitude=magnitude.Sphere()).radius is None
     fixed = gnn.DecoupledLinear(3, 2, magnitude=magnitude.Ball(radius=0.5)).radius
     torch.testing.assert_close(fixed, torch.tensor([0.5, 0.5]))
+
+
+def test_a_network_is_converted_trains_and_comes_back() -> None:
+    model, plain = ResNet18(), ResNet18()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    edited = gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where=nn.Conv2d)
+    assert sum(isinstance(layer, gnn.DecoupledConv2d) for layer in model.modules()) == 20
+    losses = [train(model, optimizer, batches=1)[0] for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+    edited.undo_()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(images()), plain.eval()(images()))  # what was trained is in the plain network

@@ -42,21 +42,11 @@ def test_second_and_plain_forms_agree(
         expected = results(layer, x)
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            for second in ("bounded_asin", "product_with_squares", "scale_", "window_sum"):
+            for second in ("bounded_asin", "product_with_squares", "scale_"):
                 patch.delattr(kernels, second)  # a control: the plain form uses none of them
             found = results(layer, x)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, **close(dtype))
-
-
-def test_inference_equals_training_in_value() -> None:
-    layer = gnn.DecoupledConv2d(4, 6, 3).eval()
-    x = seeded(2, 4, 5, 5)
-    with torch.no_grad():
-        silent = layer(x)
-    assert torch.equal(silent, layer(x))
-    with torch.inference_mode():
-        assert torch.equal(layer(x), silent)
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
@@ -134,8 +124,3 @@ def test_autocast_normalises_in_float32() -> None:
         output = layer(x)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output.float(), layer(x), **close(torch.bfloat16))
-
-
-def test_input_and_weight_of_different_types_are_refused_as_by_torch() -> None:
-    with pytest.raises(RuntimeError, match="same dtype"):
-        gnn.DecoupledLinear(4, 3)(seeded(2, 4, dtype=torch.float64))

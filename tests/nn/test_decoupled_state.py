@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
 from gonio import nn as gnn
@@ -82,14 +80,6 @@ def test_the_norm_stays_in_float32(cast: Callable[[nn.Module], nn.Module]) -> No
     assert layer.double().mean_norm.dtype is torch.float64
 
 
-def test_meta_to_empty_then_reset_gives_the_initial_state() -> None:
-    layer = gnn.DecoupledConv2d(4, 6, 3, groups=2, magnitude=magnitude.Ball(learn_radius=True), device="meta")
-    layer.to_empty(device="cpu").reset_parameters()
-    fresh = gnn.DecoupledConv2d(4, 6, 3, groups=2, magnitude=magnitude.Ball(learn_radius=True))
-    for name in ("mean_norm", "num_batches_tracked", "log_radius"):
-        assert torch.equal(getattr(layer, name), getattr(fresh, name)), name
-
-
 def test_meta_tensors_pass() -> None:
     """A forward that computes shapes alone."""
     x = torch.empty(2, 4, 6, 6, device="meta")
@@ -99,14 +89,6 @@ def test_meta_tensors_pass() -> None:
         (gnn.DecoupledLinear(6, 3, device="meta"), (2, 4, 6, 3)),
     ):
         assert layer(x).shape == shape
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
-    layer = gnn.DecoupledConv2d(3, 4, 3)
-    x = seeded(2, 3, 5, 5).requires_grad_()
-    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-    assert int(layer.num_batches_tracked) == 1
 
 
 def test_no_statistics_where_none_are_needed() -> None:
@@ -175,11 +157,3 @@ def test_folding_a_linear_operator_is_exact(h: magnitude.Magnitude, weighted: st
 def test_what_no_torch_layer_computes_is_not_folded(layer: nn.Module, message: str) -> None:
     with pytest.raises(NotApplicableError, match=message):
         layer.to_plain()
-
-
-def test_a_copy_is_independent() -> None:
-    layer = gnn.DecoupledLinear(4, 3, magnitude=magnitude.Tanh(learn_radius=True))
-    twin = copy.deepcopy(layer)
-    twin(5 * seeded(6, 4))
-    assert float(layer.mean_norm) == 2.0
-    assert twin.magnitude == layer.magnitude

@@ -10,7 +10,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.execution import ordinary_eager
 from gonio.nn import kernels
-from gonio.nn.kernels import LONG, Rows, has_rows
+from gonio.nn.kernels import LONG, Rows
 from tolerances import close
 
 SHAPES = ((2, 3), (2, 3, 7), (4, 6, 5, 3), (1, 2, 2, 3, 4), (2, 2, 2 * LONG), (1, 2, 75, 75))
@@ -38,28 +38,6 @@ def test_scaling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert found.dtype is dtype
     assert not found._is_view()
     torch.testing.assert_close(found.double(), shift + scale * x.double(), **close(dtype))
-
-
-def transposed() -> Tensor:
-    return seeded(2, 4, 3).transpose(1, 2)
-
-
-@pytest.mark.parametrize("x", [transposed(), torch.zeros(0, 3, 2), torch.zeros(2, 3, 2, device="meta")], ids=str)
-def test_where_the_kernels_do_not_apply(x: Tensor) -> None:
-    assert has_rows(seeded(2, 3, 4))
-    assert not has_rows(seeded(2, 3, 4), x)
-
-
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [((3, 3), (1, 1), (1, 1)), ((7, 2), (2, 1), (3, 0))])
-def test_the_sum_over_windows(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> None:
-    x = seeded(2, 3, 9, 8, dtype=torch.float64).requires_grad_()
-    ones = torch.ones(3, 1, *kernel, dtype=torch.float64)
-    expected = torch.convolution(x, ones, None, stride, padding, (1, 1), False, (0, 0), 3)
-    found = kernels.window_sum(x, kernel, stride, padding)
-    torch.testing.assert_close(found, expected, **close(torch.float64))
-    grad = seeded(*expected.shape, dtype=torch.float64)
-    by_x = [torch.autograd.grad(value, x, grad)[0] for value in (found, expected)]
-    torch.testing.assert_close(*by_x, **close(torch.float64))
 
 
 def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_product(

@@ -15,15 +15,11 @@ from references import decoupled as reference
 from tolerances import exact
 
 NORM = torch.linspace(0, 6, 61, dtype=torch.float64)
-ALL = (
-    magnitude.Sphere(alpha=1.5),
-    magnitude.Ball(alpha=1.5, radius=0.7),
-    magnitude.Tanh(alpha=1.5, radius=0.7),
-    magnitude.Linear(alpha=1.5),
-    magnitude.Segmented(alpha=1.5, beta=0.2, radius=0.7),
-    magnitude.Logarithm(alpha=1.5),
-    magnitude.Mixed(alpha=1.5, beta=0.2),
-)
+NUMBERS = {"alpha": 1.5, "beta": 0.2, "radius": 0.7}
+ALL = [
+    kind(**{field.name: NUMBERS[field.name] for field in dataclasses.fields(kind) if field.name in NUMBERS})
+    for kind in (getattr(magnitude, name) for name in magnitude.__all__ if name != "Magnitude")
+]
 EXACT = exact(torch.float64)
 by_name = pytest.mark.parametrize("h", ALL, ids=lambda h: type(h).__name__)
 

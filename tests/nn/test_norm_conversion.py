@@ -198,23 +198,20 @@ def test_on_the_meta_device() -> None:
     assert gnn.to_batch_norm(norms[1]).running_mean.is_meta
 
 
-def test_what_a_layer_does_not_tell_must_be_said() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"to_batch_norm: a GroupNorm needs dims=0 or 1 or 2 or 3; found dims=None"
-    ):
-        gnn.to_batch_norm(nn.GroupNorm(2, 6))
-    with pytest.raises(InvalidArgumentError, match=r"to_instance_norm: a SyncBatchNorm needs dims=.*; found dims=None"):
-        gnn.to_instance_norm(nn.SyncBatchNorm(6))
-    with pytest.raises(
-        InvalidArgumentError, match=r"over \(6,\), which normalises the last axis .* needs dims=0; found dims=None"
-    ):
-        gnn.to_group_norm(nn.LayerNorm(6))
-    with pytest.raises(InvalidArgumentError, match=r"to_batch_norm: a InstanceNorm2d needs dims=2; found dims=3"):
-        gnn.to_batch_norm(nn.InstanceNorm2d(6), dims=3)
-    with pytest.raises(InvalidArgumentError, match=r"needs the sizes of 2 positions; found positions=\(\)"):
-        gnn.to_layer_norm(nn.BatchNorm2d(6))
-    with pytest.raises(InvalidArgumentError, match=r"groups must be >= 1; found 0"):
-        gnn.to_group_norm(nn.BatchNorm2d(6), groups=0)
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda: gnn.to_batch_norm(nn.GroupNorm(2, 6)), "to_batch_norm: a GroupNorm needs dims=0 or 1 or 2 or 3; "),
+        (lambda: gnn.to_instance_norm(nn.SyncBatchNorm(6)), r"a SyncBatchNorm needs dims=.*; found dims=None"),
+        (lambda: gnn.to_group_norm(nn.LayerNorm(6)), r"\(6,\), which normalises the last axis .* needs dims=0; found"),
+        (lambda: gnn.to_batch_norm(nn.InstanceNorm2d(6), dims=3), r"a InstanceNorm2d needs dims=2; found dims=3"),
+        (lambda: gnn.to_layer_norm(nn.BatchNorm2d(6)), r"needs the sizes of 2 positions; found positions=\(\)"),
+        (lambda: gnn.to_group_norm(nn.BatchNorm2d(6), groups=0), r"groups must be >= 1; found 0"),
+    ],
+)
+def test_what_a_layer_does_not_tell_must_be_said(convert: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        convert()
 
 
 def test_what_cannot_be_converted_is_refused() -> None:

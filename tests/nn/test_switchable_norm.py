@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
 from gonio import nn as gnn
@@ -175,30 +174,6 @@ def test_half_precision_does_not_overflow() -> None:
     torch.testing.assert_close(output.double(), expected, **exact(torch.float16))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_compiled_in_every_layout(layout: torch.memory_format, dtype: torch.dtype, backend: str) -> None:
-    """Against the float64 reference, gradients of the parameters included; one graph, compiled once."""
-    torch._dynamo.reset()
-    layer = norm(gnn.SwitchableNorm2d, 6).to(dtype)
-    oracle = copy.deepcopy(layer).double()
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2):
-            x = (2 + seeded(4, 6, 5, 3, seed=seed)).to(dtype).contiguous(memory_format=layout).requires_grad_()
-            output = compiled(x)
-            assert output.is_contiguous(memory_format=layout)
-            x64 = x.detach().double().requires_grad_()
-            expected = switchable_norm(oracle, x64)
-            torch.testing.assert_close(output.double(), expected, **close(dtype))
-            found = gradients(output, [x, *layer.parameters()])
-            wanted = gradients(expected, [x64, *oracle.parameters()])
-            for a, b in zip(found, wanted, strict=True):
-                scale = max(1.0, float(b.abs().max()))
-                torch.testing.assert_close(a.double(), b, rtol=close(dtype)["rtol"], atol=close(dtype)["atol"] * scale)
-
-
 def test_running_statistics_follow_torchs_convention() -> None:
     """new = 0.9·old + 0.1·batch, from mean 0 and variance 1; the variance is biased."""
     x = 3 + 2 * seeded(4, 6, 5, 3)
@@ -224,36 +199,6 @@ def test_a_fresh_norm_evaluates_with_unit_variance() -> None:
     layer = only(gnn.SwitchableNorm2d(6).eval(), "batch")
     x = seeded(4, 6, 5, 3)
     torch.testing.assert_close(layer(x), x, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
-    layer = gnn.SwitchableNorm2d(3)
-    checkpoint(layer, seeded(2, 3, 4, 4).requires_grad_(), use_reentrant=reentrant).sum().backward()
-    assert int(layer.num_batches_tracked) == 1
-
-
-def trajectory(reentrant: bool | None, steps: int) -> list[Tensor]:
-    """Parameters, buffers and gradients after some steps, the norms checkpointed or not (None)."""
-    torch.manual_seed(0)
-    stages = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), gnn.SwitchableNorm2d(3)) for _ in range(2))
-    optimizer = torch.optim.SGD(stages.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        x = seeded(4, 3, 6, 6, seed=step).requires_grad_()
-        optimizer.zero_grad()
-        for stage in stages:
-            x = stage(x) if reentrant is None else checkpoint(stage, x, use_reentrant=reentrant)
-            x = x.tanh()
-        (x - 0.3).square().mean().backward()
-        optimizer.step()
-    return [*(t.detach() for t in stages.state_dict().values()), *(p.grad for p in stages.parameters())]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_checkpointing_changes_no_bit(steps: int, reentrant: bool) -> None:
-    plain_steps, again = trajectory(None, steps), trajectory(reentrant, steps)
-    assert all(torch.equal(a, b) for a, b in zip(plain_steps, again, strict=True))
 
 
 def test_an_empty_batch_moves_nothing() -> None:
@@ -405,29 +350,3 @@ def test_derivatives(options: dict[str, Any], training: bool) -> None:
     x = seeded(3, 3, 3, 2, dtype=torch.float64).requires_grad_()
     assert gradcheck(function, (x, *point), fast_mode=True)
     assert gradgradcheck(function, (x, *point), fast_mode=True)
-
-
-def test_function_transforms() -> None:
-    layer = norm(gnn.SwitchableNorm2d, 3).double().eval()
-    x = seeded(4, 3, 3, 2, dtype=torch.float64)
-    parameters = dict(layer.named_parameters())
-
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, values, (x,)).pow(3).sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.unsqueeze(1))
-    whole = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
-    for found, expected in zip(each.values(), whole, strict=True):
-        torch.testing.assert_close(found.sum(0), expected, **close(torch.float64))
-
-
-def test_frozen_parts_get_no_gradient() -> None:
-    layer = norm(gnn.SwitchableNorm2d, 3)
-    x = seeded(4, 3, 5, 5).requires_grad_()
-    expected = gradients(layer(x), [x, layer.var_logits])
-    layer.weight.requires_grad_(False)
-    layer.mean_logits.requires_grad_(False)
-    for found, wanted in zip(gradients(layer(x), [x, layer.var_logits]), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    detached = x.detach()
-    torch.testing.assert_close(gradients(layer(detached), [layer.var_logits])[0], expected[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from catalog import seeded
 from gonio import geometry
@@ -130,18 +130,3 @@ def test_it_does_not_hold_elsewhere() -> None:
     assert not orthogonal.holds(torch.eye(3) + 1e-4)
     with pytest.raises(InvalidArgumentError, match="finite scale > 0"):
         P.Orthogonal(scale=0.0)
-
-
-def test_forward_mode() -> None:
-    layer = make("linear").double()
-    P.attach(layer, "weight", P.Orthogonal())
-    raw = layer._parameters["weight"].detach()
-    tangent = seeded(*raw.shape, seed=2, dtype=torch.float64)
-    with forward_ad.dual_level():
-        out = P.parametrization_of(layer)(forward_ad.make_dual(raw, tangent))
-        moved = forward_ad.unpack_dual(out).tangent
-    step = 1e-6
-    expected = (
-        P.parametrization_of(layer)(raw + step * tangent) - P.parametrization_of(layer)(raw - step * tangent)
-    ) / (2 * step)
-    torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-8)

@@ -111,16 +111,6 @@ def test_large_weights_start_by_iteration(view: str, name: str, monkeypatch: pyt
     torch.testing.assert_close(iterated.weight, exact.weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("view", ["filters", "conv"])
-def test_the_start_does_not_read_the_global_generator(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectral_views, "EXACT", 0)
-    layer = make("conv2d")
-    state = torch.get_rng_state()
-    attached(layer, view=view)
-    P.tick_(layer)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_tick_is_one_power_iteration() -> None:
     layer = attached(make("grouped conv2d").double())
     norm, raw = layer.weight_parametrization, layer._parameters["weight"]
@@ -202,15 +192,6 @@ def test_ticks_do_not_wait_for_a_device(view: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("view", ["filters", "conv"])
-def test_a_model_made_on_the_meta_device(view: str) -> None:
-    with torch.device("meta"):
-        layer = attached(nn.Conv2d(4, 6, 3, stride=2, padding=1), view=view)
-    expected = attached(make("conv2d"), view=view)
-    layer.to_empty(device="cpu").load_state_dict(expected.state_dict())
-    assert torch.equal(layer.weight, expected.weight)
-
-
-@pytest.mark.parametrize("view", ["filters", "conv"])
 @pytest.mark.parametrize("name", ["linear", "grouped conv2d"])
 def test_buffers_can_be_saved(view: str, name: str, tmp_path: Path) -> None:
     """safetensors refuses tensors that are not contiguous or are a part of another."""
@@ -238,23 +219,6 @@ def test_layers_of_one_shape_are_ticked_as_one() -> None:
     for layer, other in zip(model, alone, strict=True):
         for (name, a), (_, b) in zip(layer.named_buffers(), other.named_buffers(), strict=True):
             torch.testing.assert_close(a, b, msg=name, **close(torch.float32))
-
-
-def test_only_ticks_move_the_vectors() -> None:
-    layer = attached(make("conv2d"))
-    before = {key: value.clone() for key, value in layer.state_dict().items()}
-    x = sample(layer)
-    with torch.no_grad():
-        layer._parameters["weight"].add_(0.1 * seeded(*layer.weight.shape, seed=2))
-    for training in (True, False):
-        layer.train(training)
-        layer(x).sum().backward()
-        _ = [layer.weight for _ in range(5)], repr(layer), copy.deepcopy(layer)
-    for key, value in layer.state_dict().items():
-        if "parametrization" in key:
-            assert torch.equal(value, before[key]), key
-    P.tick_(layer)
-    assert not torch.equal(layer.weight_parametrization.v, before["weight_parametrization.v"])
 
 
 def test_a_tick_between_forward_and_backward_is_harmless() -> None:

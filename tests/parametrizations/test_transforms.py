@@ -39,18 +39,6 @@ def test_half_precision_is_float32_rounded(member: str, name: str, dtype: torch.
     torch.testing.assert_close(cast_after.weight.float(), reference.weight, **close(dtype))
 
 
-@HALVES
-@ONE
-def test_autocast_computes_the_weight_in_float32(member: str, dtype: torch.dtype) -> None:
-    layer = parametrized(member, "grouped conv2d")
-    expected = layer.weight
-    with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(layer.weight, expected)
-        P.tick_(layer)
-        assert layer(sample(layer)).dtype is dtype
-    torch.testing.assert_close(layer.weight, expected)
-
-
 @ONE
 def test_several_forwards_and_backwards(member: str) -> None:
     """D(real) − D(fake), retained graphs, and a gradient penalty (a second derivative of the layer)."""
@@ -63,20 +51,6 @@ def test_several_forwards_and_backwards(member: str) -> None:
     (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     slope.norm().backward()
     assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())
-
-
-@ONE
-def test_folding_is_the_same_in_both_modes(member: str) -> None:
-    """torch's spectral norm folds another weight in training than evaluation used."""
-    layer = parametrized(member, "grouped conv2d").double()
-    with torch.no_grad():
-        layer._parameters["weight"].add_(0.1 * seeded(*layer.weight.shape, seed=4, dtype=torch.float64))
-    x = sample(layer).double()
-    for training in (True, False):
-        folded = copy.deepcopy(layer).train(training)
-        expected = layer.eval()(x)
-        P.detach(folded, "weight", keep="weight")
-        torch.testing.assert_close(folded(x), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture

@@ -1,27 +1,13 @@
-"""`gonio measure` on every architecture of timm: shapes on the meta device, figures with random weights.
+"""`gonio measure` on an architecture of timm: shapes on the meta device, figures with random weights.
 
-    PYTHONPATH=tests python -m sweeps.measure_timm meta --out meta.jsonl
-    PYTHONPATH=tests python -m sweeps.measure_timm weights --out weights.jsonl
-
-One JSON line per model; the same command run again goes on where the last one stopped. Each model runs in a
-process of its own with a time limit, so that nothing of one model, its memory included, reaches the next.
+`python -m sweeps.timm_sweep meta` and `… weights` go through every architecture.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 import torch
 from torch import nn
@@ -30,7 +16,7 @@ import gonio
 from foreign import timm
 from gonio.measuring import Measurements
 
-__all__ = ["SWEEPS", "build", "main", "on_meta", "with_weights"]
+__all__ = ["build", "on_meta", "with_weights"]
 
 MOST_PARAMETERS = 30_000_000
 
@@ -43,7 +29,7 @@ def build(name: str, device: str) -> nn.Module:
     return model
 
 
-def on_meta(name: str, **_: int) -> dict[str, Any]:
+def on_meta(name: str) -> dict[str, Any]:
     """Shapes and layouts of a model without memory; one whose constructor reads values is built in memory."""
     try:
         model = build(name, "meta")
@@ -92,65 +78,3 @@ def _size(measured: Measurements) -> dict[str, int]:
         "layers": len(measured.layers),
         "entries": sum(t.entries for t in measured.values()),
     }
-
-
-SWEEPS: dict[str, Callable[..., dict[str, Any]]] = {"meta": on_meta, "weights": with_weights}
-
-
-def _child(sweep: str, name: str, most: int, send: Connection) -> None:
-    torch.set_num_threads(1)
-    try:
-        send.send({"outcome": "passed", **SWEEPS[sweep](name, most=most)})
-    except Exception as error:  # the outcome for this model; the sweep goes on
-        send.send({"outcome": f"failed: {type(error).__name__}: {error}"[:400]})
-
-
-def run(sweep: str, name: str, *, seconds: float, most: int) -> dict[str, Any]:
-    """One model in a process of its own."""
-    receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(sweep, name, most, send))
-    child.start()
-    send.close()
-    try:
-        if not receive.poll(seconds):
-            return {"model": name, "outcome": f"unfinished: {seconds:.0f} s are over"}
-        return {"model": name, **receive.recv()}
-    except EOFError:
-        child.join()
-        return {"model": name, "outcome": f"failed: the process ended with {child.exitcode}"}
-    finally:
-        child.kill()
-        child.join()
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    """Counts of outcomes, and everything that is not as it should be by name."""
-    counts = Counter(row["outcome"].split(":")[0] for row in rows)
-    lines = [f"{len(rows)} models: {', '.join(f'{n} {what}' for what, n in counts.items())}"]
-    lines += [f"  {row['model']}: {row['outcome']}" for row in rows if row["outcome"].startswith(("failed", "unf"))]
-    return "\n".join(lines)
-
-
-def main(words: list[str] | None = None) -> int:
-    """The command; 1 if any model failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sweep", choices=SWEEPS)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=600, help="limit per model")
-    parser.add_argument("--most", type=int, default=MOST_PARAMETERS, help="parameters of a model, with weights")
-    parser.add_argument("--stride", type=int, default=1, help="take every n-th architecture")
-    options = parser.parse_args(words)
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {row["model"] for row in rows}
-    with options.out.open("a", encoding="utf-8") as out:
-        for name in timm().list_models()[:: options.stride]:
-            if name not in done:
-                rows.append(run(options.sweep, name, seconds=options.seconds, most=options.most))
-                out.write(json.dumps(rows[-1]) + "\n")
-                out.flush()
-    sys.stdout.write(summary(rows) + "\n")
-    return int(any(row["outcome"].startswith("failed") for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Every model of timm that fits, through all of gonio: one JSON line per model, resumable.
 
-    make sweep
+    make sweep                          the passage of `passage.walk`
+    PYTHONPATH=tests python -m sweeps.timm_sweep meta|weights --out FILE       `gonio measure` alone
 
 Each model runs in a process of its own with a time limit; the same command run again goes on where the
 last one stopped. Models come in the order of `timm_models.tsv` (name, parameters), smallest first, which
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from catalog import seeded
 from foreign import timm
+from sweeps.measure_timm import on_meta, with_weights
 from sweeps.passage import walk
 
 __all__ = ["LISTED", "SMALL", "build", "main", "models", "sample"]
@@ -93,18 +95,34 @@ def _attempts(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     yield declared, {}
 
 
-def _child(name: str, verbs: bool, seconds: int, folder: str, send: Connection) -> None:
+def _measured(figures: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """The row of a sweep that measures alone."""
+    try:
+        return {"model": name, "steps": {"measure": "passed"}, "figures": figures(name)}
+    except Exception as error:  # the outcome of this model; the sweep goes on
+        return {"model": name, "steps": {"measure": f"failed: {type(error).__name__}: {error}"[:400]}}
+
+
+# sweep -> the row of a model, from its name, a folder for files, and whether each verb is undone too
+SWEEPS: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
+    "passage": lambda name, folder, verbs: walk(name, lambda: build(name), folder, verbs=verbs).to_dict(),
+    "meta": lambda name, folder, verbs: _measured(on_meta, name),
+    "weights": lambda name, folder, verbs: _measured(with_weights, name),
+}
+
+
+def _child(sweep: str, name: str, verbs: bool, seconds: int, folder: str, send: Connection) -> None:
     torch.set_num_threads(1)
     # of its own time, because a machine may have others to serve
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    send.send(walk(name, lambda: build(name), Path(folder), verbs=verbs).to_dict())
+    send.send(SWEEPS[sweep](name, Path(folder), verbs))
 
 
-def run(name: str, *, seconds: int, verbs: bool, folder: str) -> dict[str, Any]:
+def run(sweep: str, name: str, *, seconds: int, verbs: bool, folder: str) -> dict[str, Any]:
     """One model in a process of its own, with so many seconds of processor time."""
     timm()  # imported once, here, so that each process has it
     receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(name, verbs, seconds, folder, send))
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(sweep, name, verbs, seconds, folder, send))
     child.start()
     send.close()
     try:
@@ -159,6 +177,7 @@ def summary(rows: list[dict[str, Any]], *, wanted: int) -> str:
 def main(words: list[str] | None = None) -> int:
     """The command; 1 if any step of any model failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sweep", choices=SWEEPS, nargs="?", default="passage")
     parser.add_argument("--out", type=Path, default=Path("timm-sweep.jsonl"))
     parser.add_argument("--count", type=int, default=300, help="how many models, evenly from small to large")
     parser.add_argument("--seconds", type=int, default=120, help="of processor time per model")
@@ -169,14 +188,14 @@ def main(words: list[str] | None = None) -> int:
     if options.list:
         write_list()
         return 0
-    wanted = sample(options.count)
+    wanted = sample(options.count) if options.sweep == "passage" else timm().list_models()
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done, start = {row["model"] for row in rows}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:
         for name in wanted:
             if name in done or time.monotonic() - start > options.budget:
                 continue
-            rows.append(run(name, seconds=options.seconds, verbs=options.verbs, folder=folder))
+            rows.append(run(options.sweep, name, seconds=options.seconds, verbs=options.verbs, folder=folder))
             out.write(json.dumps(rows[-1]) + "\n")
             out.flush()
             print(f"{len(rows)}/{len(wanted)} {name}", file=sys.stderr)

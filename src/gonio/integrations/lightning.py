@@ -10,13 +10,37 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
-from gonio.integrations.added import AddedPenalty, replaced_
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError
 from gonio.measuring import Tracker
 
-__all__ = ["add_penalty_", "tracker_callback"]
+__all__ = ["AddedPenalty", "add_penalty_", "tracker_callback"]
 
+_MARK = "_gonio_penalty"
 _STATE = "gonio_penalty"  # the key in a checkpoint
+
+
+class AddedPenalty:
+    """A penalty in a trainer's loss: methods of the trainer itself, which take precedence over those of its class.
+
+    Example:
+        >>> layer = nn.Identity()
+        >>> added = gonio.integrations.lightning.AddedPenalty(layer, forward=lambda x: x + 1)
+        >>> before = layer(torch.zeros(1)); added.undo_(); before, layer(torch.zeros(1))
+        (tensor([1.]), tensor([0.]))
+    """
+
+    def __init__(self, owner: Any, **methods: Callable[..., Any]) -> None:
+        if any(hasattr(getattr(owner, name, None), _MARK) for name in methods):
+            raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
+        for name, new in methods.items():
+            setattr(new, _MARK, True)
+            setattr(owner, name, new)
+        self._owner, self._methods = owner, tuple(methods)
+
+    def undo_(self) -> None:
+        """Restore the methods of the object's class. A second call has no effect."""
+        for name in self._methods:
+            vars(self._owner).pop(name, None)
 
 
 def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenalty:
@@ -61,7 +85,7 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenal
     def training_step(*batch: Any, **named: Any) -> Any:
         return _with(original(*batch, **named), penalty)
 
-    return replaced_(module, training_step=training_step, **_state_hooks(module, penalty))
+    return AddedPenalty(module, training_step=training_step, **_state_hooks(module, penalty))
 
 
 def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:
@@ -92,23 +116,15 @@ def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
         return output + penalty()
     if isinstance(output, Mapping) and "loss" in output:
         return {**output, "loss": output["loss"] + penalty()}
-    raise InvalidArgumentError(
-        "training_step returns the loss, a dict with 'loss', or None",
-        f"a {type(output).__name__}",
-        "Return one of them.",
-    )
+    problem = "training_step returns the loss, a dict with 'loss', or None"
+    raise InvalidArgumentError(problem, f"a {type(output).__name__}", "Return one of them.")
 
 
 def tracker_callback(tracker: Tracker) -> Any:
     """A `lightning.pytorch.Callback` that measures after optimizer steps: `Trainer(callbacks=[…])`.
 
     Steps are the trainer's `global_step`, which counts optimizer steps also if gradients are accumulated.
-
-    Args:
-        tracker: a :class:`gonio.Tracker` of the module or a part of it.
-
-    Raises:
-        MissingExtraError: if neither `lightning` nor `pytorch_lightning` is installed.
+    Raises: MissingExtraError if neither `lightning` nor `pytorch_lightning` is installed.
     """
     base: Any = _library().Callback
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gonio.errors import MissingExtraError, NotApplicableError
-from gonio.integrations.added import AddedPenalty, replaced_
+from gonio.integrations.lightning import AddedPenalty
 from gonio.measuring import Tracker
 
 __all__ = ["add_penalty_", "tracker_callback"]
@@ -62,7 +62,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
         extra = penalty() / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
-    return replaced_(trainer, compute_loss=_with_penalty)
+    return AddedPenalty(trainer, compute_loss=_with_penalty)
 
 
 def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
@@ -81,12 +81,7 @@ def tracker_callback(tracker: Tracker) -> Any:
     """A `transformers.TrainerCallback` that measures after optimizer steps: `Trainer(callbacks=[…])`.
 
     Steps are the trainer's `global_step`, which counts optimizer steps also if gradients are accumulated.
-
-    Args:
-        tracker: a :class:`gonio.Tracker` of the model or a part of it.
-
-    Raises:
-        MissingExtraError: if `transformers` is not installed.
+    Raises: MissingExtraError if `transformers` is not installed.
     """
     try:
         from transformers import TrainerCallback

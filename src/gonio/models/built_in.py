@@ -16,8 +16,8 @@ __all__ = ["BUILT_IN", "ByteTransformer", "byte_transformer", "digits_cnn", "poi
 def digits_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """Three conv-BN-ReLU blocks (16, 32, 64 filters), pooling to 2 × 2, and two linear layers.
 
-    It has every kind of layer that the methods of gonio change: convolutions before a normalisation, which
-    makes their scale irrelevant, batch normalisation, and two linear layers joined by a ReLU alone.
+    It has every kind of layer that the methods of gonio change: convolutions whose scale a normalisation removes,
+    batch normalisation, and two linear layers joined by a ReLU alone.
 
     Shape: :math:`(N, C, H, W)` with :math:`H, W \\ge 4` → :math:`(N, K)` logits.
 
@@ -60,24 +60,16 @@ def _blocks(
     conv: type[nn.Module], norm: type[nn.Module], widths: Sequence[int], **options: int
 ) -> list[tuple[str, nn.Module]]:
     """Convolution, normalisation and ReLU for each pair of successive widths."""
-    return [
-        layer
-        for index, (before, width) in enumerate(pairwise(widths), start=1)
-        for layer in (
-            (f"conv{index}", conv(before, width, bias=False, **options)),
-            (f"norm{index}", norm(width)),
-            (f"act{index}", nn.ReLU()),
-        )
-    ]
+    layers: list[tuple[str, nn.Module]] = []
+    for i, (before, width) in enumerate(pairwise(widths), start=1):
+        layers += [(f"conv{i}", conv(before, width, bias=False, **options)), (f"norm{i}", norm(width))]
+        layers += [(f"act{i}", nn.ReLU())]
+    return layers
 
 
 def _classifier(width: int, num_classes: int) -> list[tuple[str, nn.Module]]:
-    return [
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(width, 64)),
-        ("act4", nn.ReLU()),
-        ("fc2", nn.Linear(64, num_classes)),
-    ]
+    first, last = nn.Linear(width, 64), nn.Linear(64, num_classes)
+    return [("flatten", nn.Flatten()), ("fc1", first), ("act4", nn.ReLU()), ("fc2", last)]
 
 
 class ByteTransformer(nn.Module):

@@ -37,12 +37,7 @@ _RUN_SETTINGS = ("auto_map", "attn_implementation", "experts_implementation", "t
 
 
 def load_library(package: str, spec: str) -> ModuleType:
-    """Import the package of the model `spec`.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-        NotApplicableError: if it is installed but cannot be imported with this torch.
-    """
+    """Import the package of the model `spec`."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -91,14 +86,11 @@ class Configured:
     config: Callable[..., Any]  # takes keywords that replace values of the configuration
 
     def __call__(self, **sizes: int) -> nn.Module:
-        """A model with random weights.
-
-        Raises: NotApplicableError if the configuration is invalid, or the model is larger than the memory.
-        """
+        """A model with random weights, unless it is larger than this machine's memory."""
         config = self.configuration(**sizes)
         with self._building(), torch.device("meta"):
             planned = sum(p.numel() * p.element_size() for p in self.model(config).parameters())
-        if planned > _memory():
+        if planned > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             why = f"its weights would take {planned / 2**30:.0f} GiB, more than this machine's memory"
             raise NotApplicableError("resolve()", self.spec, why, _DO)
         with self._building():
@@ -120,17 +112,7 @@ class Configured:
 
 
 def from_transformers(spec: str, name: str) -> tuple[Configured, dict[str, str]]:
-    """The model of transformers with this name.
-
-    `name` is a model class (`BertModel`) or a model type (`bert`), both with the default sizes of the library, or the
-    path of a `config.json` or of a folder that contains one.
-
-    Raises:
-        UnknownNameError: for an unknown class or type.
-        InvalidArgumentError: for a missing file. Names of a model hub are not looked up.
-        UnreadableFileError: if the file is not a configuration.
-        NotApplicableError: for the configuration of a quantised model.
-    """
+    """The model of a class (`BertModel`) or type (`bert`) in the library's default sizes, or of a `config.json`."""
     library = load_library("transformers", spec)
     if name and (name.endswith(".json") or "/" in name or Path(name).is_dir()):
         return _from_file(library, spec, Path(name))
@@ -150,9 +132,8 @@ def _sized(found: Configured, model: Any) -> tuple[Configured, dict[str, str]]:
 def _from_file(library: ModuleType, spec: str, path: Path) -> tuple[Configured, dict[str, str]]:
     data = _read(path / _CONFIG if path.is_dir() else path)
     if "quantization_config" in data:
-        raise NotApplicableError(
-            "resolve()", spec, "its configuration is of a quantised model", "Name the original model."
-        )
+        why = "its configuration is of a quantised model"
+        raise NotApplicableError("resolve()", spec, why, "Name the original model.")
     names, listed = _class_names(library), data.get("architectures")
     known = [name for name in listed if isinstance(name, str) and name in names] if isinstance(listed, list) else []
     model = _model_class(library, spec, known[0] if known else str(data.get("model_type", "")))
@@ -180,7 +161,10 @@ def _model_class(library: ModuleType, spec: str, name: str) -> Any:
     types = library.models.auto.modeling_auto.MODEL_MAPPING_NAMES
     base = types.get(name, ())
     for candidate in (name, base) if isinstance(base, str) else (name, *base):
-        found = _attribute(library, spec, candidate) if candidate in names else None
+        try:
+            found = getattr(library, candidate) if candidate in names else None  # imported on access
+        except Exception as error:  # a dependency is missing, or built for another torch
+            raise unusable("transformers", spec, error) from error
         if getattr(found, "config_class", None) is not None:
             return found
     raise UnknownNameError("transformers model", name, {*types, *names})
@@ -190,19 +174,6 @@ def _class_names(library: ModuleType) -> set[str]:
     """The names of model classes; classes that are not imported yet are recognised by their names."""
     ends = (name for name in dir(library) if name.endswith("Model") or "For" in name)
     return {name for name in ends if not name.startswith(("_", "Auto")) and "PreTrainedModel" not in name}
-
-
-def _attribute(library: ModuleType, spec: str, name: str) -> Any:
-    """A class of the library, which imports it on access."""
-    try:
-        return getattr(library, name)
-    except Exception as error:  # a dependency is missing, or built for another torch
-        raise unusable("transformers", spec, error) from error
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 LIBRARIES: Mapping[str, Callable[[str, str], Found]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -17,27 +18,20 @@ __all__ = ["ModelFactory", "resolve"]
 
 @dataclass(frozen=True)
 class ModelFactory:
-    """Builds fresh, randomly initialised models of one kind.
+    """Builds fresh, randomly initialised models of one kind."""
 
-    Attributes:
-        spec: the name it was resolved from.
-        function: builds one model.
-        keywords: the names of `num_classes` and `in_channels` among the parameters of `function`.
-    """
-
-    spec: str
-    function: Callable[..., nn.Module]
-    keywords: Mapping[str, str]
+    spec: str  # the name it was resolved from
+    function: Callable[..., nn.Module]  # builds one model
+    keywords: Mapping[str, str]  # the names of `num_classes` and `in_channels` among the parameters of `function`
 
     def __call__(self, *, num_classes: int | None = None, in_channels: int | None = None) -> nn.Module:
         """A new model. Sizes for which `function` has no parameter are ignored."""
         sizes = {"num_classes": num_classes, "in_channels": in_channels}
         given = {self.keywords[k]: v for k, v in sizes.items() if v is not None and k in self.keywords}
-        model = self.function(**given)
+        model: Any = self.function(**given)
         if not isinstance(model, nn.Module):
-            raise InvalidArgumentError(
-                f"{self.spec!r} must build a model", f"a {type(model).__name__}", "Return a torch.nn.Module."
-            )
+            found = f"a {type(model).__name__}"
+            raise InvalidArgumentError(f"{self.spec!r} must build a model", found, "Return a torch.nn.Module.")
         return model
 
 

@@ -28,12 +28,7 @@ def is_user_code(spec: str) -> bool:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The callable that `path/file.py:name` refers to. Executes the file.
-
-    Raises:
-        InvalidArgumentError: if the file or the part after the colon is missing, or it is not callable.
-        UnknownNameError: if the file does not define this name; the message has the closest names.
-    """
+    """The callable that `path/file.py:name` refers to. Executes the file."""
     path, name = _split(spec)
     # The digest makes the name unique, and registration lets classes of the file be pickled.
     module_name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
@@ -50,11 +45,10 @@ def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., An
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     if not hasattr(module, name):
         raise UnknownNameError(f"function in {path}", name, public)
-    function: Callable[..., Any] = getattr(module, name)
+    function: Any = getattr(module, name)
     if not callable(function):
-        raise InvalidArgumentError(
-            f"{spec!r} must name a function", f"a {type(function).__name__}", "Name a function that builds it."
-        )
+        found, do = f"a {type(function).__name__}", "Name a function that builds it."
+        raise InvalidArgumentError(f"{spec!r} must name a function", found, do)
     return function
 
 
@@ -63,8 +57,6 @@ def load_script(spec: str) -> Callable[..., Any]:
 
     The folder of the file is put first on the path and the module has the name of the file, so that
     neighbouring modules can be imported, and its functions can be unpickled in processes that it starts.
-
-    Raises: InvalidArgumentError if the file or the function is missing, or another module has the same name.
     """
     path, name = _split(spec)
     folder = str(path.resolve().parent)
@@ -73,9 +65,8 @@ def load_script(spec: str) -> Callable[..., Any]:
     module = importlib.import_module(path.stem)
     found = getattr(module, "__file__", None)
     if found is None or Path(found).resolve() != path.resolve():
-        raise InvalidArgumentError(
-            f"{spec!r} is imported as {path.stem!r}", f"another module of that name, {found}", "Rename the file."
-        )
+        problem = f"{spec!r} is imported as {path.stem!r}"
+        raise InvalidArgumentError(problem, f"another module of that name, {found}", "Rename the file.")
     return _function(spec, path, name, module)
 
 
@@ -102,12 +93,10 @@ def code_digest(spec: str) -> str | None:
 def _split(spec: str) -> tuple[Path, str]:
     text, _, name = spec.rpartition(":")
     if not text:
-        raise InvalidArgumentError(
-            f"{spec!r} must name a function in the file", "no function after it", f"Write {spec}:name_of_the_function."
-        )
+        problem, do = f"{spec!r} must name a function in the file", f"Write {spec}:name_of_the_function."
+        raise InvalidArgumentError(problem, "no function after it", do)
     path = Path(text)
     if not path.is_file():
-        raise InvalidArgumentError(
-            f"{spec!r} names a Python file", f"no file {str(path.absolute())!r}", "Check the path."
-        )
+        found = f"no file {str(path.absolute())!r}"
+        raise InvalidArgumentError(f"{spec!r} names a Python file", found, "Check the path.")
     return path, name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ def bounded_asin(cosine: Tensor, rounded_as: torch.dtype | None = None) -> Tenso
 class Angular(ABC):
     """An angular activation: a function of the angle between a filter and its input."""
 
+    is_cosine: ClassVar[bool] = False  # g = cos θ: the operator is a multiple of the plain product
+
     def __call__(self, angle: Tensor) -> Tensor:
         """The value at `angle`, in radians."""
         return self.of_cosine(torch.cos(angle))
@@ -68,7 +70,7 @@ class Angular(ABC):
         """The value where the cosine of the angle is `cosine`; rounding beyond ±1 is allowed."""
 
     def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
-        r"""The operator :math:`h\,g` from the plain product.
+        r"""The operator :math:`h\,g` from the plain product; for the cosine the layer multiplies `product` by `slope`.
 
         Args:
             product: :math:`\lVert x \rVert \cos\theta`, in the dtype of the layer's input.
@@ -90,16 +92,14 @@ class Cosine(Angular):
         >>> gonio.nn.angular.Cosine()(torch.tensor([0.0, torch.pi]))
         tensor([ 1., -1.])
 
-    References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
         https://arxiv.org/abs/1804.08071
     """
 
+    is_cosine = True
+
     def of_cosine(self, cosine: Tensor) -> Tensor:
         return cosine
-
-    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
-        return product * slope  # no division by the norm, hence nothing undefined at a zero input
 
 
 class _OfArcsine(Angular):
@@ -128,8 +128,7 @@ class Linear(_OfArcsine):
         >>> gonio.nn.angular.Linear()(torch.tensor([torch.pi / 4]))
         tensor([0.5000])
 
-    References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, angular activation functions.
         https://arxiv.org/abs/1804.08071
     """
 
@@ -152,16 +151,13 @@ class Sigmoid(_OfArcsine):
     Args:
         k: width of the transition, in radians, positive.
 
-    Raises:
-        InvalidArgumentError: if `k` is not positive and finite.
+    Raises: InvalidArgumentError if `k` is not positive and finite.
 
     Example:
         >>> gonio.nn.angular.Sigmoid(k=0.01)(torch.tensor([0.0, 1.5, torch.pi]))
         tensor([ 1.0000,  0.9983, -1.0000])
 
-    References:
-        [1] W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017 (k = 0.3).
-        https://arxiv.org/abs/1711.03189
+    References: W. Liu et al., "Deep Hyperspherical Learning", NIPS 2017 (k = 0.3). https://arxiv.org/abs/1711.03189
     """
 
     k: float = 0.3
@@ -185,9 +181,8 @@ class SquaredCosine(Angular):
         >>> gonio.nn.angular.SquaredCosine()(torch.tensor([0.0, torch.pi / 3, torch.pi]))
         tensor([ 1.0000,  0.2500, -1.0000])
 
-    References:
-        [1] Official code of [2] (`linear_sqcos`); the paper's text does not list it.
-        [2] W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
+    References: the official code (`linear_sqcos`) of W. Liu et al., "Decoupled Networks", CVPR 2018, whose text does
+        not list it. https://arxiv.org/abs/1804.08071
     """
 
     def of_cosine(self, cosine: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
-"""Conversion between a torch layer and a layer on the same parameters."""
+"""What the layers of this package share: the parameters of a torch layer, and running statistics in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["check_plain", "share_", "with_weight_"]
+__all__ = ["RunningStatistics", "annotate_", "check_plain", "share_", "with_weight_"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -42,3 +45,37 @@ def with_weight_(target: Layer, weight: Tensor) -> Layer:
         if value is not None and old is not None:
             target._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
     return target
+
+
+def annotate_(kind: type, method: str, **annotations: str) -> None:
+    """Give a class a copy of an inherited class method with these annotations: the layers that it converts.
+
+    :func:`gonio.swap_` and recipes read them.
+    """
+    shared = getattr(kind, method).__func__
+    own = FunctionType(shared.__code__, shared.__globals__, method)
+    own.__doc__, own.__kwdefaults__ = shared.__doc__, shared.__kwdefaults__
+    own.__annotations__ = shared.__annotations__ | annotations
+    own.__qualname__ = f"{kind.__qualname__}.{method}"
+    setattr(kind, method, classmethod(own))
+
+
+class RunningStatistics(nn.Module):
+    """Abstract base of the layers with running statistics, which are buffers of their own names.
+
+    `momentum` is torch's: the weight of the new batch, or None for the average of all batches.
+    """
+
+    momentum: float | None
+    num_batches_tracked: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As torch's, but `half()` and `bfloat16()` leave the running statistics in float32."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype in (torch.float16, torch.bfloat16):
+                keep = new if old.is_meta else old.to(new.device)
+                self._buffers[name] = keep.float()
+        return self

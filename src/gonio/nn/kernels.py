@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gonio.execution import ordinary_eager
+from gonio.execution import total
 from gonio.geometry.norms import widen
-from gonio.nn.running import total
 from gonio.nn.switchable_function import (
     Affine,
     Found,
@@ -42,30 +40,14 @@ __all__ = [
     "bounded_asin",
     "product_with_squares",
     "scale_",
-    "scales_in_place",
-    "squares_beside_product",
     "switchable_norm_by_rows",
-    "window_sum",
 ]
 
 Number = float | Tensor
-LARGE = 2**16  # entries of an output
+LARGE = 2**16  # entries of an input or output, from which the forms of decoupled layers save time and memory
 
 
 # --- decoupled layers -----------------------------------------------------------------------------
-
-
-def window_sum(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
-    """Sums over the windows of each channel of an image, as of a convolution with ones.
-
-    Saves 12 % of a step of the digits network; the backward of the convolution is slow for maps of few channels.
-    """
-    return F.avg_pool2d(x, kernel, stride, padding, divisor_override=1)
-
-
-def squares_beside_product(x: Tensor) -> bool:
-    """Whether :func:`product_with_squares` pays: for large inputs in full precision."""
-    return ordinary_eager(x) and x.numel() >= LARGE and x.dtype in (torch.float32, torch.float64)
 
 
 def product_with_squares(x: Tensor, filters: Tensor, conv: Any) -> tuple[Tensor, Tensor]:
@@ -99,11 +81,6 @@ class _ProductWithSquares(torch.autograd.Function):
         if by_x is not None:
             conv.group(by_x).addcmul_(conv.group(x), by_squares.unsqueeze(2), value=2)
         return by_x, by_filters, None
-
-
-def scales_in_place(product: Tensor) -> bool:
-    """Whether :func:`scale_` pays: on small outputs it costs more time than it saves memory."""
-    return ordinary_eager(product) and product.numel() >= LARGE
 
 
 def scale_(

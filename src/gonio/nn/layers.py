@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gonio.nn.angular import Angular
-from gonio.nn.conversion import check_plain, share_, with_weight_
-from gonio.nn.decoupled import COSINE, TANH, Decoupled, Gradient, Weighted
+from gonio.nn.conversion import annotate_, check_plain, share_, with_weight_
+from gonio.nn.decoupled import COSINE, TANH, ConvMap, ConvTransposeMap, Decoupled, DenseMap, Gradient, Weighted
 from gonio.nn.magnitude import Magnitude
-from gonio.nn.patches import ConvMap, ConvTransposeMap, DenseMap
 
 __all__ = [
     "DecoupledConv1d",
@@ -30,20 +29,12 @@ Size = int | tuple[int, ...]
 class DecoupledLinear(Decoupled, nn.Linear):
     r"""A linear layer whose product is split into a magnitude and an angular part.
 
-    For every filter (row) :math:`w` and input vector :math:`x`,
+    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter (row) :math:`w` and input vector
+    :math:`x`; options and properties are those of :class:`gonio.nn.DecoupledConv2d`.
 
-    .. math::
-        y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b
+    Shape: (…, in_features) → (…, out_features).
 
-    instead of :math:`\lVert w \rVert \lVert x \rVert \cos\theta + b`. All options and properties are
-    those of :class:`gonio.nn.DecoupledConv2d`; the patch is the whole vector.
-
-    Shape:
-        - input: (…, in_features).
-        - output: (…, out_features).
-
-    Invariances:
-        Rescaling any filter by a positive factor, unless `weighted`.
+    Invariances: Rescaling any filter by a positive factor, unless `weighted`.
 
     Example:
         >>> layer = gonio.nn.DecoupledLinear(3, 5, bias=False, magnitude=gonio.nn.magnitude.Sphere())
@@ -55,9 +46,6 @@ class DecoupledLinear(Decoupled, nn.Linear):
         True
 
     Folding: exact for the magnitude Linear with the cosine, else impossible.
-
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
 
     def __init__(
@@ -118,31 +106,39 @@ class DecoupledLinear(Decoupled, nn.Linear):
 
 
 class _DecoupledConvNd(Decoupled, nn.modules.conv._ConvNd):
-    """Abstract base of the decoupled convolutions; the last base of each is the torch layer."""
+    """Abstract base of the decoupled convolutions."""
 
-    plain: ClassVar[type[nn.modules.conv._ConvNd]]
-    arguments: ClassVar[tuple[str, ...]] = (
-        "in_channels",
-        "out_channels",
-        "kernel_size",
-        "stride",
-        "padding",
-        "dilation",
-        "groups",
-        "padding_mode",
-    )
+    plain: ClassVar[type[nn.modules.conv._ConvNd]]  # the torch layer, the last base of the class
+    arguments: ClassVar[str] = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
+
+    def __init_subclass__(cls, *, plain: type[nn.modules.conv._ConvNd] | None = None) -> None:
+        super().__init_subclass__()
+        if plain is not None:
+            cls.plain = plain
+            annotate_(cls, "from_conv", conv=f"nn.{plain.__name__}")
 
     @classmethod
-    def _around(cls, conv: nn.modules.conv._ConvNd, *operator: Any) -> Self:
+    def from_conv(
+        cls,
+        conv: nn.modules.conv._ConvNd,
+        *,
+        magnitude: Magnitude = TANH,
+        angular: Angular = COSINE,
+        weighted: Weighted | None = None,
+        gradient: Gradient = "exact",
+        momentum: float | None = 0.1,
+        synchronize: bool = True,
+    ) -> Self:
+        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
         check_plain(conv, cls.plain, verb="from_conv")
         new = share_(cls(**cls._arguments(conv)), conv)
-        new._set_operator(*operator)
+        new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
         return new
 
     @classmethod
     def _arguments(cls, conv: nn.modules.conv._ConvNd) -> dict[str, Any]:
         """The constructor arguments of a layer of the same shape, on the meta device: its parameters are shared."""
-        return {n: getattr(conv, n) for n in cls.arguments} | {"bias": conv.bias is not None, "device": "meta"}
+        return {n: getattr(conv, n) for n in cls.arguments.split()} | {"bias": conv.bias is not None, "device": "meta"}
 
     def to_conv(self) -> nn.modules.conv._ConvNd:
         """The torch layer on the same Parameter objects: its product is the plain one."""
@@ -217,45 +213,20 @@ class _DecoupledConv(_DecoupledConvNd):
         return self._convolve(x, self._map)
 
 
-class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
-    r"""A 1-D convolution whose product is split into a magnitude and an angular part.
+class DecoupledConv1d(_DecoupledConv, nn.Conv1d, plain=nn.Conv1d):
+    """A 1-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
 
-    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter and patch; all options
-    and properties are those of :class:`DecoupledConv2d`.
-
-    Shape:
-        - input: (N, in_channels, L) or (in_channels, L).
-        - output: as `torch.nn.Conv1d`.
+    Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.Conv1d`.
 
     Example:
         >>> layer = gonio.nn.DecoupledConv1d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
         >>> x = torch.ones(1, 2, 8)
         >>> torch.allclose(layer(5 * x), layer(x))
         True
-
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
 
-    plain = nn.Conv1d
 
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.Conv1d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)
-
-
-class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
+class DecoupledConv2d(_DecoupledConv, nn.Conv2d, plain=nn.Conv2d):
     r"""A 2-D convolution whose product is split into a magnitude and an angular part.
 
     For every filter :math:`w` and patch :math:`x`, with the angle :math:`\theta` between them,
@@ -285,16 +256,13 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
         momentum: of the running mean norm, torch's convention; None averages all batches.
         synchronize: take the mean norm over all processes of a data-parallel training.
 
-    Shape:
-        - input: (N, in_channels, H, W) or (in_channels, H, W).
-        - output: as `torch.nn.Conv2d`.
+    Shape: input (N, in_channels, H, W) or (in_channels, H, W); output as `torch.nn.Conv2d`.
 
     Invariances:
         Rescaling any filter by a positive factor, unless `weighted`; in training, rescaling the input
         too, if the radius is measured in mean norms or the magnitude is constant.
 
-    Raises:
-        InvalidArgumentError: for options that have no meaning together.
+    Raises: InvalidArgumentError for options that have no meaning together.
 
     Example:
         Equal to the torch layer for one choice of options:
@@ -316,9 +284,7 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
 
     Folding: exact for the magnitude Linear with the cosine, else impossible.
 
-    References:
-        [1] W. Liu et al., "Decoupled Networks", CVPR 2018.
-        https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
 
     Differs: the norms have no additive constant (the official code adds 1e-4 under each root, which
     halves the cosine of vectors of norm 0.01). The radius is a positive number times the mean norm
@@ -326,64 +292,22 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
     starts with the first batch (official: 0.001).
     """
 
-    plain = nn.Conv2d
 
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.Conv2d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)
+class DecoupledConv3d(_DecoupledConv, nn.Conv3d, plain=nn.Conv3d):
+    """A 3-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
 
-
-class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
-    r"""A 3-D convolution whose product is split into a magnitude and an angular part.
-
-    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter and patch; all options
-    and properties are those of :class:`DecoupledConv2d`.
-
-    Shape:
-        - input: (N, in_channels, D, H, W) or (in_channels, D, H, W).
-        - output: as `torch.nn.Conv3d`.
+    Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.Conv3d`.
 
     Example:
         >>> layer = gonio.nn.DecoupledConv3d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
         >>> x = torch.ones(1, 2, 4, 4, 4)
         >>> torch.allclose(layer(5 * x), layer(x))
         True
-
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
     """
-
-    plain = nn.Conv3d
-
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.Conv3d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)
 
 
 class _DecoupledConvTranspose(_DecoupledConvNd):
-    arguments = (*_DecoupledConvNd.arguments, "output_padding")
+    arguments = f"{_DecoupledConvNd.arguments} output_padding"
 
     def __init__(
         self,
@@ -433,47 +357,19 @@ class _DecoupledConvTranspose(_DecoupledConvNd):
         return self._convolve(x, self._map_with(tuple(compute(x, output_size, *sizes))))
 
 
-class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d):
-    r"""A 1-D transposed convolution whose product is split into a magnitude and an angular part.
+class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d, plain=nn.ConvTranspose1d):
+    """A 1-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
 
-    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
-
-    Shape:
-        - input: (N, in_channels, L) or (in_channels, L).
-        - output: as `torch.nn.ConvTranspose1d`.
+    Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.ConvTranspose1d`.
 
     Example:
-        >>> layer = gonio.nn.DecoupledConvTranspose1d(2, 4, 3, stride=2, bias=False,
-        ...     magnitude=gonio.nn.magnitude.Sphere(), angular=gonio.nn.angular.Linear())
-        >>> x = torch.ones(1, 2, 8)
-        >>> bool((layer(5 * x).abs() <= 1).all())
+        >>> layer = gonio.nn.DecoupledConvTranspose1d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
+        >>> bool((layer(torch.ones(1, 2, 8)).abs() <= 1).all())
         True
-
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
-
-    Differs: the paper treats no transposed convolution.
     """
 
-    plain = nn.ConvTranspose1d
 
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.ConvTranspose1d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)
-
-
-class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
+class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d, plain=nn.ConvTranspose2d):
     r"""A 2-D transposed convolution whose product is split into a magnitude and an angular part.
 
     Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`. Its patch :math:`x` is the
@@ -481,9 +377,7 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
     the stride and, at the border, on where the input ends, and so do both norms. An output that no input reaches
     is :math:`b`. The options are those of :class:`DecoupledConv2d`.
 
-    Shape:
-        - input: (N, in_channels, H, W) or (in_channels, H, W).
-        - output: as `torch.nn.ConvTranspose2d`.
+    Shape: input (N, in_channels, H, W) or (in_channels, H, W); output as `torch.nn.ConvTranspose2d`.
 
     Example:
         >>> layer = gonio.nn.DecoupledConvTranspose2d(2, 4, 3, stride=2, bias=False,
@@ -492,65 +386,19 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
         >>> bool((layer(5 * x).abs() <= 1).all())
         True
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
 
     Differs: the paper treats no transposed convolution.
     """
 
-    plain = nn.ConvTranspose2d
 
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.ConvTranspose2d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)
+class DecoupledConvTranspose3d(_DecoupledConvTranspose, nn.ConvTranspose3d, plain=nn.ConvTranspose3d):
+    """A 3-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
 
-
-class DecoupledConvTranspose3d(_DecoupledConvTranspose, nn.ConvTranspose3d):
-    r"""A 3-D transposed convolution whose product is split into a magnitude and an angular part.
-
-    Patches and filters are those of :class:`DecoupledConvTranspose2d`, the options those of :class:`DecoupledConv2d`.
-
-    Shape:
-        - input: (N, in_channels, D, H, W) or (in_channels, D, H, W).
-        - output: as `torch.nn.ConvTranspose3d`.
+    Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.ConvTranspose3d`.
 
     Example:
-        >>> layer = gonio.nn.DecoupledConvTranspose3d(2, 4, 3, stride=2, bias=False,
-        ...     magnitude=gonio.nn.magnitude.Sphere(), angular=gonio.nn.angular.Linear())
-        >>> x = torch.ones(1, 2, 4, 4, 4)
-        >>> bool((layer(5 * x).abs() <= 1).all())
+        >>> layer = gonio.nn.DecoupledConvTranspose3d(2, 4, 3, bias=False, magnitude=gonio.nn.magnitude.Sphere())
+        >>> bool((layer(torch.ones(1, 2, 4, 4, 4)).abs() <= 1).all())
         True
-
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018. https://arxiv.org/abs/1804.08071
-
-    Differs: the paper treats no transposed convolution.
     """
-
-    plain = nn.ConvTranspose3d
-
-    @classmethod
-    def from_conv(
-        cls,
-        conv: nn.ConvTranspose3d,
-        *,
-        magnitude: Magnitude = TANH,
-        angular: Angular = COSINE,
-        weighted: Weighted | None = None,
-        gradient: Gradient = "exact",
-        momentum: float | None = 0.1,
-        synchronize: bool = True,
-    ) -> Self:
-        """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
-        return cls._around(conv, magnitude, angular, weighted, gradient, momentum, synchronize)

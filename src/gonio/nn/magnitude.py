@@ -1,7 +1,7 @@
 r"""Magnitude functions :math:`h(\lVert x \rVert)`: how a decoupled operator depends on the norm of its input.
 
-Each is a frozen dataclass of numbers and pure functions. `alpha` scales the output, `beta` is the
-second slope where there is one, `radius` is the operator radius :math:`\rho` where there is one.
+Each is a frozen dataclass of numbers and pure functions: `alpha` (:math:`\alpha`), `beta` (:math:`\beta`) and the
+operator radius `radius` (:math:`\rho`) of its formula.
 
 `radius_in` is the unit of the radius: `"mean_norm"` (the mean norm of the layer's inputs: of the batch in
 training, its running mean in evaluation) or `"absolute"`. Norms grow as the square root of the number of
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -42,16 +42,19 @@ class Coefficients:
     radius: Number = 1.0
 
 
+@dataclass(frozen=True)
 class Magnitude(ABC):
     """A magnitude function of the input's norm."""
 
-    alpha: float
+    alpha: float = 1.0
+    learn_alpha: bool = field(default=False, kw_only=True)
     bounded: ClassVar[bool]  # |h| ≤ alpha for every input
+    is_linear: ClassVar[bool] = False  # h = alpha·‖x‖
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]  # every concrete class is a dataclass
-            _check_field(type(self).__name__, field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check_field(type(self).__name__, each.name, getattr(self, each.name))
 
     @property
     def coefficients(self) -> Coefficients:
@@ -67,9 +70,9 @@ class Magnitude(ABC):
         """The value at `norm`, with the fields of this object and an absolute radius."""
         return self.value(norm, self.coefficients)
 
-    @abstractmethod
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        """The value at `norm` with the coefficients `c`."""
+        """The value at `norm` with the coefficients `c`; defined anew where the slope is not finite at 0."""
+        return norm * self.slope(norm, c)
 
     @abstractmethod
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
@@ -106,13 +109,23 @@ def _at_least(norm: Tensor, radius: Number) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _WithBeta(Magnitude):
+    beta: float = 0.5
+    learn_beta: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class _WithRadius(Magnitude):
+    radius: float = 1.0
+    learn_radius: bool = field(default=False, kw_only=True)
+    radius_in: Unit = field(default="mean_norm", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Sphere(Magnitude):
     r"""A constant, :math:`h = \alpha`: only the angle matters (SphereConv).
 
     Bounded by :math:`\alpha`. A zero input has no direction; the operator is defined to be 0 there, with gradient 0.
-
-    Args:
-        alpha: the constant.
 
     Example:
         >>> gonio.nn.magnitude.Sphere(alpha=2.0)(torch.tensor([0.5, 100.0]))
@@ -123,8 +136,6 @@ class Sphere(Magnitude):
         [2] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = True
     continuous_at_zero = False
 
@@ -136,60 +147,37 @@ class Sphere(Magnitude):
 
 
 @dataclass(frozen=True)
-class Ball(Magnitude):
+class Ball(_WithRadius):
     r"""Linear up to the radius, then constant: :math:`h = \alpha \min(\lVert x \rVert, \rho) / \rho`.
 
     Bounded by :math:`\alpha`; it tends to :class:`Sphere` as :math:`\rho \to 0`.
-
-    Args:
-        alpha: the value at and beyond the radius.
-        radius: where it turns, in the unit `radius_in`.
 
     Example:
         >>> gonio.nn.magnitude.Ball(radius=2.0)(torch.tensor([1.0, 2.0, 9.0]))
         tensor([0.5000, 1.0000, 1.0000])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
     bounded = True
-
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * self.slope(norm, c)
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return c.alpha / _at_least(norm, c.radius)
 
 
 @dataclass(frozen=True)
-class Tanh(Magnitude):
+class Tanh(_WithRadius):
     r"""The smooth ball, :math:`h = \alpha \tanh(\lVert x \rVert / \rho)`.
 
-    Bounded by :math:`\alpha`; slope :math:`\alpha/\rho` at 0.
-
-    Args:
-        alpha: the bound.
-        radius: the norm at which it reaches 76 % of the bound, in the unit `radius_in`.
+    Bounded by :math:`\alpha`, of which it reaches 76 % at the radius; slope :math:`\alpha/\rho` at 0.
 
     Example:
         >>> gonio.nn.magnitude.Tanh(radius=2.0)(torch.tensor([0.0, 2.0, 100.0]))
         tensor([0.0000, 0.7616, 1.0000])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
     bounded = True
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -205,30 +193,22 @@ class Linear(Magnitude):
 
     Unbounded. With the cosine and `weighted="linear"`, :math:`\alpha = 1`, it is the ordinary layer.
 
-    Args:
-        alpha: the slope.
-
     Example:
         >>> gonio.nn.magnitude.Linear(alpha=0.5)(torch.tensor([4.0]))
         tensor([2.])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = False
-
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * c.alpha
+    is_linear = True
 
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
         return c.alpha
 
 
 @dataclass(frozen=True)
-class Segmented(Magnitude):
+class Segmented(_WithRadius, _WithBeta):
     r"""Two slopes that meet at the radius.
 
     .. math::
@@ -237,11 +217,6 @@ class Segmented(Magnitude):
 
     Unbounded unless :math:`\beta = 0`. With :math:`\beta = \alpha` it is :class:`Linear`; with
     :math:`\beta = 0, \alpha = 1/\rho` it is :class:`Ball`.
-
-    Args:
-        alpha: the slope inside the radius.
-        beta: the slope outside.
-        radius: where they meet, in the unit `radius_in`.
 
     Example:
         >>> gonio.nn.magnitude.Segmented(radius=2.0)(torch.tensor([1.0, 2.0, 4.0]))
@@ -252,17 +227,7 @@ class Segmented(Magnitude):
         0.5 are those of the official code. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    beta: float = 0.5
-    radius: float = 1.0
-    learn_radius: bool = False
-    radius_in: Unit = "mean_norm"
-    learn_alpha: bool = False
-    learn_beta: bool = False
     bounded = False
-
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * self.slope(norm, c)
 
     def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
         return (c.radius / _at_least(norm, c.radius)) * (c.alpha - c.beta) + c.beta
@@ -274,19 +239,13 @@ class Logarithm(Magnitude):
 
     Unbounded, with slope :math:`\alpha` at 0.
 
-    Args:
-        alpha: the factor.
-
     Example:
         >>> gonio.nn.magnitude.Logarithm()(torch.tensor([0.0, 1.0]))
         tensor([0.0000, 0.6931])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    learn_alpha: bool = False
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
@@ -297,27 +256,18 @@ class Logarithm(Magnitude):
 
 
 @dataclass(frozen=True)
-class Mixed(Magnitude):
+class Mixed(_WithBeta):
     r"""A line plus a logarithm, :math:`h = \alpha \lVert x \rVert + \beta \log(1 + \lVert x \rVert)`.
 
     Unbounded; with :math:`\beta = 0` it is :class:`Linear`, with :math:`\alpha = 0` :class:`Logarithm`.
-
-    Args:
-        alpha: the factor of the norm.
-        beta: the factor of the logarithm.
 
     Example:
         >>> gonio.nn.magnitude.Mixed(alpha=1.0, beta=1.0)(torch.tensor([1.0]))
         tensor([1.6931])
 
-    References:
-        W. Liu et al., "Decoupled Networks", CVPR 2018, "Unbounded Decoupled Operators". https://arxiv.org/abs/1804.08071
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    alpha: float = 1.0
-    beta: float = 0.5
-    learn_alpha: bool = False
-    learn_beta: bool = False
     bounded = False
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:

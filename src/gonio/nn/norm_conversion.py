@@ -52,7 +52,7 @@ def to_batch_norm(
     :func:`gonio.calibrate_` measures them.
 
     Args:
-        norm: the layer; it keeps its Parameters, and the result has the same ones.
+        norm: the layer; it and the result have the same Parameters.
         dims: dimensions of the positions of an input (N, C, *positions), 0 to 3, where the layer does not
             tell: a group norm and a `SyncBatchNorm`; also 0 for a layer norm over (C,), see :func:`to_group_norm`.
 
@@ -65,9 +65,6 @@ def to_batch_norm(
         >>> new = gonio.nn.to_batch_norm(norm, dims=2)
         >>> type(new).__name__, new.weight is norm.weight
         ('BatchNorm2d', True)
-
-    See also:
-        :func:`gonio.swap_`, which converts the norms of a whole model.
     """
     _check(norm, verb="to_batch_norm")
     kind = _BATCH[_dims(norm, dims, verb="to_batch_norm")]
@@ -88,14 +85,7 @@ def to_instance_norm(
     The same function as a group norm with one channel per group. Running statistics of a batch norm are left
     behind, because an instance norm uses those of its input in evaluation too.
 
-    Args:
-        norm: the layer; it keeps its Parameters, and the result has the same ones.
-        dims: dimensions of the positions of an input (N, C, *positions), 1 to 3, where the layer does not
-            tell: a group norm and a `SyncBatchNorm`. Inputs (N, C) have no instance statistics.
-
-    Raises:
-        InvalidArgumentError: if `dims` is missing, or not what the layer's inputs have.
-        NotApplicableError: if the layer is a subclass with another forward, or its scale differs between positions.
+    `dims` and errors are as in :func:`to_batch_norm`, with `dims` 1 to 3: inputs (N, C) have no instance statistics.
 
     Example:
         >>> x = torch.arange(48.0).reshape(2, 6, 2, 2).sin()
@@ -103,18 +93,13 @@ def to_instance_norm(
         >>> torch.allclose(gonio.nn.to_instance_norm(norm, dims=2)(x), norm(x), atol=1e-6)
         True
 
-    References:
-        D. Ulyanov et al., "Instance normalization", 2016. https://arxiv.org/abs/1607.08022
+    References: D. Ulyanov et al., "Instance normalization", 2016. https://arxiv.org/abs/1607.08022
     """
     _check(norm, verb="to_instance_norm")
     dims = _dims(norm, dims, verb="to_instance_norm")
     if dims == 0:
-        raise NotApplicableError(
-            "to_instance_norm",
-            type(norm).__name__,
-            "each value of an input (N, C) is an instance of its own, and would become 0",
-            "Use to_group_norm or to_layer_norm.",
-        )
+        why = "each value of an input (N, C) is an instance of its own, and would become 0"
+        raise NotApplicableError("to_instance_norm", type(norm).__name__, why, "Use to_group_norm or to_layer_norm.")
     new = _INSTANCE[dims](_channels(norm), momentum=getattr(norm, "momentum", 0.1), **_common(norm))
     return _carry_(new, norm, verb="to_instance_norm")
 
@@ -129,15 +114,13 @@ def to_group_norm(
     batch norm are left behind.
 
     Args:
-        norm: the layer; it keeps its Parameters, and the result has the same ones.
+        norm: the layer; it and the result have the same Parameters.
         groups: how many. Where they do not divide the channels, the largest smaller number that does and
             leaves two channels or more in each group, as single channels would be instance normalisation.
         dims: 0 for a layer norm over (C,) that normalises inputs (N, C). Such a layer does not tell whether the
             last axis of its inputs, which it normalises, is the axis of channels; in a transformer it is not.
 
-    Raises:
-        InvalidArgumentError: if `groups` is below 1, or `dims` is missing, or not what the layer's inputs have.
-        NotApplicableError: if the layer is a subclass with another forward, or its scale differs between positions.
+    Raises: as :func:`to_batch_norm`, and InvalidArgumentError if `groups` is below 1.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 100, 3), nn.BatchNorm2d(100))
@@ -145,8 +128,7 @@ def to_group_norm(
         >>> [norm.num_groups for norm in model[1::2]]
         [32, 25]
 
-    References:
-        Y. Wu and K. He, "Group normalization", ECCV 2018, section 3. https://arxiv.org/abs/1803.08494
+    References: Y. Wu and K. He, "Group normalization", ECCV 2018, section 3. https://arxiv.org/abs/1803.08494
     """
     if groups < 1:
         raise InvalidArgumentError("to_group_norm: groups must be >= 1", f"{groups}", "The paper's 32 is the default.")
@@ -181,8 +163,7 @@ def to_layer_norm(
         >>> torch.allclose(gonio.nn.to_layer_norm(norm, positions=(2, 2))(x), norm(x), atol=1e-6)
         True
 
-    References:
-        J. L. Ba et al., "Layer normalization", 2016. https://arxiv.org/abs/1607.06450
+    References: J. L. Ba et al., "Layer normalization", 2016. https://arxiv.org/abs/1607.06450
     """
     _check(norm, verb="to_layer_norm")
     if len(positions) not in _ranks(norm):

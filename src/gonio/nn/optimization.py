@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,18 +21,13 @@ __all__ = ["Blending", "Projection", "convert_gradually_", "project_weights_"]
 class Projection:
     """A weight projection that was done once, or is repeated.
 
-    Attributes:
-        paths: the layers.
-        every: after how many optimizer steps; None if it was done once.
-
     Example:
-        >>> layer = gonio.nn.DecoupledLinear(3, 2)
-        >>> gonio.nn.project_weights_(layer).paths
+        >>> gonio.nn.project_weights_(gonio.nn.DecoupledLinear(3, 2)).paths
         ('',)
     """
 
-    paths: tuple[str, ...]
-    every: int | None
+    paths: tuple[str, ...]  # of the layers
+    every: int | None  # after how many optimizer steps; None if it was done once
     _remove: Callable[[], None]
 
     def undo_(self) -> None:
@@ -59,9 +55,6 @@ def project_weights_(
         every: after how many of its steps.
         norm: the norm :math:`s`.
 
-    Returns:
-        The layers; `undo_()` ends a repeated projection.
-
     Raises:
         NotApplicableError: for a layer whose output depends on the norm of its filters (`weighted`, or
             during a gradual conversion), or whose weight is computed by a parametrization.
@@ -82,32 +75,21 @@ def project_weights_(
         raise InvalidArgumentError("project_weights_: invalid norm", repr(norm), "Pass a positive number; 1 is usual.")
     if (optimizer is None) != (every is None) or (every is not None and every < 1):
         found = f"every={every}, optimizer={'None' if optimizer is None else 'given'}"
-        raise InvalidArgumentError(
-            "project_weights_: invalid schedule", found, "Pass optimizer and every >= 1, or neither."
-        )
+        do = "Pass optimizer and every >= 1, or neither."
+        raise InvalidArgumentError("project_weights_: invalid schedule", found, do)
     layers = _decoupled_layers(model, "project_weights_")
     for path, layer in layers.items():
         _check_directional(path, layer)
     if optimizer is None or every is None:
         _project_(layers.values(), norm)
         return Projection(tuple(layers), None, lambda: None)
-    hook = _ProjectAfterSteps(list(layers.values()), every, norm)
-    return Projection(tuple(layers), every, optimizer.register_step_post_hook(hook).remove)
+    steps = itertools.count(1)
 
+    def after(*_: Any) -> None:
+        if next(steps) % every == 0:
+            _project_(layers.values(), norm)
 
-@dataclass
-class _ProjectAfterSteps:
-    """A hook of an optimizer that counts its steps."""
-
-    layers: list[Decoupled]
-    every: int
-    norm: float
-    steps: int = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.steps += 1
-        if self.steps % self.every == 0:
-            _project_(self.layers, self.norm)
+    return Projection(tuple(layers), every, optimizer.register_step_post_hook(after).remove)
 
 
 def _decoupled_layers(model: nn.Module, verb: str) -> dict[str, Decoupled]:
@@ -140,12 +122,7 @@ def _project_(layers: Iterable[Decoupled], norm: float) -> None:
 
 
 class Blending:
-    """A gradual conversion.
-
-    Attributes:
-        paths: the layers.
-        steps: optimizer steps from the plain to the decoupled product.
-        done: steps taken.
+    """A gradual conversion of the layers `paths`, of which `done` of `steps` optimizer steps are taken.
 
     Example:
         >>> layer = gonio.nn.DecoupledLinear(3, 2)
@@ -155,9 +132,7 @@ class Blending:
     """
 
     def __init__(self, layers: Mapping[str, Decoupled], steps: int, done: int) -> None:
-        self.paths = tuple(layers)
-        self.steps = steps
-        self.done = done
+        self.paths, self.steps, self.done = tuple(layers), steps, done
         self._layers = list(layers.values())
         self._handle: Any = None
 
@@ -223,10 +198,8 @@ def convert_gradually_(model: nn.Module, optimizer: torch.optim.Optimizer, *, st
     Differs: the paper changes the operator at once.
     """
     if not (isinstance(steps, int) and steps >= 1 and 0 <= start < steps):
-        found = f"steps={steps}, start={start}"
-        raise InvalidArgumentError(
-            "convert_gradually_: invalid schedule", found, "Pass steps >= 1 and 0 <= start < steps."
-        )
+        found, do = f"steps={steps}, start={start}", "Pass steps >= 1 and 0 <= start < steps."
+        raise InvalidArgumentError("convert_gradually_: invalid schedule", found, do)
     layers = _decoupled_layers(model, "convert_gradually_")
     for path, layer in layers.items():
         if layer.blend is not None:

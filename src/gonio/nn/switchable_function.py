@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gonio.execution import total
 from gonio.geometry.norms import widen
-from gonio.nn.running import total
 
 __all__ = [
     "Mixed",

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import inside_backward, ordinary_eager
+from gonio.execution import inside_backward, ordinary_eager, several_ranks, total
 from gonio.nn import kernels
-from gonio.nn.conversion import check_plain
-from gonio.nn.running import RunningStatistics, several_ranks, total
+from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
 from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
 
 __all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
 
 KINDS = ("instance", "layer", "batch")
-Self = TypeVar("Self", bound="SwitchableNorm")
 
 
 class SwitchableNorm(RunningStatistics):
@@ -80,8 +78,21 @@ class SwitchableNorm(RunningStatistics):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def __init_subclass__(cls, *, torchs: type[nn.modules.batchnorm._BatchNorm] | None = None) -> None:
+        super().__init_subclass__()
+        if torchs is not None:
+            cls.torchs = torchs
+            annotate_(cls, "from_batch_norm", norm=f"nn.{torchs.__name__} | nn.SyncBatchNorm")
+
     @classmethod
-    def _around(cls: type[Self], norm: nn.modules.batchnorm._BatchNorm, use_batch: bool, synchronize: bool) -> Self:
+    def from_batch_norm(
+        cls, norm: nn.modules.batchnorm._BatchNorm, *, use_batch: bool = True, synchronize: bool = True
+    ) -> Self:
+        """A switchable norm on the same scale and shift, with a copy of the running statistics.
+
+        The mixture starts equal, so the output is another one than the batch norm's; it is frozen if scale and
+        shift are. Other norms become batch norms first: :func:`gonio.nn.to_batch_norm`.
+        """
         kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else cls.torchs
         check_plain(norm, kind, verb="from_batch_norm")
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
@@ -126,9 +137,22 @@ class SwitchableNorm(RunningStatistics):
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once
         if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
-            mean, var = batch.squeeze(1)
-            self._track({"running_mean": mean, "running_var": var}, count)
+            self._track_(batch.squeeze(1), count)
         return out if x.dim() > 2 else out.squeeze(-1)
+
+    @torch.no_grad()
+    def _track_(self, batch: Tensor, count: Tensor | int) -> None:
+        """Move the running statistics towards those of a batch, and not for `count` 0 samples."""
+        if isinstance(count, int) and count == 0:
+            return
+        seen = count > 0
+        batches = self.num_batches_tracked.add_(seen)
+        share = 1 / batches.clamp_min(1) if self.momentum is None else self.momentum
+        for buffer, value in zip((self.running_mean, self.running_var), batch, strict=True):
+            if buffer is not None:
+                value = value.to(buffer.dtype)
+                value = torch.where(seen, value, buffer) if isinstance(seen, Tensor) else value
+                buffer.lerp_(value, share.to(buffer.dtype) if isinstance(share, Tensor) else share)
 
     def _check(self, x: Tensor) -> None:
         if x.dim() not in self.ranks or x.shape[1] != self.num_features:
@@ -139,17 +163,14 @@ class SwitchableNorm(RunningStatistics):
     def _defined(self, x: Tensor, *, fixed: bool, join: bool) -> tuple[bool, bool, bool]:
         """Which statistics are over more than one value; the others would erase the input."""
         area = math.prod(x.shape[2:])
-        batch = self.use_batch and (fixed or area > 1 or self._samples(x, join) != 1)
+        own = x.shape[0]
+        batch = self.use_batch and (fixed or area > 1 or (int(total(x.new_tensor(float(own)))) if join else own) != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
         if not any(defined):
             problem = f"{type(self).__name__}: cannot normalise a single value"
             do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
             raise InvalidArgumentError(problem, f"shape {tuple(x.shape)} in training", do)
         return defined
-
-    @staticmethod
-    def _samples(x: Tensor, join: bool) -> int:
-        return int(total(x.new_tensor(float(x.shape[0])))) if join else x.shape[0]
 
     def _running(self, kind: torch.dtype, *, fixed: bool) -> Tensor | None:
         """Batch statistics that are given, (2, 1, C): the running ones, or anything if they have no weight."""
@@ -159,35 +180,22 @@ class SwitchableNorm(RunningStatistics):
         return None if self.use_batch else self.mean_logits.new_zeros(2, 1, self.num_features, dtype=kind)
 
 
-class SwitchableNorm1d(SwitchableNorm):
+class SwitchableNorm1d(SwitchableNorm, torchs=nn.BatchNorm1d):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
-    Shape:
-        - input and output: (N, C) or (N, C, L).
+    Shape: (N, C) or (N, C, L).
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm1d(3)
         >>> x = torch.arange(4 * 3.0).reshape(4, 3)
         >>> torch.allclose(norm(7 * x + 100), norm(x), atol=1e-4)
         True
-
-    References:
-        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
-        https://arxiv.org/abs/1806.10779
     """
 
     ranks = (2, 3)
-    torchs = nn.BatchNorm1d
-
-    @classmethod
-    def from_batch_norm(
-        cls, norm: nn.BatchNorm1d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
-    ) -> SwitchableNorm1d:
-        """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
-        return cls._around(norm, use_batch, synchronize)
 
 
-class SwitchableNorm2d(SwitchableNorm):
+class SwitchableNorm2d(SwitchableNorm, torchs=nn.BatchNorm2d):
     r"""Normalisation of images by a learned mixture of instance, layer and batch statistics.
 
     .. math::
@@ -212,14 +220,11 @@ class SwitchableNorm2d(SwitchableNorm):
         synchronize: take batch statistics over all processes of a data-parallel training, weighted by the
             samples of each; a process may have none.
 
-    Shape:
-        - input and output: (N, C, H, W).
+    Shape: (N, C, H, W).
 
-    Invariances:
-        Rescaling and shifting the whole input (by a factor far above :math:`\sqrt\varepsilon`) in training.
+    Invariances: Rescaling and shifting the whole input (by a factor far above :math:`\sqrt\varepsilon`) in training.
 
-    Raises:
-        InvalidArgumentError: for an input of another shape, or if every statistic is of a single value.
+    Raises: InvalidArgumentError for an input of another shape, or if every statistic is of a single value.
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm2d(3)
@@ -238,8 +243,7 @@ class SwitchableNorm2d(SwitchableNorm):
 
     Folding: impossible, unless the mixture is batch statistics alone (`is_batch_only`).
 
-    References:
-        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
+    References: P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
         https://arxiv.org/abs/1806.10779
 
     Differs: from the official code. Instance variances are biased, which the layer and batch variances
@@ -249,43 +253,18 @@ class SwitchableNorm2d(SwitchableNorm):
     """
 
     ranks = (4,)
-    torchs = nn.BatchNorm2d
-
-    @classmethod
-    def from_batch_norm(
-        cls, norm: nn.BatchNorm2d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
-    ) -> SwitchableNorm2d:
-        """A switchable norm on the same scale and shift, with a copy of the running statistics.
-
-        The mixture starts equal, so the output is another one than the batch norm's; it is frozen if scale and
-        shift are. Other norms become batch norms first: :func:`gonio.nn.to_batch_norm`.
-        """
-        return cls._around(norm, use_batch, synchronize)
 
 
-class SwitchableNorm3d(SwitchableNorm):
+class SwitchableNorm3d(SwitchableNorm, torchs=nn.BatchNorm3d):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
-    Shape:
-        - input and output: (N, C, D, H, W).
+    Shape: (N, C, D, H, W).
 
     Example:
         >>> norm = gonio.nn.SwitchableNorm3d(3)
         >>> x = torch.arange(2 * 3 * 2 * 2 * 2.0).reshape(2, 3, 2, 2, 2)
         >>> torch.allclose(norm(7 * x + 100), norm(x), atol=1e-4)
         True
-
-    References:
-        P. Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization", ICLR 2019.
-        https://arxiv.org/abs/1806.10779
     """
 
     ranks = (5,)
-    torchs = nn.BatchNorm3d
-
-    @classmethod
-    def from_batch_norm(
-        cls, norm: nn.BatchNorm3d | nn.SyncBatchNorm, *, use_batch: bool = True, synchronize: bool = True
-    ) -> SwitchableNorm3d:
-        """A switchable norm on the same scale and shift; the options are those of :class:`SwitchableNorm2d`."""
-        return cls._around(norm, use_batch, synchronize)

@@ -2,14 +2,13 @@
 
 import sys
 
-from gonio.parametrizations import mechanism, spectral_views
+from gonio.parametrizations import filters, mechanism, spectral_views
 from gonio.parametrizations.checkpoints import plain_state_dict
+from gonio.parametrizations.filters import Sphere, WeightNorm
 from gonio.parametrizations.mechanism import attach, detach, is_parametrized, parametrization_of
 from gonio.parametrizations.orthogonal import Orthogonal
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_norm import SpectralNorm, tick_, tick_on_step
-from gonio.parametrizations.sphere import Sphere
-from gonio.parametrizations.weight_norm import WeightNorm
 from gonio.parametrizations.weight_standardization import WeightStandardization
 
 __all__ = [
@@ -29,8 +28,14 @@ __all__ = [
 ]
 
 # Pickles of version 0.1 name these modules.
-sys.modules[f"{__name__}.covering"] = mechanism
-sys.modules[f"{__name__}.spectral_convolution"] = spectral_views
+sys.modules.update(
+    {
+        f"{__name__}.covering": mechanism,
+        f"{__name__}.spectral_convolution": spectral_views,
+        f"{__name__}.sphere": filters,
+        f"{__name__}.weight_norm": filters,
+    }
+)
 
 
 def __dir__() -> list[str]:

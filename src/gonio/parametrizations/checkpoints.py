@@ -70,11 +70,8 @@ def _fill_(state_dict: dict[str, Any], weight_key: str, bound: Parametrization, 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict in which every parametrized weight is replaced by its effective weight.
 
-    It loads into the model without parametrizations, which then computes the same function. Weights in
-    the formats of ``torch.nn.utils`` (weight norm and spectral norm, old and new) are folded too.
-
-    Args:
-        state_dict: of a whole model or a part of it; not changed.
+    It loads into the model without parametrizations, which then computes the same function. Weights in the formats of
+    ``torch.nn.utils`` (weight norm and spectral norm, old and new) are folded too. The argument is not changed.
 
     Raises:
         InvalidArgumentError: if a weight has another parametrization of torch, whose formula a state dict

@@ -1,26 +1,140 @@
-"""A weight as filters and as matrices, without copies, and filters of given norms."""
+"""Filters of given norms: their norm trained apart from the direction, or fixed; and a weight as filters."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from typing import ClassVar
 
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.kernels import applies_to
+from gonio.geometry.kernels import rescaled as rescaled_by_kernel
 from gonio.geometry.norms import safe_norm
 from gonio.geometry.views import Layout
-from gonio.parametrizations import kernels
+from gonio.parametrizations.parametrization import Parametrization
 
-__all__ = ["by_filter", "filter_size", "from_matrices", "matrices_of", "rescaled"]
+__all__ = ["Sphere", "WeightNorm", "by_filter", "filter_size", "from_matrices", "matrices_of", "rescaled"]
+
+
+class WeightNorm(Parametrization):
+    r"""Each filter as a norm times a direction: :math:`w_i = g_i \, v_i / \lVert v_i \rVert`.
+
+    Attaching keeps the weight: :math:`v` is the weight itself and :math:`g_i = \lVert w_i \rVert`, a new
+    Parameter ``magnitude`` with one number per output filter, for transposed and grouped layers too.
+    The gradients are :math:`\nabla_{g_i} = \langle \nabla_{w_i}, \hat v_i \rangle` and
+    :math:`\nabla_{v_i} = \frac{g_i}{\lVert v_i \rVert} (I - \hat v_i \hat v_i^\top) \nabla_{w_i}`.
+    A zero filter has no direction and stays zero, with gradient 0; initialise it before.
+
+    Invariances: Rescaling any filter of the trained tensor by a positive factor.
+
+    Cost: one pass over the weight forward and one backward; one Parameter per filter.
+
+    Example:
+        >>> layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
+        >>> before = layer.weight.detach().clone()
+        >>> norm = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.WeightNorm())
+        >>> norm.magnitude.shape, torch.allclose(layer.weight, before)
+        (torch.Size([6]), True)
+
+    References: T. Salimans and D. P. Kingma, "Weight normalization", NeurIPS 2016, equations (2) and (3).
+        https://arxiv.org/abs/1602.07868
+        Differs: torch's ``weight_norm`` is NaN at a zero filter, by default has one gain per *input* channel of a
+        transposed convolution, and its second derivative is wrong (2.13, CPU).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.magnitude: nn.Parameter | None
+        self.register_parameter("magnitude", None)
+
+    def bind(self, weight: Tensor, layout: Layout) -> None:
+        filters, dims = by_filter(weight, layout)
+        self.magnitude = nn.Parameter(safe_norm(filters, dims).flatten().to(weight.dtype))
+        super().bind(weight, layout)
+
+    def weight_of(self, raw: Tensor) -> Tensor:
+        magnitude = self._parameters["magnitude"]  # the registry itself: `self.magnitude` is a slow search
+        if magnitude is None:
+            return raw  # a template keeps every weight
+        norms = magnitude if magnitude.dtype is raw.dtype else magnitude.to(raw.dtype)
+        return rescaled(raw, norms, self.bound_layout)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Every finite weight is of this form."""
+        return bool(weight.isfinite().all())
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Take over torch's g and v, if it has one gain per output filter."""
+        if self.magnitude is None or "g" not in tensors:
+            return None
+        g, v = tensors["g"], tensors["v"]
+        layout = self.bound_layout
+        if layout.transposed and layout.matrices > 1:
+            return None
+        filters = 1 if layout.transposed else 0
+        if g.shape != torch.Size(n if d == filters else 1 for d, n in enumerate(v.shape)):
+            return None
+        self.magnitude.data = g.detach().flatten().clone()
+        return v
+
+
+class Sphere(Parametrization):
+    r"""Filters of one fixed norm: :math:`w_i = r \, v_i / \lVert v_i \rVert`.
+
+    The gradient with respect to :math:`v_i` is tangent to the sphere and scales with :math:`1/\lVert v_i \rVert`, so
+    plain gradient steps only increase :math:`\lVert v_i \rVert` and decrease the effective learning rate; weight decay
+    on :math:`v` limits both. A zero filter stays zero, with gradient 0.
+
+    Invariances: Rescaling any filter of the trained tensor by a positive factor.
+
+    Raises: InvalidArgumentError if the radius r is not positive and finite.
+
+    Cost: two passes over the weight; no state.
+
+    Example:
+        >>> layer = nn.Conv2d(4, 8, 3, groups=2)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere(radius=2.0))
+        >>> torch.allclose(layer.weight.flatten(1).norm(dim=1), torch.full((8,), 2.0))
+        True
+
+    See also: :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, whose case of one row this is.
+
+    References: W. Liu et al., "Deep hyperspherical learning", NeurIPS 2017, section 3.
+        https://arxiv.org/abs/1711.03189. Differs: the projection is part of the forward pass, with its derivative.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("radius",)
+
+    def __init__(self, *, radius: float = 1.0) -> None:
+        super().__init__()
+        if not 0 < radius < float("inf"):
+            do = "The norm of each filter is the radius."
+            raise InvalidArgumentError("Sphere needs a finite radius > 0", f"{radius}", do)
+        self.radius = float(radius)
+
+    def weight_of(self, raw: Tensor) -> Tensor:
+        filters = raw.numel() // filter_size(raw, self.bound_layout)
+        return rescaled(raw, raw.new_full((filters,), self.radius), self.bound_layout)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether every filter has norm `radius`, up to rounding."""
+        filters, dims = by_filter(weight.detach(), self.bound_layout)
+        # every entry is rounded once to the dtype, and the sum of squares accumulates in float32
+        rounding = 8 * max(torch.finfo(weight.dtype).eps, 1e-12)
+        return bool(((safe_norm(filters, dims) / self.radius - 1).abs() <= rounding).all())
+
+
+# --- a weight as filters and as matrices, without copies -------------------------------------------
 
 
 def by_filter(weight: Tensor, layout: Layout) -> tuple[Tensor, tuple[int, ...]]:
     """A view of `weight`, and its dimensions that belong to one filter; the other dimensions number the filters.
 
     Reductions over these dimensions with ``keepdim=True`` have one number per filter, broadcast against
-    the view, and in row-major order count filters as :func:`gonio.geometry.matrix_view` does. Unlike that
-    function this one never copies, so it keeps the memory format of the weight.
-
-    Shape:
-        - output: the weight itself, or (groups, in, out, *kernel) if the layout is transposed.
+    the view, and in row-major order count filters as :func:`gonio.geometry.matrix_view` does. The view is the weight
+    itself, or (groups, in, out, *kernel) if the layout is transposed; it keeps the memory format.
     """
     if not layout.transposed:
         return weight, tuple(range(1, weight.dim()))
@@ -53,17 +167,11 @@ def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor
 def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None = None) -> Tensor:
     r"""Filters of given norms, :math:`w_i = g_i v_i / \lVert v_i \rVert`; a zero filter stays zero, with gradient 0.
 
-    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most
-    its floor.
-
-    Args:
-        raw: the stored tensor.
-        norms: one number per filter, in the order of the matrix view.
-        layout: how the tensor is stored.
-        floor: one number per filter: norms up to this value are rounding errors.
+    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most its
+    floor: norms up to there are rounding errors. There is one number per filter, in the order of the matrix view.
     """
-    if not layout.transposed and kernels.apply_to(raw, norms):
-        found = kernels.rescaled(raw, norms, floor)
+    if not layout.transposed and applies_to(raw, norms):
+        found = rescaled_by_kernel(raw, norms, floor)
         if found is not None:
             return found
     filters, dims = by_filter(raw, layout)

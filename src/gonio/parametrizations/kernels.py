@@ -1,8 +1,7 @@
-"""Fast forms for eager mode on CPU. The formulas are those of `filters.rescaled` and of `spectral_norm`.
+"""The fast form of a spectral norm for eager mode on CPU; the plain form is `spectral_norm._divided`.
 
-With weight norm, a training step of a small network (three convolutions, batch 20 of 1×8×8) takes 1.14 times the
-plain step instead of 1.27 in plain operations; with spectral norm 1.41 instead of 1.75. Compilers, transforms of
-functions, tensor subclasses and other devices use the plain operations.
+A training step of a small network (three convolutions, batch 20 of 1×8×8) takes 1.41 times the plain step instead of
+1.75. Compilers, transforms of functions, tensor subclasses and other devices use the plain operations.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gonio.execution import ordinary_eager
-from gonio.geometry.norms import matrix_vector, safe_norm
-from gonio.parametrizations.torch_internals import weight_norm_kernel
+from gonio.geometry.norms import matrix_vector
 
-__all__ = ["STALE", "DividedBySpectralNorm", "apply_to", "rescaled"]
+__all__ = ["STALE", "DividedBySpectralNorm"]
 
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
@@ -25,59 +22,6 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, 
 # that belong to another weight may show a number near 0 or below, by which the weight must not be divided. If u is
 # more than 60° away from Wv, the norm shown is ‖Wv‖ instead, which is positive and a lower bound as well.
 STALE = 0.5
-
-
-def apply_to(*tensors: Tensor) -> bool:
-    """Whether the functions of this file may be used."""
-    return tensors[0].is_cpu and ordinary_eager(*tensors)
-
-
-# --- filters of given norms -----------------------------------------------------------------------
-
-
-def rescaled(raw: Tensor, norms: Tensor, floor: Tensor | None) -> Tensor | None:
-    """Filters on dim 0 scaled to `norms` by torch's kernel, which reads the weight once; None if a filter is zero.
-
-    The kernel is NaN for a zero filter, and its second derivative treats the norms as constants (gradgradcheck
-    fails, torch 2.13). Gradients that will be differentiated again are therefore replaced by those of the formula.
-    """
-    if raw.dim() == 4 and not raw.is_contiguous():  # channels_last: the order of a filter's entries does not matter
-        found = rescaled(raw.permute(0, 2, 3, 1).contiguous(), norms, floor)
-        return None if found is None else found.permute(0, 3, 1, 2)
-    raw = raw.contiguous()
-    each = norms.view(-1, *(1,) * (raw.dim() - 1))
-    weight, found = weight_norm_kernel(raw, each)
-    excess = found if floor is None else found - floor.view_as(found)
-    if not excess.min().item() > _SMALLEST[found.dtype]:
-        return None
-    if weight.grad_fn is not None:
-        weight.grad_fn.register_hook(_Differentiable(raw, each))
-    return weight
-
-
-class _Differentiable:
-    """A hook after the backward of torch's kernel that replaces gradients that will be differentiated again.
-
-    It is not an autograd function around the kernel, which would take as long as the kernel for small layers.
-    """
-
-    __slots__ = ("norms", "raw")
-
-    def __init__(self, raw: Tensor, norms: Tensor) -> None:
-        self.raw, self.norms = raw, norms
-
-    def __call__(self, found: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-        if not torch.is_grad_enabled():
-            return None
-        dims = tuple(range(1, self.raw.dim()))
-        inverse = safe_norm(self.raw, dims, keepdim=True).reciprocal()
-        direction = self.raw * inverse
-        along = (grads[0] * direction).sum(dims, keepdim=True)
-        of_raw = self.norms * inverse * (grads[0] - direction * along)
-        return tuple(None if old is None else new for new, old in zip((of_raw, along), found, strict=True))
-
-
-# --- a weight divided by the norm that singular vectors show --------------------------------------
 
 
 class MatrixOf(Protocol):

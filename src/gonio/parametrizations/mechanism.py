@@ -15,6 +15,7 @@ keys, Parameter objects and their order stay.
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from gonio.execution import is_sharded
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.torch_internals import redirect_fsdp_
 
 __all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
 
@@ -46,20 +46,18 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
 
     Every layer whose forward reads the attribute is supported, including ``nn.MultiheadAttention``, the fast
     path of ``nn.TransformerEncoderLayer``, RNN, LSTM and GRU. Not supported are weights that a forward changes
-    in place (``max_norm``), that have sparse gradients, that are sharded or not yet materialised, or that
-    torch parametrizes already.
+    in place (``max_norm``), that have sparse gradients, or that are sharded or not yet materialised.
 
     Args:
         module: the layer.
         name: a parameter of the layer that is a stack of filters.
-        parametrization: a template. It is bound and stored, not copied. If several layers share the Parameter,
-            attach the same object to each of them.
+        parametrization: a template. It is bound and stored, not copied; layers that share the Parameter get the
+            same object.
 
-    Returns:
-        The parametrization, bound.
+    Returns: The parametrization, bound.
 
     Raises:
-        AlreadyAppliedError: if the tensor is parametrized already.
+        AlreadyAppliedError: if the tensor is parametrized already, by torch or by gonio.
         NotApplicableError: if the layer or its tensor cannot be parametrized; the message gives the reason.
 
     Example:
@@ -136,14 +134,10 @@ def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Modul
 def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "raw") -> Parametrization:
     """Remove the parametrization of a tensor; the layer gets its own class back.
 
-    Args:
-        module: the layer.
-        name: the parametrized tensor.
-        keep: the value of the Parameter afterwards: ``"weight"`` for the effective weight, with which the layer
-            computes the same function, or ``"raw"`` for the trained tensor.
+    The Parameter has the value `keep` afterwards: ``"weight"`` for the effective weight, with which the layer computes
+    the same function, or ``"raw"`` for the trained tensor.
 
-    Returns:
-        The parametrization, still bound, so that it can be attached to the same Parameter again.
+    Returns: The parametrization, still bound, so that it can be attached to the same Parameter again.
 
     Raises:
         NotApplicableError: if the tensor is not parametrized, or if the layer's class was changed since.
@@ -164,12 +158,8 @@ def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "ra
         raise InvalidArgumentError('detach() needs keep="raw" or "weight"', repr(keep), "Choose one.")
     base, names = _own_class(module)
     if type(module) is not parametrized_class(base, names):
-        raise NotApplicableError(
-            "detach()",
-            name,
-            f"the layer became a {type(module).__name__} after the parametrization was attached",
-            "Undo that change first. Fold a model before it is sharded.",
-        )
+        why = f"the layer became a {type(module).__name__} after the parametrization was attached"
+        raise NotApplicableError("detach()", name, why, "Undo that change first. Fold a model before it is sharded.")
     if keep == "weight":
         raw = cast(nn.Parameter, module._parameters[name])
         with torch.no_grad():
@@ -422,3 +412,31 @@ def _set_weight_(parametrization: Parametrization, raw: nn.Parameter, weight: Te
     inverse = parametrization.right_inverse(weight)
     if inverse is not raw:
         raw.copy_(inverse)
+
+
+# --- private interface of torch -------------------------------------------------------------------
+
+
+def redirect_fsdp_(hook: Callable[..., Any], layer: nn.Module, own_class: type[nn.Module]) -> None:
+    """Let FSDP 2 read and replace the raw Parameter of a parametrized layer.
+
+    FSDP reads ``layer.weight`` before the first forward, and after a load or a move, to see whether it still is the
+    Parameter that it shards. On a parametrized layer it would find the effective weight and train that. Its record
+    of the Parameter therefore gets a view of the layer: an instance of the layer's own class with the same
+    ``__dict__``. Other readers of a sharded layer still get the effective weight.
+
+    Raises: NotApplicableError if FSDP's hook, which refers to its record, has another form in this version of torch.
+    """
+    if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+        return
+    record: Any = getattr(inspect.getclosurevars(hook).nonlocals.get("self"), "_module_info", None)
+    if getattr(record, "module", None) is not layer:
+        raise NotApplicableError(
+            "fully_shard()",
+            type(layer).__name__,
+            f"it is parametrized, and the FSDP of torch {torch.__version__} is not known to gonio",
+            "Fold the model first: gonio.fold_(model).",
+        )
+    view = own_class.__new__(own_class)
+    object.__setattr__(view, "__dict__", layer.__dict__)
+    record.module = view

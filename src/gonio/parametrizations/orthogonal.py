@@ -31,18 +31,11 @@ class Orthogonal(Parametrization):
     normalisation, so the map stays well conditioned; weight decay lowers them. Directions in which V is zero
     (a zero weight) stay zero.
 
-    Args:
-        scale: s > 0, every singular value of the weight.
+    Invariances: :math:`V \to A V` for a symmetric positive A that commutes with :math:`V V^\top`, as rescaling of V.
 
-    Invariances:
-        :math:`V \to A V` for a symmetric positive A that commutes with :math:`V V^\top`; in particular
-        rescaling of V.
+    Raises: InvalidArgumentError if the scale s, every singular value of the weight, is not positive and finite.
 
-    Raises:
-        InvalidArgumentError: if `scale` is not positive and finite.
-
-    Cost:
-        per read, two products of the size of a Gram matrix and one eigendecomposition of the smaller side.
+    Cost: per read, two products of the size of a Gram matrix and one eigendecomposition of the smaller side.
 
     Example:
         >>> layer = nn.Conv2d(4, 6, 3, groups=2)
@@ -98,9 +91,6 @@ def polar(matrices: Tensor) -> Tensor:
 
     It is unique for a matrix of full rank. Singular values below about √(n·eps) of the largest cannot be
     distinguished from zero and shrink towards zero; a zero matrix stays zero, with the gradient of the identity.
-
-    Shape:
-        - ``matrices``: (groups, n, d); the output is the same.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         return polar(matrices.mT).mT

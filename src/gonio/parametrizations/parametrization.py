@@ -24,8 +24,8 @@ _KINDS: dict[str, type[Parametrization]] = {}
 class Parametrization(nn.Module, ABC):
     r"""A map :math:`W = f(V)` from a trained tensor to the weight that the layer uses.
 
-    An instance is a template until it is attached to a layer. Attached, it holds the state that the map
-    needs for this one tensor (a gain, singular vectors). All members guarantee:
+    An instance is a template until it is attached to a layer, where it holds the state that the map needs for this
+    one tensor (a gain, singular vectors). All members guarantee:
 
     * reading the weight is pure: no call of :meth:`forward` changes any state;
     * :math:`f(f^{-1}(W)) = W` for each weight that :meth:`holds`, and the nearest or a rescaled member
@@ -112,10 +112,7 @@ class Parametrization(nn.Module, ABC):
         return bool((fresh(fresh.right_inverse(weight)) - weight).abs().max() <= tolerance * weight.abs().max())
 
     def reset_parameters(self) -> None:
-        """Do nothing: the state follows from the weight, and `reset_parameters` of the layer sets both.
-
-        The method exists so that ``for m in model.modules(): m.reset_parameters()`` works in any order.
-        """
+        """Do nothing, in loops that reset all modules: `reset_parameters` of the layer sets weight and state."""
 
     def unbound(self) -> Self:
         """A new template with the same options."""
@@ -123,7 +120,7 @@ class Parametrization(nn.Module, ABC):
 
     @property
     def bound_layout(self) -> Layout:
-        """The layout of the tensor; for a template the default layout."""
+        """The layout of the tensor; for a template the default one."""
         return self.layout or Layout()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,8 +189,7 @@ def describe(extra_state: Tensor) -> dict[str, Any]:
 def kind_of(description: Mapping[str, Any]) -> Parametrization:
     """A template of the kind and options in a checkpoint's description, with its layout.
 
-    Raises:
-        InvalidArgumentError: if the kind is unknown, or if a newer version wrote the description.
+    Raises: InvalidArgumentError if the kind is unknown, or if a newer version wrote the description.
     """
     kind = _KINDS.get(description.get("kind", ""))
     if kind is None or description.get("version", 0) > _VERSION:
@@ -202,10 +198,8 @@ def kind_of(description: Mapping[str, Any]) -> Parametrization:
             f"{description.get('kind')} of version {description.get('version')}",
             "Load it with the version of gonio that wrote it, and save the folded model.",
         )
-    found = kind(**description["options"])
-    if description["layout"] is not None:  # JSON has lists for tuples
-        fields: dict[str, Any] = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in description["layout"].items()
-        }
+    found, layout = kind(**description["options"]), description["layout"]
+    if layout is not None:  # JSON has lists for tuples
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in layout.items()}
         found.layout = Layout(**fields)
     return found

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import is_sharded
+from gonio.execution import is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations import kernels
+from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
-from gonio.parametrizations.torch_internals import sharded_like
 
 __all__ = ["SpectralNorm", "tick_", "tick_on_step"]
 
@@ -32,7 +31,7 @@ _SMALL = 2**14
 
 
 class SpectralNorm(Parametrization):
-    r"""A weight of spectral norm n: :math:`W = n \, V / \sigma(V)`.
+    r"""A weight of spectral norm n (the option `norm`): :math:`W = n \, V / \sigma(V)`.
 
     `view` chooses the operator whose norm :math:`\sigma` is:
 
@@ -54,15 +53,7 @@ class SpectralNorm(Parametrization):
     evaluation, recomputation under activation checkpointing and logging never change them. They start exact (an
     SVD, or Lanczos steps for large weights). A zero weight stays zero, with the gradient of the identity.
 
-    Args:
-        view: ``"filters"`` or ``"conv"``.
-        norm: n > 0, the largest gain.
-
-    Shape:
-        - any weight with a :class:`gonio.geometry.Layout`.
-
-    Invariances:
-        Rescaling the trained tensor by a positive factor.
+    Invariances: Rescaling the trained tensor by a positive factor.
 
     Raises:
         InvalidArgumentError: for another view, for n that is not positive and finite, and on attaching with
@@ -117,7 +108,7 @@ class SpectralNorm(Parametrization):
 
     def weight_of(self, raw: Tensor) -> Tensor:
         if is_sharded(raw):  # every process stores the vectors of the whole weight
-            return sharded_like(raw, self.weight_of(whole(raw)))
+            return _sharded_like(raw, self.weight_of(whole(raw)))
         buffers = self._buffers  # the registry itself: `self.u` is a slow search
         u, v, how = buffers["u"], buffers["v"], self.how
         if how is None or u is None or v is None:  # a template stores no vectors
@@ -174,18 +165,13 @@ class SpectralNorm(Parametrization):
         if u is None or v is None or self.u is None or self.v is None or self.norm != 1 or self.view != "filters":
             return None
         if self.bound_layout.matrices > 1:
-            raise InvalidArgumentError(
-                "SpectralNorm normalises each group of a layer as a matrix of its own",
-                f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups, which is one matrix "
-                "there: loading it would rescale the weight",
-                "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm.",
-            )
+            problem = "SpectralNorm normalises each group of a layer as a matrix of its own"
+            groups = f"a checkpoint of torch's spectral norm of {self.bound_layout.matrices} groups"
+            found = f"{groups}, which is one matrix there: loading it would rescale the weight"
+            do = "Load the effective weight: plain_state_dict(state_dict), which is rescaled to the norm."
+            raise InvalidArgumentError(problem, found, do)
         self.u, self.v = u.detach().clone().view_as(self.u), v.detach().clone().view_as(self.v)
         return original
-
-    def ticked(self) -> None:
-        """Note that the vectors are fresh."""
-        self._unticked = 0
 
     def _watch(self, raw: Tensor) -> None:
         """Count changes of the weight without a tick, and warn once if they are many."""
@@ -195,30 +181,35 @@ class SpectralNorm(Parametrization):
         self._seen = raw._version
         self._unticked += 1
         if self._unticked == _UNTICKED:
-            warnings.warn(
-                f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old "
-                f"and the norm may be above {self.norm}. Call gonio.parametrizations.tick_on_step(optimizer, "
-                f"model) once, or tick_(model) after each step.",
-                stacklevel=2,
+            text = (
+                f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old and "
+                f"the norm may be above {self.norm}. Call gonio.parametrizations.tick_on_step(optimizer, model) once, "
+                "or tick_(model) after each step."
             )
+            warnings.warn(text, stacklevel=2)
+
+
+def _sharded_like(raw: Any, weight: Tensor) -> Tensor:
+    """A weight that is the same in every process, distributed as the DTensor `raw` is; differentiable."""
+    everywhere: Any = raw.from_local(weight, raw.device_mesh, run_check=False)
+    distributed: Tensor = everywhere.redistribute(placements=raw.placements)
+    return distributed
 
 
 def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
     matrix = weight[0, 0].numel() == 1  # without neighbours the map on images is the matrix at each pixel
     kind = FilterView if view == "filters" or matrix else ConvolutionView
     if kind is ConvolutionView and layout.padding_mode not in ("zeros", "circular"):
-        raise InvalidArgumentError(
-            'SpectralNorm(view="conv") bounds layers with zero or circular padding',
-            f"padding_mode={layout.padding_mode!r}, which repeats pixels and can exceed every such bound",
-            "Use zero padding, or exclude the layer.",
-        )
+        found = f"padding_mode={layout.padding_mode!r}, which repeats pixels and can exceed every such bound"
+        problem = 'SpectralNorm(view="conv") bounds layers with zero or circular padding'
+        raise InvalidArgumentError(problem, found, "Use zero padding, or exclude the layer.")
     return kind.of(layout, weight.shape)
 
 
 def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
     """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
-    if kernels.apply_to(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
-        weight: Tensor = kernels.DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
+    if raw.is_cpu and ordinary_eager(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
+        weight: Tensor = DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
         return weight
     sigma = _sigma(view.matrices(raw), u, v, length)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
@@ -235,7 +226,7 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
         right = right * length.detach().to(matrices.dtype)[:, None, None]
     left = normalize(u.detach().to(matrices.dtype), (1, 2))
     image = right @ matrices.mT  # (groups, parts, rows)
-    stale = (left * image).sum((1, 2)) < kernels.STALE * safe_norm(image, (1, 2))
+    stale = (left * image).sum((1, 2)) < STALE * safe_norm(image, (1, 2))
     left = torch.where(stale[:, None, None], normalize(image, (1, 2)), left).detach()
     return (left * image).sum((1, 2)).amax(0)
 
@@ -247,18 +238,12 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
 def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     """Advance the singular vectors of every spectral norm in a model, in place.
 
-    Call it after each optimizer step; :func:`tick_on_step` does so. Layers of equal shape are advanced
-    together. Nothing else changes: no weight, no other buffer, no random generator.
+    Call it after each optimizer step; :func:`tick_on_step` does so. One that several layers share is advanced once.
+    Nothing else changes: no weight, no other buffer, no random generator. After a large change, such as averaging
+    weights, more than one of the `iterations` of the power method is needed.
 
-    Args:
-        model: any module; a parametrization that several layers share is advanced once.
-        iterations: power iterations; more after a large change, such as averaging weights.
-
-    Returns:
-        The number of parametrizations that were advanced.
-
-    Raises:
-        InvalidArgumentError: if `iterations` is below 1.
+    Returns: The number of parametrizations that were advanced.
+    Raises: InvalidArgumentError if `iterations` is below 1.
 
     Example:
         >>> layer = nn.Linear(8, 8)
@@ -284,19 +269,13 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
 
 
 def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
-    """Call :func:`tick_` after every step that the optimizer takes.
+    """Call :func:`tick_` after every step that the optimizer takes; a step that a gradient scaler skips is none.
 
-    A step that a gradient scaler skips makes no tick.
+    The tick is a post-step hook, which pickles and state dicts do not contain. Layers that are parametrized later are
+    included.
 
-    Args:
-        optimizer: the tick is a post-step hook of it; its pickles and state dicts do not contain the hook.
-        model: the model to tick; layers that are parametrized later are included.
-
-    Returns:
-        A handle; ``handle.remove()`` ends it.
-
-    Raises:
-        NoMatchError: if the model has no spectral norm.
+    Returns: A handle; ``handle.remove()`` ends it.
+    Raises: NoMatchError if the model has no spectral norm.
 
     Example:
         >>> layer = nn.Linear(4, 4)
@@ -341,7 +320,7 @@ def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) ->
         for each, part in zip(buffers, parts, strict=True):
             each[name].copy_(part)
     for norm in norms:
-        norm.ticked()
+        norm._unticked = 0
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

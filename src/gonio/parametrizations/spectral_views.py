@@ -115,10 +115,8 @@ class ConvolutionView(SpectralView):
         return cls(layout, shape, _taps(layout, shape).margin)
 
     def measured(self, weight: Tensor) -> float:
-        finer = [
-            2 * n * s
-            for n, s in zip(_taps(self.layout, self.shape).grid, _stride(self.layout, self.shape), strict=True)
-        ]
+        grid, stride = _taps(self.layout, self.shape).grid, _stride(self.layout, self.shape)
+        finer = [2 * n * s for n, s in zip(grid, stride, strict=True)]
         return float(conv_spectral_norm_estimate(weight, finer, layout=self.layout))
 
     def matrices(self, weight: Tensor) -> Tensor:
@@ -226,9 +224,8 @@ def _taps(layout: Layout, shape: torch.Size, device: torch.device | None = None)
 
 
 def _new_taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.Size) -> _Taps:
-    spread = (
-        dilation if dilation and prod(stride) > 1 else (1,) * len(kernel)
-    )  # at stride 1 it only renames frequencies
+    # at stride 1 the dilation only renames frequencies
+    spread = dilation if dilation and prod(stride) > 1 else (1,) * len(kernel)
     taps = [[t * d for t, d in zip(tap, spread, strict=True)] for tap in product(*(range(k) for k in kernel))]
     step_of_tap = [tuple(t // s for t, s in zip(tap, stride, strict=True)) for tap in taps]
     steps = sorted(set(step_of_tap))

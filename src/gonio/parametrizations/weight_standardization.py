@@ -36,15 +36,13 @@ class WeightStandardization(Parametrization):
         learn_gain: multiply g by a Parameter ``gains`` with one number per filter. It starts such that attaching
             keeps the deviation of each filter and only removes the means; fill it with 1 to start as without.
 
-    Invariances:
-        Adding a constant to a filter of the trained tensor; rescaling it by a positive factor.
+    Invariances: Adding a constant to a filter of the trained tensor; rescaling it by a positive factor.
 
     Raises:
         InvalidArgumentError: for another scale, or a `gain` that is not positive and finite.
         NotApplicableError: on attaching to a layer whose filters have one entry, which have no deviation.
 
-    Cost:
-        four passes over the weight; one Parameter per filter if gains are learned.
+    Cost: four passes over the weight; one Parameter per filter if gains are learned.
 
     Example:
         >>> layer = nn.Conv2d(4, 8, 3)
@@ -54,8 +52,7 @@ class WeightStandardization(Parametrization):
         >>> bool(filters.mean(1).abs().max() < 1e-6), torch.allclose(filters.std(1), torch.ones(8), rtol=1e-3)
         (True, True)
 
-    See also:
-        :func:`gonio.init.gain`, which computes g for any activation.
+    See also: :func:`gonio.init.gain`, which computes g for any activation.
 
     References:
         [1] S. Qiao et al., "Micro-batch training with batch-channel normalization and weight
@@ -73,9 +70,8 @@ class WeightStandardization(Parametrization):
         if scale not in get_args(Scale):
             raise InvalidArgumentError('WeightStandardization has scale="std" or "fan_in"', repr(scale), "Choose one.")
         if not 0 < gain < float("inf"):
-            raise InvalidArgumentError(
-                "WeightStandardization needs a finite gain > 0", f"{gain}", "Use 1, or gonio.init.gain(activation)."
-            )
+            do = "Use 1, or gonio.init.gain(activation)."
+            raise InvalidArgumentError("WeightStandardization needs a finite gain > 0", f"{gain}", do)
         self.scale, self.gain, self.learn_gain = scale, float(gain), bool(learn_gain)
         self.gains: nn.Parameter | None
         self.register_parameter("gains", None)
@@ -83,9 +79,8 @@ class WeightStandardization(Parametrization):
     def bind(self, weight: Tensor, layout: Layout) -> None:
         size = filter_size(weight, layout)
         if size < 2:
-            raise NotApplicableError(
-                "WeightStandardization", "weight", "its filters have one entry, which has no deviation", "Leave it out."
-            )
+            why = "its filters have one entry, which has no deviation"
+            raise NotApplicableError("WeightStandardization", "weight", why, "Leave it out.")
         super().bind(weight, layout)
         if self.learn_gain:
             filters, dims = by_filter(widen(weight), layout)

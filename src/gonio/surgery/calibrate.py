@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.nn.running import several_ranks, total
+from gonio.execution import several_ranks, total
 from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
