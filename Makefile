@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make compare` and `make test`. Both work in .venv.
+# Two commands do all the set-up: `make reproduce` and `make test`. Both work in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,10 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compare test test-slow sweep lint bench docs clean
+.PHONY: reproduce test test-slow sweep lint bench docs clean
 
-compare: $(VENV)/.lab
-	$(BIN)/gonio compare
+reproduce: $(VENV)/.lab
+	$(BIN)/gonio reproduce
 
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory lint
@@ -48,4 +48,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	touch $@ $(VENV)/.lab
 
 clean:
-	rm -rf $(VENV) gonio-study .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache

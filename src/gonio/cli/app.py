@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import gonio
-from gonio.cli import compare, explain, measure, recipe, report
+from gonio.cli import compare, explain, measure, recipe, report, reproduce
 from gonio.cli.group import Commands
 from gonio.cli.output import print_out
 
@@ -33,6 +33,7 @@ for _name, _command in (
     ("apply", recipe.apply),
     ("fold", recipe.fold),
     ("compare", compare.compare),
+    ("reproduce", reproduce.reproduce),
     ("report", report.report),
     ("status", report.status),
 ):

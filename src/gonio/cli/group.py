@@ -55,7 +55,7 @@ class Commands(TyperGroup):
             print_err(f"gonio: {_message(error)}")
             raise typer.Exit(_exit_code(error)) from error
         except KeyboardInterrupt as error:
-            resume = "; rerun the same command to resume" if ctx.invoked_subcommand == "compare" else ""
+            resume = "; rerun the same command to resume" if ctx.invoked_subcommand in ("compare", "reproduce") else ""
             print_err(f"gonio: stopped by Ctrl-C{resume}")
             raise typer.Exit(ExitCode.CTRL_C) from error
         except Terminated as error:
