@@ -18,13 +18,14 @@ from gonio.recipes.document import from_data, parse, read
 
 __all__ = ["SEEDS", "Arm", "Claim", "Setting", "claim_names", "load_claim", "load_claims"]
 
-# The five documents that the claims come from.
+# The five documents that the claims come from, and the control of the method itself.
 SEEDS: Mapping[str, str] = {
     "000": "angles between filters",
     "001": "scale of weights",
     "002": "normalisation",
     "003": "decoupled networks",
     "004": "geometric initialisation",
+    "control": "a claim that is false by construction",
 }
 _CATALOG = Path(__file__).with_name("catalog")
 
@@ -57,6 +58,7 @@ class Arm(BaseModel):
         series: name of the curve that the arm belongs to, if there are several levels.
         recipe: the rules of a recipe by verb, or the name of a built-in recipe; nothing for the plain model.
         model, training, measure: what differs from the setting of the claim.
+        redraw: draw other random numbers than the other arms, for a control.
     """
 
     model_config = _CLOSED
@@ -67,6 +69,7 @@ class Arm(BaseModel):
     model: dict[str, Any] = {}
     training: _TrainingFields = _TrainingFields()
     measure: dict[str, Any] = {}
+    redraw: bool = False
 
     @property
     def made(self) -> Recipe:
@@ -122,7 +125,7 @@ class Claim(BaseModel):
 
     model_config = _CLOSED
     name: _Name
-    seed: Literal["000", "001", "002", "003", "004"]
+    seed: Literal["000", "001", "002", "003", "004", "control"]
     claim: _Text
     source: _Text
     measure: str = "accuracy"

@@ -28,6 +28,7 @@ from gonio.models.user_code import code_digest
 
 __all__ = ["Choice", "Finding", "Findings", "findings", "plan_claim", "try_claims"]
 
+_FOLDER_TASK = "fashion-mnist"
 _SCORES = ("accuracy", "calibrated_accuracy")  # measures for which a model at chance level says nothing
 
 
@@ -38,7 +39,7 @@ class Choice:
     Attributes:
         full: the full experiment, not the quick one.
         seeds: number of seeds; None: the claim's own. first_seed: the first of them.
-        task, model: in place of the claim's own.
+        task, model: in place of the claim's own. data: folder of the files of Fashion-MNIST.
     """
 
     full: bool = False
@@ -46,6 +47,12 @@ class Choice:
     first_seed: int = 0
     task: str | None = None
     model: str | None = None
+    data: str | None = None
+
+    def task_of(self, setting: Setting) -> str:
+        """The task's name, with the folder of its data if it needs one."""
+        spec = self.task or setting.task
+        return f"{_FOLDER_TASK}:{self.data or 'data/FashionMNIST/raw'}" if spec == _FOLDER_TASK else spec
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     """
     choice = choice or Choice()
     setting = claim.setting(full=choice.full)
-    spec = choice.task or setting.task
+    spec = choice.task_of(setting)
     task = resolve_task(spec)
     model = choice.model or setting.model.get("name", task.model)
     _check_model(claim, setting, choice.model)
@@ -177,6 +184,7 @@ def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
         "model": arguments if own else {},
         "training": arm.training.model_dump(exclude_none=True),
         "measure": arm.measure,
+        "draw": {"name": arm.name} if arm.redraw else {},
     }
     return RecipeEntry.of(arm.made, {"arm": {"name": arm.name}, **{key: part for key, part in parts.items() if part}})
 

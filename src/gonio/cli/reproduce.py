@@ -41,6 +41,9 @@ _Jobs = Annotated[
 ]
 _Task = Annotated[str | None, typer.Option("--task", help="Your own task, as for gonio compare.", metavar="TASK")]
 _Model = Annotated[str | None, typer.Option("--model", help=f"{options.MODEL_HELP}.", metavar="MODEL")]
+_Data = Annotated[
+    str | None, typer.Option("--data", help="Folder with the four files of Fashion-MNIST.", metavar="FOLDER")
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the runs and their estimated time, and stop.")]
 _Output = Annotated[Path, typer.Option("-o", "--output", help="Folder of the studies.", metavar="STUDY")]
 
@@ -55,6 +58,7 @@ def reproduce(
     jobs: _Jobs = None,
     task: _Task = None,
     model: _Model = None,
+    data: _Data = None,
     dry_run: _DryRun = False,
     json: options.Json = None,
     output: _Output = _FOLDER,
@@ -71,7 +75,7 @@ def reproduce(
         _list(claims)
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
-    choice = Choice(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model)
+    choice = Choice(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
     if dry_run:
         _show_plans(claims, choice, jobs)
         return
@@ -91,6 +95,7 @@ def _command(names: Sequence[str], choice: Choice, output: Path) -> str:
     words = ["gonio", "reproduce", *names, *(["--full"] if choice.full else [])]
     words += ["--task", choice.task] if choice.task else []
     words += ["--model", choice.model] if choice.model else []
+    words += ["--data", choice.data] if choice.data else []
     words += ["--seeds", str(choice.seeds)] if choice.seeds is not None else []
     words += ["--first-seed", str(choice.first_seed)] if choice.first_seed else []
     words += ["-o", str(output)] if output != _FOLDER else []

@@ -199,8 +199,8 @@ class Plan:
         return 1 if self.direction == "max" else -1
 
     def seed_of(self, entry: RecipeEntry, seed: int) -> int:
-        """The seed of a run's random numbers: `seed` itself; in a self-test another one for each recipe."""
-        own = self.self_test and entry.name != self.baseline.name
+        """The seed of a run's random numbers: `seed`; another one in a self-test or with `draw` set."""
+        own = "draw" in entry.setting or (self.self_test and entry.name != self.baseline.name)
         return derive_seed(seed, entry.name) if own else seed
 
     @property

@@ -348,6 +348,11 @@ def input_gradient(subject: Subject) -> float:
     return math.log10(max(float(torch.linalg.matrix_norm(flat, 2).max()), 1e-300))
 
 
+def lipschitz_slack(subject: Subject) -> float:
+    """Decades by which the product of the layers' norms exceeds the largest gradient over test examples."""
+    return lipschitz_bound(subject) - input_gradient(subject)
+
+
 def norm_growth_error(subject: Subject, *, steps: int = 20) -> float:
     r"""Largest deviation in percent of the growth of ‖v‖ per step from √(1 + c²), c = η‖∇v‖ / ‖v‖, by filter.
 
@@ -394,6 +399,7 @@ MEASURES: Mapping[str, Kind] = {
     "int8_accuracy": Kind(int8_accuracy, "%", worst=0.0),
     "largest_sigma": Kind(largest_sigma, ""),
     "lipschitz_bound": Kind(lipschitz_bound, "decades"),
+    "lipschitz_slack": Kind(lipschitz_slack, "decades"),
     "loss_after": Kind(loss_after, "nats"),
     "norm_growth_error": Kind(norm_growth_error, "%", start=True),
     "penalty_change": Kind(penalty_change, "%"),

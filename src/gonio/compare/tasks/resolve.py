@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from gonio.compare.tasks.bytes import bytes_
 from gonio.compare.tasks.digits import digits
+from gonio.compare.tasks.fashion_mnist import fashion_mnist
 from gonio.compare.tasks.images import image_folder, torchvision_dataset
 from gonio.compare.tasks.points import points
 from gonio.compare.tasks.task import Task
@@ -13,8 +14,12 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.models.user_code import is_user_code, load_function
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = {"bytes": bytes_, "digits": digits, "points": points}
-_SOURCES: Mapping[str, Callable[[str], Task]] = {"imagefolder": image_folder, "torchvision": torchvision_dataset}
-_FORMS = ("torchvision:NAME:FOLDER", "imagefolder:FOLDER", "file.py:factory")
+_SOURCES: Mapping[str, Callable[[str], Task]] = {
+    "fashion-mnist": fashion_mnist,
+    "imagefolder": image_folder,
+    "torchvision": torchvision_dataset,
+}
+_FORMS = ("fashion-mnist:FOLDER", "torchvision:NAME:FOLDER", "imagefolder:FOLDER", "file.py:factory")
 
 
 def resolve(spec: str) -> Task:
