@@ -31,6 +31,7 @@ from gonio.geometry.duplicates import NearDuplicates, near_duplicates
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
 from gonio.geometry.scale import least_scale, scale_imbalance
+from gonio.geometry.sign_index import Neighbours, SignIndex
 from gonio.geometry.spectra import (
     OrthogonalityDefect,
     Spectrum,
@@ -47,7 +48,9 @@ __all__ = [
     "Layout",
     "MarchenkoPastur",
     "NearDuplicates",
+    "Neighbours",
     "OrthogonalityDefect",
+    "SignIndex",
     "Spectrum",
     "View",
     "alignment",
