@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gonio import compare
-from gonio.claims import Choice, Claim, as_data, findings, try_claims
+from gonio.claims import Choice, Claim, as_data, findings, from_data, try_claims
 from gonio.claims.claim import read_claim
 from gonio.errors import PlanChangedError
 from gonio.report.claims import claims_html, claims_json, claims_text
@@ -147,3 +147,8 @@ def test_page_json_and_text_hold_every_number_and_escape_names(tried: tuple[Path
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(claims_text(found))
     assert found.headline in console.export_text()
+
+
+def test_findings_survive_their_json(tried: tuple[Path, Any]) -> None:
+    _, found = tried
+    assert from_data(json.loads(claims_json(found))) == found

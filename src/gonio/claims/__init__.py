@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gonio.claims.claim import SEEDS, Arm, Claim, Setting, claim_names, load_claim, load_claims
-from gonio.claims.experiment import Choice, Finding, Findings, as_data, findings, plan_claim, try_claims
+from gonio.claims.experiment import Choice, Finding, Findings, as_data, findings, from_data, plan_claim, try_claims
 from gonio.claims.verdict import VERDICTS, Evidence, Judgement, judge
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "as_data",
     "claim_names",
     "findings",
+    "from_data",
     "judge",
     "load_claim",
     "load_claims",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gonio.claims.claim import Arm, Claim, Setting
+from gonio.claims.claim import Arm, Claim, Setting, read_claim
 from gonio.claims.verdict import Evidence, Judgement, contrasts, judge
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.summary import scores_of
@@ -26,7 +26,7 @@ from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError
 from gonio.models.user_code import code_digest
 
-__all__ = ["Choice", "Finding", "Findings", "findings", "plan_claim", "try_claims"]
+__all__ = ["Choice", "Finding", "Findings", "as_data", "findings", "from_data", "plan_claim", "try_claims"]
 
 _FOLDER_TASK = "fashion-mnist"
 _SCORES = ("accuracy", "calibrated_accuracy")  # measures for which a model at chance level says nothing
@@ -60,9 +60,10 @@ class Finding:
     """One claim as it was tried.
 
     Attributes:
+        full: whether it was the full experiment. plan: hash of the study's plan; empty if it was not tried.
         scores: of each arm, by seed; a diverged run has the worst score.
         values: the decisive contrast, by seed.
-        seconds: CPU seconds of all runs. missing, failed, diverged: runs.
+        seconds: CPU seconds of all runs. runs: how many there are. missing, failed, diverged: of these.
         unit, measured: of the scores.
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
         command: repeats the claim.
@@ -70,17 +71,20 @@ class Finding:
 
     claim: Claim
     judgement: Judgement
-    setting: Setting | None = None
-    plan: Plan | None = None
-    scores: Mapping[str, Mapping[int, float]] | None = None
-    values: Mapping[int, float] | None = None
+    full: bool = False
+    plan: str = ""
+    task: str = ""
+    model: str = ""
+    scores: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    values: Mapping[int, float] = field(default_factory=dict)
     seconds: float = 0.0
+    runs: int = 0
     missing: int = 0
     failed: int = 0
     diverged: int = 0
     unit: str = ""
     measured: str = ""
-    histograms: Mapping[str, Sequence[int]] | None = None
+    histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
     command: str = ""
 
     @property
@@ -88,9 +92,14 @@ class Finding:
         """One of :data:`gonio.claims.VERDICTS`."""
         return self.judgement.verdict
 
+    @property
+    def setting(self) -> Setting | None:
+        """The experiment; None if the claim was not tried."""
+        return self.claim.setting(full=self.full) if self.plan else None
+
     def mean(self, arm: str) -> float | None:
         """Mean score of an arm."""
-        found = (self.scores or {}).get(arm)
+        found = self.scores.get(arm)
         return statistics.fmean(found.values()) if found else None
 
 
@@ -250,7 +259,7 @@ def findings(
             continue
         study = Study.open(path)
         evidence, facts = _seen(claim, claim.setting(full=choice.full), study.plan, study.runs())
-        measured.append((claim, evidence, facts))
+        measured.append((claim, evidence, {"full": choice.full, **facts}))
     judged = iter(judge([evidence for _, evidence, _ in measured if evidence is not None]))
     found = tuple(
         Finding(claim, _not_tried(claim) if evidence is None else next(judged), **facts)
@@ -280,8 +289,10 @@ def _seen(claim: Claim, setting: Setting, plan: Plan, runs: Sequence[RunRecord])
         for arm in setting.arms
     }
     return evidence, {
-        "setting": setting,
-        "plan": plan,
+        "plan": plan.hash,
+        "task": plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
+        "model": plan.model,
+        "runs": len(plan.grid),
         "scores": by_arm,
         "values": values,
         "seconds": sum(record.seconds or 0.0 for record in runs),
@@ -290,7 +301,7 @@ def _seen(claim: Claim, setting: Setting, plan: Plan, runs: Sequence[RunRecord])
         "diverged": statuses.count("diverged"),
         "unit": plan.unit,
         "measured": kind_of(Measure(claim.measure)).summary,
-        "histograms": _histograms(setting, runs) if claim.picture == "angles" else None,
+        "histograms": _histograms(setting, runs) if claim.picture == "angles" else {},
         "command": plan.command,
     }
 
@@ -321,16 +332,29 @@ def _histograms(setting: Setting, runs: Sequence[RunRecord]) -> dict[str, list[i
 
 def as_data(found: Findings) -> dict[str, Any]:
     """The findings as JSON-able data, each number of a run included."""
-    return {
-        "command": found.command,
-        "versions": dict(found.versions),
-        "claims": [
-            {
-                **asdict(replace(one, claim=None, setting=None, plan=None)),  # type: ignore[arg-type]
-                "claim": one.claim.model_dump(mode="json", exclude_defaults=True),
-                "plan": one.plan.hash if one.plan else None,
-                "seeds": list(one.plan.seeds) if one.plan else [],
-            }
-            for one in found.findings
-        ],
+    claims = [
+        {**asdict(replace(one, claim=None)), "claim": _content(one.claim)}  # type: ignore[arg-type]
+        for one in found.findings
+    ]
+    return {"command": found.command, "versions": dict(found.versions), "claims": claims}
+
+
+def from_data(data: Mapping[str, Any]) -> Findings:
+    """The inverse of :func:`as_data`, also after JSON has made text of the seeds."""
+    return Findings(tuple(_finding(row) for row in data["claims"]), data["versions"], data["command"])
+
+
+def _content(claim: Claim) -> dict[str, Any]:
+    return claim.model_dump(mode="json", exclude_defaults=True)
+
+
+def _finding(row: Mapping[str, Any]) -> Finding:
+    by_seed = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
+    values = {int(seed): value for seed, value in row["values"].items()}
+    read = {
+        "claim": read_claim(row["claim"], origin=str(row["claim"].get("name"))),
+        "judgement": Judgement(**row["judgement"]),
+        "scores": by_seed,
+        "values": values,
     }
+    return Finding(**{**row, **read})

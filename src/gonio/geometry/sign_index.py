@@ -52,9 +52,9 @@ class SignIndex:
     Example:
         >>> vectors = torch.randn(1000, 128, generator=torch.Generator().manual_seed(0))
         >>> index = gonio.geometry.SignIndex(vectors, bits=64)
-        >>> found = index.query(3 * vectors[7] + 0.1 * vectors[8], 2)  # the length does not matter
+        >>> found = index.query(30 * vectors[7] + 20 * vectors[8], 2)  # the length does not matter
         >>> found.indices.tolist(), round(found.cosines[0, 0].item(), 3)
-        ([[7, 8]], 0.999)
+        ([[7, 8]], 0.845)
 
     References: M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
     See also: :func:`near_duplicates`, all pairs within one set. FAISS, whose `IndexFlatIP` is faster for exact search

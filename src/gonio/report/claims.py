@@ -116,7 +116,7 @@ def claimed_text(claim: Claim) -> str:
 def arm_rows(found: Finding) -> list[tuple[str, str, str]]:
     """Name, mean and range of each arm's scores."""
     rows = []
-    for arm, values in (found.scores or {}).items():
+    for arm, values in found.scores.items():
         if values:
             mean, low, high = found.mean(arm), min(values.values()), max(values.values())
             rows.append((arm, f"{mean:.4g}", f"{low:.4g} to {high:.4g}"))
@@ -125,9 +125,9 @@ def arm_rows(found: Finding) -> list[tuple[str, str, str]]:
 
 def cost_text(found: Finding) -> str:
     """How much was run, and what is missing."""
-    if found.plan is None:
+    if not found.plan:
         return ""
-    runs = len(found.plan.grid) - found.missing
+    runs = found.runs - found.missing
     lost = [f"{counted(count, 'run')} {word}" for count, word in
             ((found.failed, "failed"), (found.diverged, "diverged"), (found.missing, "to do")) if count]  # fmt: skip
     return ", ".join([f"{counted(runs, 'run')}, {found.seconds:.0f} s of CPU time", *lost])

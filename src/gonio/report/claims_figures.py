@@ -30,7 +30,7 @@ def claim_picture(found: Finding, *, name: str) -> Any:
     Args:
         name: prefix of the ids in the picture, unique on the page.
     """
-    if not any((found.scores or {}).values()):
+    if not any(found.scores.values()):
         return ""
     draw = {"pairs": _pairs, "levels": _levels, "angles": _angles}[found.claim.picture]
     with figures.drawing():
@@ -47,7 +47,7 @@ def _label(found: Finding) -> str:
 
 def _pairs(axes: Axes, found: Finding) -> None:
     """A column of dots per arm; the dots of one seed are joined."""
-    arms = {arm: values for arm, values in (found.scores or {}).items() if values}
+    arms = {arm: values for arm, values in found.scores.items() if values}
     for at, (arm, values) in enumerate(arms.items()):
         color = figures.COLORS[_COLORS[at % len(_COLORS)]]
         axes.plot([at] * len(values), list(values.values()), "o", color=color, markersize=4.5, alpha=0.65, zorder=3)
@@ -73,7 +73,7 @@ def _levels(axes: Axes, found: Finding) -> None:
     arms = found.setting.arms if found.setting else ()
     series: dict[str, list[tuple[float, Mapping[int, float]]]] = {}
     for arm in arms:
-        values = (found.scores or {}).get(arm.name)
+        values = found.scores.get(arm.name)
         if arm.level is not None and values:
             series.setdefault(arm.series or arm.name, []).append((arm.level, values))
     levels = sorted({level for points in series.values() for level, _ in points})
@@ -98,7 +98,7 @@ def _levels(axes: Axes, found: Finding) -> None:
 
 def _angles(axes: Axes, found: Finding) -> None:
     """The angles between filters of each arm, pooled over layers and seeds, with the first arm filled."""
-    histograms: Mapping[str, Sequence[int]] = found.histograms or {}
+    histograms: Mapping[str, Sequence[int]] = found.histograms
     held = np.zeros(len(ANGLE_EDGES) - 1, dtype=bool)
     for at, (arm, counts) in enumerate(histograms.items()):
         density = np.asarray(counts, dtype=float)
