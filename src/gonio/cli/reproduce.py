@@ -70,7 +70,7 @@ def reproduce(
     """
     from gonio.claims import Choice, load_claims
 
-    claims = load_claims(names or ())
+    claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
         _list(claims)
         return
