@@ -100,7 +100,8 @@ def effect_text(found: Finding) -> str:
     seen = found.judgement
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
-    unit = {"%": "points", "% of runs": "points"}.get(found.unit, found.unit)
+    shares = found.unit == "% of runs" or (found.unit == "%" and found.claim.measure != "penalty_change")
+    unit = "points" if shares else found.unit
     text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
     return text.replace("-", "−").replace("e−", "e-")
 
