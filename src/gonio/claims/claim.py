@@ -59,6 +59,11 @@ class Arm(BaseModel):
         recipe: the rules of a recipe by verb, or the name of a built-in recipe; nothing for the plain model.
         model, training, measure: what differs from the setting of the claim.
         redraw: draw other random numbers than the other arms, for a control.
+
+    Example:
+        >>> arm = gonio.claims.load_claim("som-spread").quick.arms[1]
+        >>> arm.name, [rule.use for rule in arm.made.penalty]
+        ('self-orthogonality', ['SelfOrthogonality'])
     """
 
     model_config = _CLOSED
@@ -87,6 +92,10 @@ class Setting(BaseModel):
         contrast: factor of each arm in the number that is tested, e.g. {group: 1, batch: -1}.
         tune: trials of the learning rate and of strengths, equally many for each arm.
         seeds: number of paired seeds.
+
+    Example:
+        >>> gonio.claims.load_claim("som-spread").quick.decisive
+        {'self-orthogonality': 1.0, 'plain': -1.0}
     """
 
     model_config = _CLOSED
@@ -121,6 +130,11 @@ class Claim(BaseModel):
         picture: how the page shows it.
         axis: label of the levels. log: whether they are on a logarithmic axis.
         not_tried: why the claim is not tried at all.
+
+    Example:
+        >>> claim = gonio.claims.load_claim("bn-imagenet")
+        >>> claim.budget, claim.not_tried.partition(" for")[0]
+        ('none', 'ImageNet and ResNet-50 need GPUs')
     """
 
     model_config = _CLOSED
