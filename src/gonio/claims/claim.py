@@ -203,9 +203,9 @@ def load_claim(source: str | Path) -> Claim:
         InvalidArgumentError: the file is not a claim; lists every problem.
 
     Example:
-        >>> claim = gonio.claims.load_claim("gain-tanh")
+        >>> claim = gonio.claims.load_claim("som-spread")
         >>> claim.seed, claim.direction, [arm.name for arm in claim.quick.arms]
-        ('004', 'larger', ['small-gain', 'right-gain'])
+        ('000', 'smaller', ['plain', 'self-orthogonality'])
     """
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):

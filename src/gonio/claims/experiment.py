@@ -144,9 +144,9 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         UnmatchedRuleError: a rule of a recipe matches no layer of the model.
 
     Example:
-        >>> plan = gonio.claims.plan_claim(gonio.claims.load_claim("gain-tanh"))
+        >>> plan = gonio.claims.plan_claim(gonio.claims.load_claim("som-spread"))
         >>> plan.measure.name, [entry.name for entry in plan.recipes], len(plan.seeds)
-        ('trains', ['small-gain', 'right-gain'], 10)
+        ('angle_spread', ['plain', 'self-orthogonality'], 10)
     """
     choice = choice or Choice()
     setting = claim.setting(full=choice.full)

@@ -54,7 +54,7 @@ class SignIndex:
         >>> index = gonio.geometry.SignIndex(vectors, bits=64)
         >>> found = index.query(30 * vectors[7] + 20 * vectors[8], 2)  # the length does not matter
         >>> found.indices.tolist(), round(found.cosines[0, 0].item(), 3)
-        ([[7, 8]], 0.845)
+        ([[7, 8]], 0.83)
 
     References: M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
     See also: :func:`near_duplicates`, all pairs within one set. FAISS, whose `IndexFlatIP` is faster for exact search
