@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make compare` and `make test`. Both work in .venv.
+# Two commands do all the set-up: `make reproduce` and `make test`. Both work in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,10 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compare test test-slow sweep lint bench docs site clean
+.PHONY: reproduce test test-slow sweep lint bench docs site clean
 
-compare: $(VENV)/.lab
-	$(BIN)/gonio compare
+reproduce: $(VENV)/.lab
+	$(BIN)/gonio reproduce
 
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory lint
@@ -59,4 +59,4 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 	touch $@ $(VENV)/.dev $(VENV)/.lab
 
 clean:
-	rm -rf $(VENV) site docs/reference gonio-study .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site docs/reference gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache

@@ -31,7 +31,7 @@ _EXPORTS = {
         "shrink_intruders_",
         "swap_",
     ),
-    **dict.fromkeys(("compare", "escaping", "geometry", "init", "integrations", "models", "nn"), ()),
+    **dict.fromkeys(("claims", "compare", "escaping", "geometry", "init", "integrations", "models", "nn"), ()),
     **dict.fromkeys(("parametrizations", "regularizers", "report", "seeding"), ()),
 }
 """Every public subpackage, and those of its names that are available as `gonio.NAME`."""
@@ -40,6 +40,7 @@ _HOME = {name: package for package, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_EXPORTS, *_HOME]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not read the table above
+    from gonio import claims as claims
     from gonio import compare as compare
     from gonio import errors as errors
     from gonio import escaping as escaping

@@ -19,6 +19,7 @@ class Kind(StrEnum):
     models = "models"
     rules = "rules"
     columns = "columns"
+    claims = "claims"
 
 
 _OTHER_TASKS = (
@@ -36,10 +37,11 @@ _OTHER_MODELS = (
 
 def list_names(
     kind: Annotated[
-        Kind | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns]")
+        Kind | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns|claims]")
     ] = None,
 ) -> None:
-    """List recipes, tasks and models by name, the rules of findings and the columns of tables."""
+    """List recipes, tasks and models by name, the rules of findings, the columns of tables and the claims of papers."""
+    from gonio.claims import load_claims
     from gonio.compare.tasks import BUILT_IN as TASKS
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.showing.columns import COLUMNS
@@ -52,6 +54,7 @@ def list_names(
         Kind.models: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
         Kind.rules: [(rule.code, f"{rule.level:<5}  {rule.title}") for rule in RULES.values()],
         Kind.columns: [(column.title, column.explanation) for column in COLUMNS],
+        Kind.claims: [(claim.name, claim.claim) for claim in load_claims()],
     }
     for shown in Kind if kind is None else [kind]:
         if kind is None:
@@ -64,10 +67,11 @@ def list_names(
 def explain(
     name: Annotated[
         str | None,
-        typer.Argument(help="The code of a finding, e.g. G001, or a column, e.g. align.", metavar="RULE|COLUMN"),
+        typer.Argument(help="A finding, e.g. G001, a column, e.g. align, or a claim.", metavar="RULE|COLUMN|CLAIM"),
     ] = None,
 ) -> None:
-    """Explain a finding or a column of `gonio measure`; without a name, list the findings."""
+    """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
+    from gonio.claims import claim_names, load_claim
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.findings.rules import explain as explain_rule
     from gonio.measuring.showing.columns import COLUMNS
@@ -81,7 +85,13 @@ def explain(
     ]
     if name.strip().upper() in RULES:
         print_out(explain_rule(name))
+    elif word in claim_names():
+        from gonio.report.claims import claim_explanation
+
+        print_out(claim_explanation(load_claim(word)))
     elif columns:
         print_out("\n".join(f"{column.title}: {column.explanation}" for column in columns))
     else:
-        raise UnknownNameError("rule or column", name, [*RULES, *(column.title for column in COLUMNS)])
+        raise UnknownNameError(
+            "rule, column or claim", name, [*RULES, *(column.title for column in COLUMNS), *claim_names()]
+        )

@@ -32,6 +32,7 @@ from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.match import Matching, match
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
 from gonio.geometry.scale import least_scale, scale_imbalance
+from gonio.geometry.sign_index import Neighbours, SignIndex
 from gonio.geometry.spectra import (
     OrthogonalityDefect,
     Spectrum,
@@ -57,7 +58,9 @@ __all__ = [
     "MarchenkoPastur",
     "Matching",
     "NearDuplicates",
+    "Neighbours",
     "OrthogonalityDefect",
+    "SignIndex",
     "Spectrum",
     "TopSubspace",
     "View",

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
+from gonio.models.deep import deep_cnn, deep_mlp
 from gonio.models.resolve import ModelFactory, resolve
 
-__all__ = ["BUILT_IN", "ByteTransformer", "ModelFactory", "byte_transformer", "digits_cnn", "pointnet", "resolve"]
+__all__ = [
+    "BUILT_IN",
+    "ByteTransformer",
+    "ModelFactory",
+    "byte_transformer",
+    "deep_cnn",
+    "deep_mlp",
+    "digits_cnn",
+    "pointnet",
+    "resolve",
+]
 
 
 def __dir__() -> list[str]:

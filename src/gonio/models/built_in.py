@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gonio.models.deep import deep_cnn, deep_mlp
+
 __all__ = ["BUILT_IN", "ByteTransformer", "byte_transformer", "digits_cnn", "pointnet"]
 
 
@@ -145,6 +147,8 @@ def byte_transformer(num_classes: int = 256) -> nn.Module:
 
 BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
     "byte-transformer": byte_transformer,
+    "deep-cnn": deep_cnn,
+    "deep-mlp": deep_mlp,
     "digits-cnn": digits_cnn,
     "pointnet": pointnet,
 }

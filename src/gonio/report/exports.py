@@ -181,22 +181,22 @@ class _Verdicts:
         if options.max_width >= TABLE_WIDTH:
             table = verdicts(results)
             head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
-            yield _rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
+            yield rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
             yield Text("")
-            yield _rich_table(evidence(results))
+            yield rich_table(evidence(results))
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
         attacked = attacks(results)
         if attacked.rows:
-            yield from (Text(""), Text(attacked.title, style="dim"), _rich_table(attacked))
+            yield from (Text(""), Text(attacked.title, style="dim"), rich_table(attacked))
         for recipe, signs in hidden_gradients(results).items():
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
         yield Text(_baseline(results, scale), style="dim")
 
 
-def _rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
+def rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
     """A table for a rich Console.
 
     Args:
@@ -284,7 +284,7 @@ def multi_task_text(studies: Sequence[Results]) -> RenderableType:
     parts: list[RenderableType] = []
     for table in _multi_task_tables(across(studies)):
         notes = [Text(note, style="dim") for note in table.notes]
-        parts += [Text(table.title, style="bold"), _rich_table(table), *notes, Text("")]
+        parts += [Text(table.title, style="bold"), rich_table(table), *notes, Text("")]
     return Group(*parts[:-1])
 
 

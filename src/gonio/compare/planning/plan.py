@@ -18,7 +18,7 @@ BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 VERBS = ("init", "swap", "parametrize", "penalty")
 # Fields that older plans lack. At these values they do not enter the hash.
-_LATER = {"self_test": False, "tuning": None, "threat": None}
+_LATER = {"self_test": False, "tuning": None, "threat": None, "measure": None}
 _ALWAYS = object()
 # No result depends on these fields.
 _UNHASHED = ("notes", "versions", "command", "history", "chance")
@@ -83,17 +83,46 @@ class AttackConfig:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What the score of a run is, if it is not the task's metric on the test split.
+
+    Attributes:
+        name: of the registry :data:`gonio.compare.running.measures.MEASURES`.
+        options: arguments of that function; a recipe's own setting may replace some.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RecipeEntry:
-    """A recipe as data, with its hash; the baseline has empty content."""
+    """A recipe as data, with its hash; the baseline usually has empty content.
+
+    Attributes:
+        setting: what differs from the plan for this recipe alone: `model` (arguments of the model's factory),
+            `training` (fields of :class:`Training`), `measure` (options of the plan's measure). Empty for a recipe of
+            a comparison, where everything but the recipe is equal.
+    """
 
     name: str
     content: Mapping[str, Any]
     hash: str
+    setting: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, recipe: Recipe) -> RecipeEntry:
-        """The entry of a recipe."""
-        return cls(recipe.name, recipe.to_dict(), recipe.hash)
+    def of(cls, recipe: Recipe, setting: Mapping[str, Mapping[str, Any]] | None = None) -> RecipeEntry:
+        """The entry of a recipe; with a setting, its hash covers the name and the setting too."""
+        content = recipe.to_dict()
+        if not setting:
+            return cls(recipe.name, content, recipe.hash)
+        text = json.dumps([recipe.name, recipe.hash, setting], sort_keys=True)
+        return cls(recipe.name, content, hashlib.sha256(text.encode()).hexdigest(), setting)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the recipe has no rules."""
+        return not any(self.content.get(verb) for verb in VERBS)
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -122,6 +151,7 @@ class Plan:
         threat: how trained models are attacked; None: not at all.
         history: one entry for each time that seeds or recipes were added after results existed.
         chance: score of the best constant prediction; None if it is unknown.
+        measure: what the score of a run is; None: the task's metric on the test split.
     """
 
     task: str
@@ -145,6 +175,7 @@ class Plan:
     tuning: Tuning | None = None
     threat: AttackConfig | None = None
     chance: float | None = None
+    measure: Measure | None = None
 
     @property
     def scripted(self) -> bool:
@@ -158,14 +189,18 @@ class Plan:
             raise ValueError(f"{self.task} trains by itself")
         return self.training
 
+    def training_of(self, entry: RecipeEntry) -> Training:
+        """The training settings of one recipe."""
+        return replace(self.trained, **entry.setting.get("training", {}))
+
     @property
     def sign(self) -> int:
         """1 if a larger score is better, else −1."""
         return 1 if self.direction == "max" else -1
 
     def seed_of(self, entry: RecipeEntry, seed: int) -> int:
-        """The seed of a run's random numbers: `seed` itself; in a self-test another one for each recipe."""
-        own = self.self_test and entry.name != self.baseline.name
+        """The seed of a run's random numbers: `seed`; another one in a self-test or with `draw` set."""
+        own = "draw" in entry.setting or (self.self_test and entry.name != self.baseline.name)
         return derive_seed(seed, entry.name) if own else seed
 
     @property
@@ -173,6 +208,9 @@ class Plan:
         """SHA-256 over everything that a result depends on."""
         content = {key: value for key, value in asdict(self).items() if key not in _UNHASHED}
         content = {key: value for key, value in content.items() if value != _LATER.get(key, _ALWAYS)}
+        for entry in content["recipes"]:
+            if not entry["setting"]:
+                del entry["setting"]  # as in plans of an older gonio
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -195,7 +233,7 @@ class Plan:
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
         values["training"] = None if values["training"] is None else Training(**values["training"])
-        for key, kind in (("tuning", Tuning), ("threat", AttackConfig)):
+        for key, kind in (("tuning", Tuning), ("threat", AttackConfig), ("measure", Measure)):
             values[key] = kind(**values[key]) if values.get(key) else None
         for key in ("seeds", "notes", "history"):
             values[key] = tuple(values[key])

@@ -21,6 +21,7 @@ from gonio.compare.judging.filter_summary import filter_summary
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.robustness import from_text, robustness, to_text, transferable
 from gonio.compare.planning.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Tuning, installed_versions
+from gonio.compare.running.measures import Subject, kind_of
 from gonio.compare.running.scripts import run_script
 from gonio.compare.running.study import Study
 from gonio.compare.running.training import Fit, build, evaluate, fit, prepare_process, seed_everything
@@ -190,12 +191,14 @@ def execute_run(
 
     def run() -> RunRecord:
         tuned, changed = settled(plan, entry, settings or {})
+        if plan.measure is not None and kind_of(plan.measure).start:
+            return _measured(tuned, changed, *_untrained(tuned, changed, record))
         model, task, done, ended = _trained(tuned, changed, record)
         judged = ended if done.diverged else _judged(ended, done, model, task)
-        if plan.threat is None or judged.status != "finished":
-            return judged
-        moved = from_text(transferred) if transferred else None
-        return replace(judged, robustness=robustness(model, task, plan.threat, moved))
+        if plan.threat is not None and judged.status == "finished":
+            moved = from_text(transferred) if transferred else None
+            judged = replace(judged, robustness=robustness(model, task, plan.threat, moved))
+        return judged if plan.measure is None else _measured(tuned, changed, model, task, judged)
 
     return _guarded(record, run)
 
@@ -248,7 +251,7 @@ def _trained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Modu
     own_seed = plan.seed_of(entry, record.seed)
     model, applied, text = build(plan, task, entry, own_seed)
     seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
-    done = fit(model, task, training=plan.trained, seed=own_seed, penalty=applied.penalty)
+    done = fit(model, task, training=plan.training_of(entry), seed=own_seed, penalty=applied.penalty)
     curve = {key: [value if math.isfinite(value) else None for value in values] for key, values in done.curve.items()}
     return model, task, done, replace(record, status="diverged", curve=curve, plan=text, error=done.diverged)
 
@@ -262,3 +265,25 @@ def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task) -> RunRe
     if score is None or not math.isfinite(score):
         return replace(record, error="outputs on the test split are not finite")
     return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=filter_summary(model))
+
+
+def _untrained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
+    """The model as it starts, and a record without a score."""
+    prepare_process()
+    task = resolve_task(plan.task)
+    model, _, text = build(plan, task, entry, plan.seed_of(entry, record.seed))
+    model.eval()
+    return model, task, replace(record, status="finished", plan=text, geometry=filter_summary(model))
+
+
+def _measured(plan: Plan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
+    """The record with the number of the plan's measure as its score."""
+    if plan.measure is None or record.status != "finished":
+        return record
+    measure = replace(plan.measure, options={**plan.measure.options, **entry.setting.get("measure", {})})
+    seed = plan.seed_of(entry, record.seed)
+    subject = Subject(model, task, plan.training_of(entry), seed, record.curve, record.robustness)
+    score = kind_of(measure).function(subject, **measure.options)
+    if not math.isfinite(score):
+        return replace(record, status="diverged", score=None, error=f"its {measure.name} is {score}")
+    return replace(record, score=float(score))

@@ -135,8 +135,8 @@ class Study:
         _commit(self.path, "costs", *[(hash_, kind, block, float(number)) for hash_, kind, block, number in rows])
 
     def without_costs(self) -> list[RecipeEntry]:
-        """The recipes, baseline excluded, whose cost has not been measured; none for a script."""
-        if self.plan.scripted or self.plan.self_test:
+        """The recipes, baseline excluded, whose cost has not been measured; none for a script or a claim."""
+        if self.plan.scripted or self.plan.self_test or self.plan.measure:
             return []
         found = {hash_ for hash_, *_ in _rows(self.path, "costs")[0]}
         return [entry for entry in self.plan.recipes[1:] if entry.hash not in found]

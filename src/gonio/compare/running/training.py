@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 from gonio.compare.tasks.task import Split, Task
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.models import resolve as resolve_model
+from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed, generator
@@ -58,8 +60,9 @@ def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Mod
         seed: the run's own, as `plan.seed_of` gives it.
     """
     seed_everything(derive_seed(seed, "model"))
-    model = resolve_model(plan.model)(**task.sizes)
-    if entry == plan.baseline:
+    factory = resolve_model(plan.model)
+    model = replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**task.sizes)
+    if entry == plan.baseline and entry.unchanged:
         return model, Recipe(BASELINE).apply_(model, seed=seed), ""
     recipe = Recipe.from_dict(entry.content)
     text = str(recipe.plan(model))
@@ -101,6 +104,8 @@ def fit(
         penalty: added to the loss of each step, e.g. a :class:`gonio.Penalty`.
     """
     optimizer = make_optimizer(model, training)
+    with suppress(NoMatchError):  # a model without spectral norms has none to advance
+        tick_on_step(optimizer, model)
     steps = sum(1 for _ in batches(task, training.batch_size, seed=seed, epoch=0))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.epochs * steps)
     done = Fit()

@@ -6,17 +6,22 @@ from collections.abc import Callable, Mapping
 
 from gonio.compare.tasks.bytes import bytes_
 from gonio.compare.tasks.digits import digits
+from gonio.compare.tasks.fashion_mnist import fashion_mnist
 from gonio.compare.tasks.images import image_folder, torchvision_dataset
 from gonio.compare.tasks.points import points
 from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.models.user_code import is_user_code, load_function
 
-__all__ = ["BUILT_IN", "bytes_", "digits", "image_folder", "points", "resolve", "torchvision_dataset"]
+__all__ = ["BUILT_IN", "bytes_", "digits", "fashion_mnist", "image_folder", "points", "resolve", "torchvision_dataset"]
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = {"bytes": bytes_, "digits": digits, "points": points}
-_SOURCES: Mapping[str, Callable[[str], Task]] = {"imagefolder": image_folder, "torchvision": torchvision_dataset}
-_FORMS = ("torchvision:NAME:FOLDER", "imagefolder:FOLDER", "file.py:factory")
+_SOURCES: Mapping[str, Callable[[str], Task]] = {
+    "fashion-mnist": fashion_mnist,
+    "imagefolder": image_folder,
+    "torchvision": torchvision_dataset,
+}
+_FORMS = ("fashion-mnist:FOLDER", "torchvision:NAME:FOLDER", "imagefolder:FOLDER", "file.py:factory")
 
 
 def resolve(spec: str) -> Task:
@@ -24,7 +29,8 @@ def resolve(spec: str) -> Task:
 
     Args:
         spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
-            FOLDER or in `data`; `imagefolder:FOLDER`; or `file.py:factory`, where the factory takes no arguments
+            FOLDER or in `data`; `imagefolder:FOLDER`;
+            `fashion-mnist:FOLDER`; or `file.py:factory`, where the factory takes no arguments
             and returns a :class:`~gonio.compare.Task`.
 
     Raises:

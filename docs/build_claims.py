@@ -1,0 +1,131 @@
+"""Writes docs/claims/*.md and their pictures from the committed results in benchmarks/results/claims/*.json.
+
+`python docs/build_claims.py` writes the pages; with `--check` it fails if a page differs from what it would write.
+The full results of a claim replace its quick ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from gonio.claims import SEEDS, Claim, Finding, from_data, load_claims
+from gonio.report.claims import arm_rows, claimed_text, cost_text, effect_text
+from gonio.report.claims_figures import claim_picture
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"
+HEAD = "<!-- Written by docs/build_claims.py from benchmarks/results/claims; do not edit. -->"
+STYLE = re.compile(r"var\(--(\w+)\)")
+# The page's colours for a light background, which a picture of its own needs.
+LIGHT = {
+    "ink": "#1b1d22", "muted": "#595d66", "rule": "#c9c9c4", "base": "#6b6f78", "band": "#d9d7d0", "paper": "#fbfaf7",
+    "c1": "#0072b2", "c2": "#d55e00", "c3": "#00835f", "c4": "#b3588f", "c5": "#a86f00", "c6": "#2d86b8",
+    "c7": "#5a4fb0",
+}  # fmt: skip
+
+
+def pages() -> dict[Path, str]:
+    """The content of every page and picture."""
+    found, versions = _findings()
+    written: dict[Path, str] = {}
+    for seed, topic in SEEDS.items():
+        claims = [claim for claim in load_claims() if claim.seed == seed]
+        lines = [HEAD, f"# Claims on {topic}", "", *_intro(seed, versions)]
+        for claim in claims:
+            lines += ["", *_section(claim, found.get(claim.name))]
+            svg = _svg(found.get(claim.name))
+            written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
+        written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
+    written[PAGES / "README.md"] = _table(found)
+    return written
+
+
+def _findings() -> tuple[dict[str, Finding], dict[str, str]]:
+    """The finding of each claim, and the versions that made them; later files (full after quick) win."""
+    found: dict[str, Finding] = {}
+    versions: dict[str, str] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.startswith("full")):
+        data = from_data(json.loads(path.read_text(encoding="utf-8")))
+        found |= {one.claim.name: one for one in data.findings if one.verdict != "not tried"}
+        versions |= data.versions
+    return found, versions
+
+
+def _intro(seed: str, versions: dict[str, str]) -> list[str]:
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    source = "The control: a sentence that is false by construction." if seed == "control" else f"Seed document {seed}."
+    return [f"{source} Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}."]
+
+
+def _section(claim: Claim, one: Finding | None) -> list[str]:
+    verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
+    lines = [f"## {claim.name}", "", f"> {claim.claim}", "", f"**{verdict}**"]
+    if one:
+        lines[-1] += f": {effect_text(one)}. {one.judgement.reason}"
+        lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
+        unit = f", {one.unit}" if one.unit else ""
+        lines += [f"| arm | mean{unit} | range of {one.judgement.n} seeds |", "|---|---|---|"]
+        lines += [f"| {name} | {mean} | {span} |" for name, mean, span in arm_rows(one)]
+        terms = " ".join(f"{weight:+g} · {arm}" for arm, weight in one.setting.decisive.items()) if one.setting else ""
+        lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
+    else:
+        lines += ["", claim.not_tried or f"{claimed_text(claim)} It needs the full run."]
+        lines += [""]
+    lines += [f"- Source: {claim.source}"]
+    lines += [f"- Reported there: {claim.reported}"] if claim.reported else []
+    lines += [f"- What differs: {claim.differs}"] if claim.differs else []
+    flag = " --full" if one and one.full else ""
+    lines += [f"- Repeat: `gonio reproduce {claim.name}{flag}`"] if not claim.not_tried else []
+    return lines
+
+
+def _svg(one: Finding | None) -> str:
+    """The picture as a file of its own."""
+    picture = str(claim_picture(one, name="p")) if one else ""
+    if not picture:
+        return ""
+    coloured = STYLE.sub(lambda match: LIGHT[match[1]], picture)
+    return coloured.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1) + "\n"
+
+
+def _table(found: dict[str, Finding]) -> str:
+    rows = []
+    for claim in load_claims():
+        one = found.get(claim.name)
+        verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
+        effect = effect_text(one) if one else ""
+        rows.append(f"| [{claim.name}]({claim.seed}.md#{claim.name}) | {claim.claim} | {verdict} | {effect} |")
+    counts = ", ".join(
+        f"{count} {name}"
+        for name in ("reproduced", "contradicted", "no useful effect", "undecided")
+        if (count := sum(one.verdict == name for one in found.values()))
+    )
+    head = [
+        HEAD,
+        "# What the papers claim, tried here",
+        "",
+        f"{len(load_claims())} claims; {len(found)} were tried: {counts}. "
+        "`gonio reproduce` tries the quick ones on your machine.",
+        "",
+        "| claim | sentence | verdict | effect (95 % interval) |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def main() -> None:
+    written = pages()
+    stale = [path for path, text in written.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv:
+        sys.exit(f"stale: {', '.join(str(path.relative_to(ROOT)) for path in stale)}" if stale else 0)
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(written[path], encoding="utf-8")
+    print(f"{len(stale)} of {len(written)} files written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""`gonio reproduce`: what papers claim, tried on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gonio.cli import options
+from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
+from gonio.errors import InvalidArgumentError, MissingExtraError
+
+if TYPE_CHECKING:
+    from gonio.claims import Choice, Claim, Findings
+
+__all__ = ["reproduce"]
+
+_FOLDER = Path("gonio-claims")
+_START = 0.3  # seconds to start a run's process
+
+_Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Claims of the catalogue, or claim files; default: all quick ones.", metavar="CLAIM"),
+]
+_List = Annotated[bool, typer.Option("--list", help="List the claims, and stop.")]
+_Full = Annotated[bool, typer.Option("--full", help="The full experiments: minutes to hours.")]
+_Seeds = Annotated[
+    int | None, typer.Option("--seeds", help="Seeds of each claim; default: the claim's own.", min=1, max=1000)
+]
+_FirstSeed = Annotated[
+    int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
+]
+_Jobs = Annotated[
+    int | None, typer.Option("--jobs", help="Runs at the same time; default: one per core.", min=1, metavar="J")
+]
+_Task = Annotated[str | None, typer.Option("--task", help="Your own task, as for gonio compare.", metavar="TASK")]
+_Model = Annotated[str | None, typer.Option("--model", help=f"{options.MODEL_HELP}.", metavar="MODEL")]
+_Data = Annotated[
+    str | None, typer.Option("--data", help="Folder with the four files of Fashion-MNIST.", metavar="FOLDER")
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the runs and their estimated time, and stop.")]
+_Output = Annotated[Path, typer.Option("-o", "--output", help="Folder of the studies.", metavar="STUDY")]
+
+
+def reproduce(
+    names: _Names = None,
+    *,
+    list_claims: _List = False,
+    full: _Full = False,
+    seeds: _Seeds = None,
+    first_seed: _FirstSeed = 0,
+    jobs: _Jobs = None,
+    task: _Task = None,
+    model: _Model = None,
+    data: _Data = None,
+    dry_run: _DryRun = False,
+    json: options.Json = None,
+    output: _Output = _FOLDER,
+) -> None:
+    """Try what papers claim about these methods, and judge each claim by paired runs and an exact test.
+
+    Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
+    the same command to resume.
+    """
+    from gonio.claims import Choice, load_claims
+
+    claims: Sequence[Claim] = load_claims(names or ())
+    if list_claims:
+        _list(claims)
+        return
+    claims = [claim for claim in claims if names or full or claim.budget == "quick"]
+    choice = Choice(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
+    if dry_run:
+        _show_plans(claims, choice, jobs)
+        return
+    _run(claims, choice, output, jobs=jobs, json=json, command=_command(names or (), choice, output))
+
+
+def _list(claims: Sequence[Claim]) -> None:
+    """One line per claim: seed document, budget, name and sentence."""
+    width = max(len(claim.name) for claim in claims)
+    for claim in claims:
+        budget = "not tried" if claim.budget == "none" else claim.budget
+        print_out(f"{claim.seed}  {budget:<9}  {claim.name:<{width}}  {claim.claim}")
+
+
+def _command(names: Sequence[str], choice: Choice, output: Path) -> str:
+    """The command that repeats the run: everything but defaults and settings of this machine."""
+    words = ["gonio", "reproduce", *names, *(["--full"] if choice.full else [])]
+    words += ["--task", choice.task] if choice.task else []
+    words += ["--model", choice.model] if choice.model else []
+    words += ["--data", choice.data] if choice.data else []
+    words += ["--seeds", str(choice.seeds)] if choice.seeds is not None else []
+    words += ["--first-seed", str(choice.first_seed)] if choice.first_seed else []
+    words += ["-o", str(output)] if output != _FOLDER else []
+    return shlex.join(words)
+
+
+def _show_plans(claims: Sequence[Claim], choice: Choice, jobs: int | None) -> None:
+    """Runs and estimated time of each claim, from a few training steps of each arm."""
+    from gonio.claims import plan_claim
+    from gonio.compare import default_jobs
+    from gonio.compare.engines.local import Worker
+    from gonio.compare.planning.dry_run import run_seconds
+
+    at_once, total = jobs or default_jobs(), 0.0
+    for claim in (claim for claim in claims if claim.budget != "none"):
+        plan = plan_claim(claim, choice)
+        worker = Worker(run_seconds, plan)
+        try:
+            found = worker.result()
+        finally:
+            worker.stop()
+        trials = plan.tuning.trials if plan.tuning else 0
+        seconds = sum((each + _START) * (trials + len(plan.seeds)) + hit * len(plan.seeds) for each, hit in found)
+        seconds /= at_once
+        total += seconds
+        size = f"{len(plan.recipes)} arms × {len(plan.seeds)} seeds"
+        print_out(f"{claim.name}: {size}, task {plan.task}, about {seconds:.0f} s")
+    print_out(f"in all about {total / 60:.0f} min with {at_once} runs at a time")
+
+
+def _run(
+    claims: Sequence[Claim], choice: Choice, output: Path, *, jobs: int | None, json: str | None, command: str
+) -> None:
+    """Run the studies, show the verdicts and write the page."""
+    from gonio.claims import try_claims
+    from gonio.compare import watcher_for
+    from gonio.report.claims import claims_json, claims_text, write_claims_html
+
+    if not claims:
+        raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("the page of the claims", "matplotlib", "lab")
+    with users_code(choice.task, choice.model):
+        found = try_claims(claims, output, choice=choice, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
+    show(claims_text(found))
+    print_out(f"\npage: {write_claims_html(found, output / 'claims.html')}")
+    if json is not None:
+        save(claims_json(found), json, "JSON")
+    _check_complete(found)
+
+
+def _check_complete(found: Findings) -> None:
+    """Exit with 4 if runs failed or are missing."""
+    failed = sum(one.failed for one in found.findings)
+    if failed:
+        print_err(f"{failed} runs failed; rerun the same command to try them again")
+    if failed or any(one.missing for one in found.findings):
+        raise typer.Exit(ExitCode.PARTIAL)

@@ -1,0 +1,159 @@
+"""The verdicts on claims: one offline page, lines for a terminal, JSON, and markdown for the documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gonio.claims import SEEDS, Finding, Findings, as_data
+from gonio.claims.claim import Claim
+from gonio.compare.judging.statistics import counted, points
+from gonio.escaping import plain, redact
+from gonio.report.claims_figures import claim_picture
+from gonio.report.exports import rich_table
+from gonio.report.page import environment, write_text
+from gonio.report.tables import Table
+
+__all__ = ["claims_html", "claims_json", "claims_table", "claims_text", "effect_text", "write_claims_html"]
+
+# Symbol and tone of each verdict, as the page of a comparison has them.
+_MARKS = {
+    "reproduced": ("✓", "good"),
+    "contradicted": ("✗", "bad"),
+    "no useful effect": ("=", "even"),
+    "undecided": ("?", "even"),
+    "not tried": ("–", "even"),
+}
+_TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
+
+
+def claims_html(found: Findings) -> str:
+    """The claims as one self-contained page without scripts, which loads nothing.
+
+    The headline counts the verdicts. Each claim has its sentence, verdict, effect with interval, picture, cost, what
+    the source measured, what differs from it, and the command that repeats it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    shown = [
+        {
+            "found": one,
+            "mark": _MARKS[one.verdict],
+            "effect": effect_text(one),
+            "picture": claim_picture(one, name=f"p{at}"),
+            "arms": arm_rows(one),
+            "cost": cost_text(one),
+            "claimed": claimed_text(one.claim),
+        }
+        for at, one in enumerate(found.findings)
+    ]
+    page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
+    return environment().get_template("claims.html.j2").render(page)
+
+
+def write_claims_html(found: Findings, path: str | os.PathLike[str]) -> Path:
+    """Write the page of :func:`claims_html` to a file, atomically."""
+    return write_text(claims_html(found), path)
+
+
+def claims_json(found: Findings) -> str:
+    """Every claim with its verdict, statistics and the score of each run, as JSON."""
+    return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def claims_table(found: Findings) -> Table:
+    """One row per claim: name, verdict, effect, p, runs, seconds."""
+    rows = tuple(
+        (one.claim.name, one.verdict, effect_text(one) or "–", _p(one), str(one.judgement.n), f"{one.seconds:.0f} s")
+        for one in found.findings
+    )
+    return Table("Claims", ("claim", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2))
+
+
+def claims_text(found: Findings) -> RenderableType:
+    """The headline, and a line per claim with the reason of its verdict."""
+    from rich.console import Group
+
+    return Group(*_lines(found))
+
+
+def _lines(found: Findings) -> Iterator[RenderableType]:
+    yield Text(found.headline, style="bold")
+    yield Text("")
+    table = claims_table(found)
+    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=_TONES[_MARKS[f.verdict][1]]) for f in found.findings]
+    yield rich_table(table, head=table.head, verdicts=tones)
+    yield Text("")
+    for one in found.findings:
+        yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
+        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.judgement.reason)}")
+
+
+def effect_text(found: Finding) -> str:
+    """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one."""
+    seen = found.judgement
+    if seen.mean is None or seen.low is None or seen.high is None:
+        return ""
+    shares = found.unit == "% of runs" or (found.unit == "%" and found.claim.measure != "penalty_change")
+    unit = "points" if shares else found.unit
+    text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
+    return text.replace("-", "−").replace("e−", "e-")
+
+
+def claimed_text(claim: Claim) -> str:
+    """What would confirm the claim, in one sentence."""
+    least = points(claim.sesoi, "%" if claim.measure == "trains" else "")
+    if claim.direction == "same":
+        return f"Confirmed by a difference within ±{least}."
+    return f"Confirmed by a {'positive' if claim.direction == 'larger' else 'negative'} effect of at least {least}."
+
+
+def arm_rows(found: Finding) -> list[tuple[str, str, str]]:
+    """Name, mean and range of each arm's scores."""
+    rows = []
+    for arm, values in found.scores.items():
+        if values:
+            mean, low, high = found.mean(arm), min(values.values()), max(values.values())
+            rows.append((arm, f"{mean:.4g}", f"{low:.4g} to {high:.4g}"))
+    return rows
+
+
+def cost_text(found: Finding) -> str:
+    """How much was run, and what is missing."""
+    if not found.plan:
+        return ""
+    runs = found.runs - found.missing
+    lost = [f"{counted(count, 'run')} {word}" for count, word in
+            ((found.failed, "failed"), (found.diverged, "diverged"), (found.missing, "to do")) if count]  # fmt: skip
+    return ", ".join([f"{counted(runs, 'run')}, {found.seconds:.0f} s of CPU time", *lost])
+
+
+def _p(found: Finding) -> str:
+    p = found.judgement.p_holm
+    return "–" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def claim_explanation(claim: Claim) -> str:
+    """Everything that a claim says about itself, for a terminal."""
+    lines = [
+        f"{claim.name}: {claim.claim}",
+        f"source: {claim.source} (seed {claim.seed}, {SEEDS[claim.seed]})",
+    ]
+    for title, text in (("reported", claim.reported), ("differs", claim.differs), ("not tried", claim.not_tried)):
+        lines += [f"{title}: {text}"] if text else []
+    for title, setting in (("quick", claim.quick), ("full", claim.full)):
+        if setting is not None:
+            arms = ", ".join(arm.name for arm in setting.arms)
+            terms = " ".join(f"{weight:+g}·{arm}" for arm, weight in setting.decisive.items())
+            size = f"task {setting.task}, {counted(setting.seeds, 'seed')}"
+            lines.append(f"{title}: {size}, arms {arms}; tested: {terms}")
+    if not claim.not_tried:
+        lines.append(f"measured: {claim.measure}; {claimed_text(claim)}")
+        lines.append(f"try it: gonio reproduce {claim.name}")
+    return redact("\n".join(lines))

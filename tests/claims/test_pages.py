@@ -1,0 +1,47 @@
+"""The pages of the documentation are those that the committed results give."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gonio.claims import claim_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_claims", ROOT / "docs" / "build_claims.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_up_to_date(builder: ModuleType) -> None:
+    stale = [path.name for path, text in builder.pages().items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run python docs/build_claims.py"
+
+
+def test_every_claim_has_its_place_and_every_picture_is_shown() -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "claims").glob("*.md")}
+    headings = [name for text in pages.values() for name in re.findall(r"^## (\S+)$", text, flags=re.M)]
+    assert sorted(headings) == sorted(claim_names())
+    shown = {name for text in pages.values() for name in re.findall(r"images/(\S+)\.svg", text)}
+    assert shown == {path.stem for path in (ROOT / "docs" / "claims" / "images").glob("*.svg")}
+
+
+def test_a_changed_number_makes_a_page_stale(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in builder.RESULTS.glob("*.json"):
+        text = path.read_text(encoding="utf-8").replace('"verdict": "contradicted"', '"verdict": "reproduced"')
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(builder, "RESULTS", tmp_path)
+    assert any(path.read_text(encoding="utf-8") != text for path, text in builder.pages().items())
