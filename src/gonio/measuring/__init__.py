@@ -11,12 +11,16 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
+from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
+from gonio.measuring.training.rotation import StepRotation, step_rotation
 
 __all__ = [
     "Differences",
+    "Equilibrium",
     "Finding",
     "Measurements",
     "Outline",
+    "StepRotation",
     "Suppressed",
     "Suppression",
     "TensorDifference",
@@ -24,9 +28,11 @@ __all__ = [
     "TensorMeasurement",
     "Tracker",
     "difference",
+    "equilibrium",
     "explain",
     "measure",
     "outline",
+    "step_rotation",
 ]
 
 
