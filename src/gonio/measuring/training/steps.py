@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from math import degrees, isfinite
+from math import atan, degrees, isfinite
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from gonio.geometry import matrix_view
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
 from gonio.measuring.training.rotation import angle_between, step_rotation
+from gonio.optim.hold import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
@@ -136,7 +137,7 @@ class StepFigures:
             "relative_update": float(step.relative_update),
             "radial_share": float(step.radial_share),
         }
-        self.predictions[entry.path] = prediction = equilibrium(optimizer, parameter)
+        self.predictions[entry.path] = prediction = _prediction(optimizer, parameter, rate)
         if prediction.rotation is not None:
             figures["predicted_rotation"] = prediction.rotation
         if norm and self.invariant is not None and entry.path in self.invariant:
@@ -164,6 +165,14 @@ class StepFigures:
             return list(lists[name].parameters()) if name in lists else []
 
         return parameters
+
+
+def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilibrium:
+    """A held weight has no decay that an update could balance; with a fixed step it turns by arctan η at once."""
+    held = step_of_hold(parameter)
+    if held is None:
+        return equilibrium(optimizer, parameter)
+    return Equilibrium(atan(rate) if held == "fixed" else None, 0.0, "" if held == "fixed" else "held by hold_")
 
 
 def _group_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[dict[str, Any], Tensor]:
