@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gonio.optim.hold import Held, hold_
+from gonio.optim.muon import Muon
 
-__all__ = ["Held", "hold_"]
+__all__ = ["Held", "Muon", "hold_"]
 
 
 def __dir__() -> list[str]:

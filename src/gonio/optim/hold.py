@@ -367,8 +367,11 @@ def _learn_magnitudes_(edit: Edit, optimizer: Optimizer, refs: Sequence[WeightRe
                 index = next(i for i, g in enumerate(optimizer.param_groups) if any(p is raw for p in g["params"]))
                 gains.setdefault(index, []).extend(shared[id(raw)].parameters())
     for index, parameters in gains.items():
-        options = {} if rate is None else {"lr": rate}
-        _new_group_(edit, optimizer, optimizer.param_groups[index], parameters, weight_decay=0.0, **options)
+        group = optimizer.param_groups[index]
+        options: dict[str, Any] = {"weight_decay": 0.0} if rate is None else {"weight_decay": 0.0, "lr": rate}
+        if "matrices" in group:  # gains are no matrices for Muon
+            options["matrices"] = False
+        _new_group_(edit, optimizer, group, parameters, **options)
 
 
 def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight]) -> None:
@@ -389,7 +392,7 @@ def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight
 
 
 def _new_group_(
-    edit: Edit, optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter], **options: float
+    edit: Edit, optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter], **options: Any
 ) -> None:
     """Give parameters a group with the options of another one, out of which they are taken if they are in it."""
     if "initial_lr" in group:

@@ -150,6 +150,8 @@ def _lion(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balanc
 
 def _muon(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balance:
     """The polar factor of the filtered gradients: c_k = (1−μ)μ^k, with Nesterov (1−μ²), (1−μ)μ², (1−μ)μ³, …"""
+    if not group.get("matrices", True):
+        return _adamw(group, state, parameter)  # gonio's Muon trains what is no matrix by AdamW
     μ = float(group["momentum"])
     squares, first = (1 - μ) ** 2 / (1 - μ * μ), μ
     if group["nesterov"]:
