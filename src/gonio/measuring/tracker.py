@@ -20,6 +20,8 @@ from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
+from gonio.measuring.showing.training import training_page
+from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers, watch_steps
 from gonio.surgery import Where, as_selector, sites
 
@@ -160,6 +162,29 @@ class Tracker:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
         if self._end is not None:
             self._end()
+
+    @property
+    def rotations(self) -> list[LayerRotation]:
+        """Of each layer: its rotation beside the prediction, and the reason where they differ."""
+        invariant = None if self.training is None else self.training.invariant
+        return layer_rotations(self.rows, invariant, {} if self.training is None else self.training.predictions)
+
+    def to_html(self) -> str:
+        """The page "how this training turned": one self-contained page without scripts and network access.
+
+        Raises:
+            InvalidArgumentError: without measured steps.
+        """
+        return self._page(whole=True)
+
+    def _repr_html_(self) -> str | None:
+        return self._page(whole=False) if any("rotation" in row for row in self.rows) else None
+
+    def _page(self, *, whole: bool) -> str:
+        if not any("rotation" in row for row in self.rows):
+            do = "Pass optimizer=, and train for a measured step."
+            raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
+        return training_page(self.rows, self.rotations, whole=whole)
 
     def _before(self, optimizer: Optimizer) -> None:
         self._counts[id(optimizer)] += 1
