@@ -193,7 +193,7 @@ def _heads_of(model: nn.Module, everything: Sequence[Site]) -> set[int]:
         root = site.path.split(".")[0]
         if root in _OUTPUTS and any(not isinstance(site.module, TABLES) for _ in weights_of(site)):
             by_root.setdefault(root, []).append(site.module)
-    if type(model) is nn.Sequential:
+    if isinstance(model, nn.Sequential):  # FSDP2 gives it a class of its own
         named.append(model)
     last = {id(modules[-1]) for modules in by_root.values()}
     return last | {id(part) for module in named for part in _last_weight(module)}
