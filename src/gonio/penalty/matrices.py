@@ -77,6 +77,11 @@ class MatrixGroups(Sequence[dict[str, Any]]):
         groups: the matrices with their blocks, then the other parameters.
         matrices: by name, how each is cut.
         others: by name, why each is not a matrix.
+
+    Example:
+        >>> groups = gonio.param_groups(nn.LSTM(4, 6, bias=False), matrices=True)
+        >>> dict(groups.matrices)
+        {'weight_ih_l0': '4 matrices 6×4', 'weight_hh_l0': '4 matrices 6×6'}
     """
 
     groups: tuple[dict[str, Any], ...]

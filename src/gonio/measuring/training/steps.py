@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal
@@ -81,7 +81,12 @@ def watch_steps(
         register_optimizer_step_pre_hook(partial(call, before)),
         register_optimizer_step_post_hook(partial(call, after)),
     ]
-    return weakref.finalize(owner, lambda: [handle.remove() for handle in handles])
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return weakref.finalize(owner, end)
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -161,8 +166,8 @@ class StepFigures:
             own = module._parameters.get(name)
             if own is not None:
                 return [own]
-            lists: Mapping[str, Any] = dict(module._modules.get("parametrizations") or {})  # type: ignore[call-overload]
-            return list(lists[name].parameters()) if name in lists else []
+            lists = module._modules.get("parametrizations")
+            return list(lists[name].parameters()) if isinstance(lists, nn.ModuleDict) and name in lists else []
 
         return parameters
 
