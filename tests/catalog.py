@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio import init
+from gonio import init, optim
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import regularizers as R
@@ -601,6 +601,14 @@ VERBS += [
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
+    _verb("hold_ initial", lambda m: optim.hold_(m, torch.optim.SGD(m.parameters())), keeps_function=True),
+    _verb(
+        "hold_ learned magnitudes",
+        lambda m: optim.hold_(
+            m, torch.optim.SGD(m.parameters()), where="[46]", norm="filters", radius=2.0, magnitude="learned"
+        ),
+        keeps_function=True,
+    ),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
     _verb("swap_ group norm", lambda m: S.swap_(m, gnn.to_group_norm)),

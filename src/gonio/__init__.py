@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "errors": ("GonioError",),
     "measuring": ("Measurements", "Tracker", "measure"),
+    "optim": ("hold_",),
     "penalty": ("Penalty", "param_groups"),
     "recipes": ("Recipe",),
     "surgery": (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import measuring as measuring
     from gonio import models as models
     from gonio import nn as nn
+    from gonio import optim as optim
     from gonio import parametrizations as parametrizations
     from gonio import penalty as penalty
     from gonio import recipes as recipes
@@ -61,6 +63,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.measuring import Measurements as Measurements
     from gonio.measuring import Tracker as Tracker
     from gonio.measuring.measure import measure as measure
+    from gonio.optim import hold_ as hold_
     from gonio.penalty import Penalty as Penalty
     from gonio.penalty import param_groups as param_groups
     from gonio.recipes import Recipe as Recipe

@@ -13,6 +13,8 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
+from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
+from gonio.measuring.training.rotation import StepRotation, step_rotation
 from gonio.measuring.widths import Widths, WidthScaling, widths
 
 __all__ = [
@@ -20,9 +22,11 @@ __all__ = [
     "Changes",
     "DepthChange",
     "Differences",
+    "Equilibrium",
     "Finding",
     "Measurements",
     "Outline",
+    "StepRotation",
     "Suppressed",
     "Suppression",
     "TensorDifference",
@@ -33,9 +37,11 @@ __all__ = [
     "Widths",
     "changes",
     "difference",
+    "equilibrium",
     "explain",
     "measure",
     "outline",
+    "step_rotation",
     "widths",
 ]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
@@ -19,6 +20,9 @@ from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
+from gonio.measuring.showing.training import training_page
+from gonio.measuring.training.advice import LayerRotation, layer_rotations
+from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers, watch_steps
 from gonio.surgery import Where, as_selector, sites
 
 FIGURES = (  # the columns of a CSV file, in this order
@@ -35,21 +39,46 @@ class Tracker:
     number, gradient, mode or buffer of the model changes, so the trained weights are bit-equal. Each measurement
     costs one :func:`gonio.measure` without a batch, whatever the batch size; `where` makes it cheaper.
 
+    With an optimizer, each measured step is also seen as a rotation (:func:`gonio.measuring.step_rotation`):
+    the weights are copied before the optimizer's step and compared after it, with everything that other hooks of the
+    optimizer do (:func:`gonio.hold_`). Rows gain
+
+    ======================  ================================================================================
+    rotation                angle in radians by which the step turned the weight
+    predicted_rotation      at which the optimizer's settings hold it in the long run, if it is scale-invariant
+                            (:func:`gonio.measuring.equilibrium`); absent without weight decay
+    relative_update         norm of the change over the norm of the weight
+    radial_share            share of the squared change along the weight; 1/d for a random direction
+    effective_rate          η/‖w‖² of a weight before a normalisation layer, read from the traced model
+    learning_rate           η of the weight's group
+    initial_angle           angle in degrees to the weight before the first measured step, on request
+    filter_rotation_…       min, median and max over filters, on request
+    ======================  ================================================================================
+
     Args:
         model: wrapped or not; layers swapped later are measured too.
         to: loggers. A logger is recognised by the first method that it has of `add_scalar(tag, value, step)`
             (TensorBoard), `log_metrics(dict, step=)` (Lightning's loggers, MLflow), `log_metric(tag, value, step=)`
             and `log(dict, step=)` (W&B). Or the path of a CSV file, to which lines are appended, or a function of the
             step and the figures of each layer. Tags are `gonio/FIGURE/LAYER`.
+        optimizer: one, or a list; its steps are counted, so :meth:`step` need not be called. A step that a gradient
+            scaler skips has no row, and neither has one that changes nothing.
         every: number of steps from one measurement to the next.
         where: the layers to measure; all by default.
+        also: figures that take more time or memory: "filter_rotation"; "initial_angle", for which a copy of the weights
+            stays in the memory of the CPU.
+        figures: "all", or with an optimizer only those of the "training": without angles and spectra, a measurement is
+            cheap enough for every step.
+        copies: with an optimizer, "all" copies all measured weights for a measured step; "one" copies one weight, so
+            that it needs the memory of one, and each measured step has the row of one layer in turn.
 
     Attributes:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
 
     Raises:
-        InvalidArgumentError: if `every` is not positive, or for an object that is not a logger.
+        InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
+            the model.
         NoMatchError: if `where` selects no layer that has filters.
 
     Note:
@@ -60,6 +89,7 @@ class Tracker:
         >>> model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> tracker = gonio.Tracker(model, every=2)
+        >>> turned = gonio.Tracker(model, optimizer=optimizer, every=2)
         >>> for _ in range(4):
         ...     loss = model(torch.randn(8, 20)).square().mean()
         ...     loss.backward()
@@ -69,19 +99,40 @@ class Tracker:
         [(2, '0'), (2, '2'), (4, '0'), (4, '2')]
         >>> tracker.rows[-1]["alignment"] == gonio.measure(model)["2"].alignment
         True
+        >>> [(row["step"], row["layer"], row["rotation"] > 0) for row in turned.rows]
+        [(2, '0', True), (2, '2', True), (4, '0', True), (4, '2', True)]
+        >>> turned.undo_()
     """
 
-    def __init__(self, model: nn.Module, to: Any = (), *, every: int = 100, where: Where = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        to: Any = (),
+        *,
+        optimizer: Optimizer | list[Optimizer] | None = None,
+        every: int = 100,
+        where: Where = None,
+        also: Also = (),
+        figures: Literal["all", "training"] = "all",
+        copies: Literal["all", "one"] = "all",
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
+        _check_choices(figures, copies, also, optimizer)
         self._model, self._every, self._selector = model, every, as_selector(where)
         if not self._entries():
             paths = [entry.path[:80] for entry in entries_of_model(model) if entry.layout is not None]
             raise NoMatchError("Tracker", str(self._selector), paths)
+        optimizers = [] if optimizer is None else checked_optimizers(model, optimizer, also)
+        self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
         loggers = to if isinstance(to, (list, tuple)) else [to]
-        self._senders = [sender_of(logger) for logger in loggers] if _first() else []
-        self._step = self._measured = 0
+        self._senders = [sender_of(logger, self._figures) for logger in loggers] if _first() else []
+        self._step = self._measured = self._turn = 0
+        self._one, self._only_training = copies == "one", figures == "training"
         self.rows: list[dict[str, Any]] = []
+        self.training = StepFigures(model, also) if optimizers else None
+        self._counts = dict.fromkeys(map(id, optimizers), 0)
+        self._end = watch_steps(self, optimizers, Tracker._before, Tracker._after) if optimizers else None
 
     def __repr__(self) -> str:
         return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers>"
@@ -89,22 +140,76 @@ class Tracker:
     def step(self, number: int | None = None) -> None:
         """Count one step of the optimizer, and measure at every `every`-th one.
 
+        A tracker that was given the optimizer counts by itself; then only a number has an effect, on later steps.
+
         Args:
             number: of the step, if it is counted elsewhere. A number that was measured before is not measured again.
         """
+        if self.training is not None:
+            if number is not None and len(self._counts) == 1:
+                self._counts = dict.fromkeys(self._counts, number)
+            return
         self._step = self._step + 1 if number is None else number
         if self._step % self._every == 0 and self._step != self._measured:
             self.measure()
 
     def measure(self) -> None:
-        """Measure now, for example before the first step."""
+        """Measure now, for example before the first step; without figures of a step."""
         self._measured = self._step
-        found = {entry.path: _figures(measure_tensor(entry)) for entry in self._entries()}
-        if not _first():
+        self._record(self._step, {entry.path: _figures(measure_tensor(entry)) for entry in self._entries()})
+
+    def undo_(self) -> None:
+        """Remove the hooks by which steps of the optimizer are measured; rows stay."""
+        if self._end is not None:
+            self._end()
+
+    @property
+    def rotations(self) -> list[LayerRotation]:
+        """Of each layer: its rotation beside the prediction, and the reason where they differ."""
+        invariant = None if self.training is None else self.training.invariant
+        return layer_rotations(self.rows, invariant, {} if self.training is None else self.training.predictions)
+
+    def to_html(self) -> str:
+        """The page "how this training turned": one self-contained page without scripts and network access.
+
+        Raises:
+            InvalidArgumentError: without measured steps.
+        """
+        return self._page(whole=True)
+
+    def _repr_html_(self) -> str | None:
+        return self._page(whole=False) if any("rotation" in row for row in self.rows) else None
+
+    def _page(self, *, whole: bool) -> str:
+        if not any("rotation" in row for row in self.rows):
+            do = "Pass optimizer=, and train for a measured step."
+            raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
+        return training_page(self.rows, self.rotations, whole=whole)
+
+    def _before(self, optimizer: Optimizer) -> None:
+        self._counts[id(optimizer)] += 1
+        if self.training is not None and self._counts[id(optimizer)] % self._every == 0:
+            entries = self._entries()
+            if self._one:
+                entries = [entries[self._turn % len(entries)]]
+                self._turn += 1
+            self.training.copy(entries, optimizer)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        self._step = self._measured = self._counts[id(optimizer)]
+        if self.training is None or self._step % self._every:
             return
-        self.rows += ({"step": self._step, "layer": layer, **row} for layer, row in found.items())
-        for send in self._senders:
-            send(self._step, found)
+        found = {}
+        for entry, figures in self.training.take(optimizer):
+            found[entry.path] = figures if self._only_training else _figures(measure_tensor(entry)) | figures
+        if found:
+            self._record(self._step, found)
+
+    def _record(self, step: int, found: Mapping[str, dict[str, float]]) -> None:
+        if _first():
+            self.rows += ({"step": step, "layer": layer, **row} for layer, row in found.items())
+            for send in self._senders:
+                send(step, found)
 
     def to_frame(self) -> Any:
         """The rows as a `pandas.DataFrame`.
@@ -112,7 +217,7 @@ class Tracker:
         Raises:
             MissingExtraError: without pandas.
         """
-        return frame_from(self.rows, ["step", "layer", *FIGURES])
+        return frame_from(self.rows, ["step", "layer", *self._figures])
 
     def _entries(self) -> list[Entry]:
         """The weights with filters of the selected layers."""
@@ -121,6 +226,15 @@ class Tracker:
         owners = [entry.name.rpartition(".")[0] for entry in weights]
         pairs = zip(weights, owners, strict=True)
         return [entry for entry, owner in pairs if self._selector(owner, modules.get(owner, self._model))]
+
+
+def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> None:
+    for name, value, choices in (("figures", figures, ("all", "training")), ("copies", copies, ("all", "one"))):
+        if value not in choices:
+            raise InvalidArgumentError(f"Tracker({name}=) is one of {', '.join(choices)}", repr(value), "Choose one.")
+    if optimizer is None and (figures, copies, tuple(also)) != ("all", "all", ()):
+        found = f"figures={figures!r}, copies={copies!r}, also={also!r} without one"
+        raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
 
 
 def _first() -> bool:
@@ -142,14 +256,14 @@ Send = Callable[[int, Rows], None]
 """A function of the step and, for each layer, its figures by name."""
 
 
-def sender_of(logger: Any) -> Send:
+def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
     """The function that sends figures to a logger: see :class:`Tracker`.
 
     Raises:
         InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
     """
     if isinstance(logger, (str, os.PathLike)):
-        return _to_csv(Path(logger))
+        return _to_csv(Path(logger), figures)
     if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
         for name, send in _METHODS.items():
             method = getattr(logger, name, None)
@@ -186,9 +300,9 @@ def _log_all(method: Callable[..., object], step: int, rows: Rows) -> None:
 _METHODS = {"add_scalar": _add_scalar, "log_metrics": _log_all, "log_metric": _log_metric, "log": _log_all}
 
 
-def _to_csv(path: Path) -> Send:
+def _to_csv(path: Path, figures: Sequence[str]) -> Send:
     """Append one line per step and layer to a new file, or to an existing one with the same columns."""
-    head = ["step", "layer", *FIGURES]
+    head = ["step", "layer", *figures]
     if path.exists() and path.stat().st_size:
         with path.open(encoding="utf-8", newline="") as file:
             found = next(csv.reader(file))
@@ -205,6 +319,6 @@ def _to_csv(path: Path) -> Send:
         with path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             for layer, row in rows.items():
-                writer.writerow([csv_cell(cell) for cell in (step, layer, *(row.get(name) for name in FIGURES))])
+                writer.writerow([csv_cell(cell) for cell in (step, layer, *(row.get(name) for name in figures))])
 
     return send

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
+from gonio.penalty.matrices import MatrixGroups, matrix_groups
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import TABLES, weights_of
 from gonio.surgery.where import sites
@@ -52,8 +53,28 @@ class ParamGroups(Sequence[dict[str, Any]]):
         return "\n".join([head, *lines])
 
 
-def param_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | None = None) -> ParamGroups:
-    """The model's trainable parameters in two groups for an optimizer: weights decay, and nothing else does.
+@overload
+def param_groups(
+    model: nn.Module, weight_decay: float, *, penalty: Penalty | None = None, matrices: Literal[False] = False
+) -> ParamGroups: ...
+@overload
+def param_groups(
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    penalty: Penalty | None = None,
+    matrices: Literal[True],
+    heads: Mapping[str, int] | None = None,
+) -> MatrixGroups: ...
+def param_groups(
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    penalty: Penalty | None = None,
+    matrices: bool = False,
+    heads: Mapping[str, int] | None = None,
+) -> ParamGroups | MatrixGroups:
+    """The model's trainable parameters in groups for an optimizer: weights decay, and nothing else does.
 
     Weights are the tensors of linear layers, convolutions, attention and recurrent layers that have filters. Biases,
     the scales of normalisation layers, one scale per filter (weight normalisation's magnitudes, whatever their number
@@ -63,13 +84,24 @@ def param_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | No
     A weight before a normalisation layer decays, as is usual: its scale does not change the function, and decay then
     holds the effective learning rate.
 
+    With `matrices=True` the groups are for an optimizer that orthogonalises updates (:class:`gonio.optim.Muon`): first
+    the weights that are matrices, and the blocks into which each is cut. Convolutions are matrices of flattened
+    filters; cut are their groups, the gates of recurrent layers, experts stacked in three dimensions, and queries, keys
+    and values that one layer computes, head by head, with the numbers of heads that the modules have. Not matrices are
+    embeddings and what is tied to them, the output layer (by its name, or as the model's own method names it),
+    depthwise filters, norms and biases.
+
     Args:
         model: as it will be trained; edits and parametrizations first.
-        weight_decay: of the first group.
+        weight_decay: of the first group; needed unless `matrices`, whose groups without it have the optimizer's
+            default for matrices and 0 for the others.
         penalty: weights under its terms on scale (`L2`, `ScaleShift`) do not decay as well.
+        matrices: whether matrices are apart, as :class:`MatrixGroups`.
+        heads: with `matrices`, rows per head of layers (by a glob over paths) whose modules do not have the number.
 
     Raises:
-        InvalidArgumentError: if weight_decay is negative, or the model has nothing to train.
+        InvalidArgumentError: if weight_decay is negative or missing, or the model has nothing to train; if `heads` do
+            not divide a weight, match no layer or are given without `matrices`.
 
     Example:
         >>> groups = gonio.param_groups(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), 5e-4)
@@ -80,31 +112,47 @@ def param_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | No
           1.weight  does not: one number per unit
           1.bias    does not: a bias
         >>> optimizer = torch.optim.SGD(groups, lr=0.1)
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+        >>> print(gonio.param_groups(model, matrices=True))
+        1 matrices, 3 other parameters
+          0.weight  matrix 8×27
+          0.bias    not a matrix: a bias
+          2.weight  not a matrix: the output layer
+          2.bias    not a matrix: a bias
 
     See also:
         :meth:`gonio.Penalty.check`, which finds scale that an optimizer and a penalty shrink both.
     """
-    if weight_decay < 0:
+    if weight_decay is None and not matrices:
+        do = "Pass the decay of the first group; 0 decays nothing."
+        raise InvalidArgumentError("param_groups() needs weight_decay", "none", do)
+    if weight_decay is not None and weight_decay < 0:
         raise InvalidArgumentError("param_groups() needs weight_decay >= 0", f"{weight_decay}", "0 decays nothing.")
-    weights, tables = _weights(unwrapped(model))
-    held = penalty.scaled_parameters() if penalty is not None else {}
-    decayed: dict[str, nn.Parameter] = {}
-    spared: dict[str, nn.Parameter] = {}
-    reasons: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        why = held.get(id(parameter)) or _why_spared(name, parameter, weights, tables)
-        if why is None:
-            decayed[name] = parameter
-        else:
-            spared[name], reasons[name] = parameter, why
-    if not decayed and not spared:
+    if heads and not matrices:
+        raise InvalidArgumentError("param_groups(heads=) cuts matrices", "matrices=False", "Pass matrices=True.")
+    reasons = _reasons(model, penalty)
+    if not reasons:
         raise InvalidArgumentError(
             "param_groups() needs parameters that train", "none requires a gradient", "Thaw what should train first."
         )
-    decaying = {"params": list(decayed.values()), "weight_decay": weight_decay}
-    return ParamGroups((decaying, {"params": list(spared.values()), "weight_decay": 0.0}), tuple(decayed), reasons)
+    if matrices:
+        return matrix_groups(model, reasons, weight_decay, heads or {})
+    parameters = dict(model.named_parameters())
+    spared = {name: why for name, why in reasons.items() if why is not None}
+    decayed = [name for name in reasons if name not in spared]
+    groups = (
+        {"params": [parameters[name] for name in decayed], "weight_decay": weight_decay},
+        {"params": [parameters[name] for name in spared], "weight_decay": 0.0},
+    )
+    return ParamGroups(groups, tuple(decayed), spared)
+
+
+def _reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | None]:
+    """Why each trainable parameter, by name, does not decay; None for one that does."""
+    weights, tables = _weights(unwrapped(model))
+    held = penalty.scaled_parameters() if penalty is not None else {}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: held.get(id(p)) or _why_spared(name, p, weights, tables) for name, p in trained}
 
 
 def _weights(model: nn.Module) -> tuple[set[int], set[int]]:

@@ -1,0 +1,192 @@
+"""The figures of optimizer steps: a weight is copied before a step and compared with the weight after it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from math import atan, degrees, isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import matrix_view
+from gonio.measuring.reading.entry import Entry
+from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
+from gonio.measuring.training.rotation import angle_between, step_rotation
+from gonio.optim.hold import step_of_hold
+from gonio.surgery import sites
+from gonio.surgery.graph import trace
+
+__all__ = ["TRAINING", "Also", "Figures", "StepFigures", "checked_optimizers", "watch_steps"]
+
+Also = Collection[Literal["filter_rotation", "initial_angle"]]
+ALSO = ("filter_rotation", "initial_angle")
+TRAINING = (  # the columns of a CSV file, in this order
+    *("learning_rate", "rotation", "predicted_rotation", "relative_update", "radial_share", "effective_rate"),
+    *("filter_rotation_min", "filter_rotation_median", "filter_rotation_max", "initial_angle"),
+)
+Figures = dict[str, float]
+
+
+def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Optimizer]:
+    """The optimizers as a list.
+
+    Raises:
+        InvalidArgumentError: for other objects, optimizers of another model, and unknown figures in `also`.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    known = {id(p) for p in model.parameters()}
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            do = "Pass the torch optimizer itself, or a list of them."
+            raise InvalidArgumentError("Tracker(optimizer=) is an optimizer", type(each).__name__, do)
+        if not any(id(p) in known for group in each.param_groups for p in group["params"]):
+            do = "Pass the optimizer that trains this model."
+            found = f"a {type(each).__name__} of other parameters"
+            raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
+    unknown = [name for name in also if name not in ALSO]
+    if isinstance(also, str) or unknown:
+        raise InvalidArgumentError(f"Tracker(also=) takes {', '.join(ALSO)}", repr(also), "Pass a tuple of them.")
+    return optimizers
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+# Note [Hooks of all optimizers]
+# The hooks are registered for all optimizers and compare the one that steps. Torch runs them around an optimizer's own
+# hooks, so a step is measured with everything that other hooks do to it, whatever was registered first: `hold_`
+# projects the weights in a hook of the optimizer. They refer weakly to the tracker and are removed with it.
+
+
+def watch_steps(
+    owner: object,
+    optimizers: Sequence[Optimizer],
+    before: Callable[[Any, Optimizer], None],
+    after: Callable[[Any, Optimizer], None],
+) -> Callable[[], object]:
+    """Call `before(owner, optimizer)` and `after(owner, optimizer)` around each step; returns what ends it."""
+    ref, watched = weakref.ref(owner), weakref.WeakSet(optimizers)
+
+    def call(act: Callable[[Any, Optimizer], None], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        there = ref()
+        if there is not None and optimizer in watched:
+            act(there, optimizer)
+
+    handles = [
+        register_optimizer_step_pre_hook(partial(call, before)),
+        register_optimizer_step_post_hook(partial(call, after)),
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return weakref.finalize(owner, end)
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+class StepFigures:
+    """The weights copied before a step, and their figures after it.
+
+    Attributes:
+        invariant: paths of the layers whose weights are scale-invariant; None if the model cannot be traced.
+        predictions: the latest one of each layer.
+    """
+
+    def __init__(self, model: nn.Module, also: Also) -> None:
+        graph = trace(model, training=True)
+        self.invariant = None if graph.reason else graph.scale_invariant
+        self.predictions: dict[str, Equilibrium] = {}
+        self._model, self._also = model, frozenset(also)
+        self._copies: list[tuple[Entry, Tensor]] = []
+        self._initial: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, entries: Sequence[Entry], optimizer: Optimizer) -> None:
+        """Copy the weights that the optimizer is about to change."""
+        parameters = self._parameters()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [e for e in entries if e.load is not None and any(id(p) in held for p in parameters(e))]
+        self._copies = [(entry, entry.load().detach().clone()) for entry in mine if entry.load is not None]
+        if "initial_angle" in self._also:
+            for entry, weight in self._copies:
+                self._initial.setdefault(entry.path, weight.to("cpu", copy=True))
+
+    @torch.no_grad()
+    def take(self, optimizer: Optimizer) -> list[tuple[Entry, Figures]]:
+        """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped."""
+        parameters, found = self._parameters(), []
+        while self._copies:
+            entry, before = self._copies.pop(0)
+            after = entry.load().detach() if entry.load is not None else before
+            if after.shape == before.shape:
+                found.append((entry, self._figures(entry, before, after, optimizer, parameters(entry))))
+        return found if any(figures.get("relative_update") for _, figures in found) else []
+
+    def _figures(
+        self, entry: Entry, before: Tensor, after: Tensor, optimizer: Optimizer, parameters: Sequence[Tensor]
+    ) -> Figures:
+        step = step_rotation(before, after)
+        group, parameter = _group_of(optimizer, parameters)
+        rate, norm = float(group["lr"]), float(step.norm)
+        figures = {
+            "learning_rate": rate,
+            "rotation": float(step.rotation),
+            "relative_update": float(step.relative_update),
+            "radial_share": float(step.radial_share),
+        }
+        self.predictions[entry.path] = prediction = _prediction(optimizer, parameter, rate)
+        if prediction.rotation is not None:
+            figures["predicted_rotation"] = prediction.rotation
+        if norm and self.invariant is not None and entry.path in self.invariant:
+            figures["effective_rate"] = rate / norm**2
+        if "filter_rotation" in self._also and entry.layout is not None:
+            rows = (matrix_view(_whole(w), entry.layout) for w in (before, after))
+            turned = step_rotation(*rows, by_row=True).rotation.nan_to_num(0)
+            for name, value in (("min", turned.min()), ("median", turned.median()), ("max", turned.max())):
+                figures[f"filter_rotation_{name}"] = float(value)
+        if entry.path in self._initial:
+            figures["initial_angle"] = degrees(angle_between(self._initial[entry.path].to(after.device), after))
+        return {name: value for name, value in figures.items() if isfinite(value)}
+
+    def _parameters(self) -> Callable[[Entry], list[Tensor]]:
+        """A function that gives the parameters from which the weight of an entry is computed."""
+        modules = {site.path: site.module for site in sites(self._model)}
+
+        def parameters(entry: Entry) -> list[Tensor]:
+            path, _, name = entry.name.rpartition(".")
+            module = modules.get(path, self._model)
+            own = module._parameters.get(name)
+            if own is not None:
+                return [own]
+            lists = module._modules.get("parametrizations")
+            return list(lists[name].parameters()) if isinstance(lists, nn.ModuleDict) and name in lists else []
+
+        return parameters
+
+
+def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilibrium:
+    """A held weight has no decay that an update could balance; with a fixed step it turns by arctan η at once."""
+    held = step_of_hold(parameter)
+    if held is None:
+        return equilibrium(optimizer, parameter)
+    return Equilibrium(atan(rate) if held == "fixed" else None, 0.0, "" if held == "fixed" else "held by hold_")
+
+
+def _group_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[dict[str, Any], Tensor]:
+    """The group of the largest of a weight's parameters that the optimizer has, and that parameter."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    largest = max((p for p in parameters if id(p) in groups), key=Tensor.numel)
+    return groups[id(largest)], largest
+
+
+def _whole(weight: Tensor) -> Tensor:
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full

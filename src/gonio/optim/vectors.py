@@ -1,0 +1,105 @@
+"""The vectors of a weight whose norms are held: whole matrices, filters (rows) or columns, in the layer's own layout.
+
+Nothing is copied into a matrix view: norms are reductions over stored dimensions, and factors broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gonio.execution import is_sharded
+from gonio.geometry import Layout
+from gonio.geometry.norms import computed_in
+
+__all__ = ["NORMS", "Norm", "Vectors"]
+
+Norm = Literal["matrix", "filters", "columns"]
+NORMS = ("matrix", "filters", "columns")
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """How the entries of a weight of this layout and number of dimensions form vectors.
+
+    Norms and factors have one number per vector, in a shape that broadcasts against the weight with its first
+    dimension split into matrices: (matrices, …). They are in float32 at least, and whole also for a sharded weight.
+    """
+
+    layout: Layout
+    ndim: int
+    norm: Norm
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The dimensions over which a vector extends, of the weight as (matrices, dim 0, dim 1, *kernel)."""
+        kernel = tuple(range(3, self.ndim + 1))
+        if self.norm == "matrix":
+            return (1, 2, *kernel)
+        filters_first = not self.layout.transposed
+        if self.norm == "filters":
+            return (2, *kernel) if filters_first else (1, *kernel)
+        return (1,) if filters_first else (2,)
+
+    def length(self, weight: Tensor) -> int:
+        """The number of entries of a vector."""
+        sizes = (self.layout.matrices, weight.shape[0] // self.layout.matrices, *weight.shape[1:])
+        return prod(sizes[dim] for dim in self.reduced)
+
+    def splits_shards(self) -> bool:
+        """Whether a weight sharded over dim 0 has vectors that are parts of dim 0: each shard cuts them elsewhere."""
+        return self.layout.matrices > 1 and 1 in self.reduced and self.norm != "matrix"
+
+    def norms(self, weight: Tensor) -> Tensor:
+        """The norm of each vector."""
+        dtype = computed_in(weight.dtype)
+        if self.norm == "matrix":  # by rows first: one long sum in float32 is off by 1e-4 of a million entries
+            rows = torch.linalg.vector_norm(weight, dim=tuple(range(1, self.ndim)), dtype=dtype)
+            total = _whole(rows).double().unflatten(0, (self.layout.matrices, -1)).norm(dim=1).to(dtype)
+            return total.view(-1, *[1] * self.ndim)
+        if self.layout.matrices == 1:
+            dims = tuple(dim - 1 for dim in self.reduced)
+            return _whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype)).unsqueeze(0)
+        if 1 in self.reduced:
+            split = weight.unflatten(0, (self.layout.matrices, -1))
+            return torch.linalg.vector_norm(split, dim=self.reduced, keepdim=True, dtype=dtype)
+        dims = tuple(dim - 1 for dim in self.reduced)
+        rows = _whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype))
+        return rows.unflatten(0, (self.layout.matrices, -1))
+
+    def scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """The weight with each vector times its factor, in the factors' dtype."""
+        return weight * self._fitted(weight, factors)
+
+    def scale_(self, weight: Tensor, factors: Tensor) -> None:
+        """Multiply each vector of a weight by its factor, computed in the factors' dtype."""
+        factors = self._fitted(weight, factors)
+        if weight.dtype == factors.dtype:
+            weight.mul_(factors)
+        else:  # one rounding of the product
+            weight.copy_(weight.to(factors.dtype) * factors)
+
+    def _fitted(self, weight: Tensor, factors: Tensor) -> Tensor:
+        """Factors in a shape that broadcasts against the weight as it is stored, replicated for a sharded one."""
+        rows = weight.shape[0] // self.layout.matrices
+        along = 1 if self.layout.matrices == 1 else rows  # without a copy per row for a single matrix
+        fitted = factors.expand(-1, max(along, factors.shape[1]), *factors.shape[2:]).flatten(0, 1)
+        return _replicated(fitted, weight) if is_sharded(weight) else fitted
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def _replicated(tensor: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate  # half a second to import
+
+    places: Sequence[Replicate] = [Replicate()] * like.device_mesh.ndim
+    made: Tensor = DTensor.from_local(tensor, like.device_mesh, places, run_check=False)
+    return made

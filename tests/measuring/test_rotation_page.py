@@ -1,0 +1,100 @@
+"""The page of a training: why rotations differ from predictions, advice, and its markup."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.errors import InvalidArgumentError
+from gonio.measuring import Equilibrium
+from gonio.measuring.training.advice import advice, layer_rotations
+
+
+def rows(layer: str, rotations: list[float], predicted: float | None = None, rates: Any = 0.1) -> list[dict[str, Any]]:
+    rates = rates if isinstance(rates, list) else [rates] * len(rotations)
+    more = {} if predicted is None else {"predicted_rotation": predicted}
+    return [
+        {"step": 10 * i, "layer": layer, "rotation": rotation, "learning_rate": rate, **more}
+        for i, (rotation, rate) in enumerate(zip(rotations, rates, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rotation", "invariant", "steps", "rates", "reason"),
+    [
+        (0.011, {"a"}, 10, 0.1, "fits"),
+        (0.011, set(), 10, 0.1, "fits"),
+        (0.05, set(), 10, 0.1, "not scale-invariant: no normalisation layer directly after it"),
+        (0.05, None, 10, 0.1, "not known to be scale-invariant: the model cannot be traced"),
+        (0.05, {"a"}, 500, 0.1, "not settled: it takes about 1000 steps"),
+        (0.05, {"a"}, 30, [0.2] * 18 + [0.1] * 2, "schedule: the learning rate changed within the last 30 steps"),
+        (0.05, {"a"}, 30, [0.2] * 10 + [0.1] * 10, "gradients of different steps are correlated: noise does not"),
+    ],
+)
+def test_why_a_rotation_differs(rotation: float, invariant: Any, steps: float, rates: Any, reason: str) -> None:
+    known = None if invariant is None else frozenset(invariant)
+    (found,) = layer_rotations(rows("a", [rotation] * 20, 0.01, rates), known, {"a": Equilibrium(0.01, steps)})
+    assert found.reason.startswith(reason)
+    assert found.ratio == pytest.approx(rotation / 0.01)
+
+
+def test_without_a_prediction_its_reason_is_given() -> None:
+    (found,) = layer_rotations(rows("a", [0.1]), None, {"a": Equilibrium(None, reason="no weight decay")})
+    assert (found.predicted, found.ratio, found.reason) == (None, None, "no weight decay")
+
+
+def test_the_later_half_counts() -> None:
+    (found,) = layer_rotations(rows("a", [9.0, 9.0, 0.3, 0.4], 0.1), None, {})
+    assert found.rotation == pytest.approx((0.125) ** 0.5)
+
+
+def said(found: list[dict[str, Any]], **predictions: Equilibrium) -> list[str]:
+    return advice(layer_rotations(found, frozenset(predictions), predictions), found)
+
+
+def test_layers_that_turn_unevenly() -> None:
+    even = rows("a", [0.01] * 4) + rows("b", [0.02] * 4) + rows("c", [0.05] * 4)
+    assert said(even) == []
+    assert said(even + rows("d", [0.5] * 4))[0].startswith("d turns 14 times as fast as the median layer")
+    assert said(even + rows("d", [0.001] * 4))[0].startswith("d turns 15 times as slowly as the median")
+
+
+def test_decay_that_does_nothing() -> None:
+    found = rows("a", [0.1] * 4, 0.01)
+    assert said(found, a=Equilibrium(0.01, 1e5))[0].startswith("weight decay does nothing yet for a: the norms")
+    assert said(found, a=Equilibrium(0.01, 1.0)) == []
+
+
+def test_a_warm_up_that_is_too_short() -> None:
+    assert said(rows("a", [0.5, 0.5] + [0.05] * 18))[0].startswith("layers turned 10 times as fast in the first tenth")
+    assert said(rows("a", [0.01] * 2 + [0.05] * 18)) == []
+    assert said(rows("a", [0.5, 0.5] + [0.05] * 18, rates=[1.0] * 2 + [0.1] * 18)) == [], "a larger rate explains it"
+
+
+def test_the_page() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=2)
+    assert tracker._repr_html_() is None
+    with pytest.raises(InvalidArgumentError, match=r"shows steps of an optimizer; found no row of one"):
+        tracker.to_html()
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+    page = tracker.to_html()
+    assert "<h1>How this training turned</h1>" in page
+    assert "Steps 2 to 8." in page
+    assert not re.search(r"<script|https?://|nan|inf\b", page)
+    assert [row.layer for row in tracker.rotations] == ["0", "3"]
+    for row in tracker.rotations:
+        assert row.reason in page
+    assert page.count("<svg") == 4
+    fragment = tracker._repr_html_()
+    assert fragment.startswith('<div class="gonio-m">')

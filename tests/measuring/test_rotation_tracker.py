@@ -1,0 +1,227 @@
+"""The tracker at an optimizer's steps: figures of each step, the same training to the last bit, any kind of step."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+import gonio
+from gonio.errors import InvalidArgumentError
+from gonio.measuring.training.steps import TRAINING
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adam with L2": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 3, groups=6)), nn.Flatten(), nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+Watch = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def train(optimizer: str, watch: Watch | None = None, steps: int = 6) -> tuple[dict[str, Tensor], Any]:
+    model = network()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    watcher = watch(model, opt) if watch else None
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.randn(4, 2, 6, 6)).square().mean().backward()
+        opt.step()
+    state = {f"grad {name}": p.grad for name, p in model.named_parameters()} | dict(model.state_dict())
+    state |= {f"{i} {k}": v for i, s in opt.state_dict()["state"].items() for k, v in s.items() if v is not None}
+    return {**state, "random": torch.get_rng_state()}, watcher
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_training_is_the_same_to_the_last_bit(optimizer: str) -> None:
+    also = ("filter_rotation", "initial_angle")
+    plain, _ = train(optimizer)
+    tracked, tracker = train(optimizer, lambda m, o: gonio.Tracker(m, optimizer=o, every=1, also=also))
+    assert plain.keys() == tracked.keys()
+    assert [name for name in plain if not torch.equal(plain[name], tracked[name])] == []
+    assert [row["step"] for row in tracker.rows] == [step for step in range(1, 7) for _ in range(3)]
+    assert {row["layer"] for row in tracker.rows} == {"0", "4", "6"}
+
+
+def test_the_figures_are_those_of_the_step() -> None:
+    """An independent computation in float64 from weights that the test keeps itself."""
+    kept: list[Tensor] = []
+
+    def watch(model: nn.Module, opt: torch.optim.Optimizer) -> gonio.Tracker:
+        opt.register_step_pre_hook(lambda *_: kept.append(model[0].weight.detach().double().flatten()))
+        opt.register_step_post_hook(lambda *_: kept.append(model[0].weight.detach().double().flatten()))
+        return gonio.Tracker(model, optimizer=opt, every=1, where="0", also=("filter_rotation", "initial_angle"))
+
+    _, tracker = train("SGD", watch)
+    for row, before, after in zip(tracker.rows, kept[::2], kept[1::2], strict=True):
+        cosine = before @ after / before.norm() / after.norm()
+        assert row["rotation"] == pytest.approx(math.acos(cosine), rel=1e-6)
+        assert row["relative_update"] == pytest.approx(float((after - before).norm() / before.norm()))
+        along = (after - before) @ before / before.norm()
+        assert row["radial_share"] == pytest.approx(float(along**2 / (after - before).square().sum()))
+        assert row["effective_rate"] == pytest.approx(0.1 / float(before.square().sum()))
+        assert row["predicted_rotation"] == pytest.approx(math.sqrt(2 * 0.1 * 0.01 / 1.9))
+        assert row["frobenius"] == pytest.approx(float(after.norm()), rel=1e-6)
+        turned = torch.arccos(torch.cosine_similarity(before.view(6, -1), after.view(6, -1)))
+        found = [row[f"filter_rotation_{name}"] for name in ("min", "median", "max")]
+        assert found == pytest.approx([float(turned.min()), float(turned.median()), float(turned.max())], rel=1e-6)
+        start = torch.arccos(torch.cosine_similarity(kept[0], after, dim=0))
+        assert row["initial_angle"] == pytest.approx(math.degrees(start), rel=1e-5)
+
+
+def test_scale_invariance_is_read_from_the_graph() -> None:
+    _, tracker = train("SGD", lambda m, o: gonio.Tracker(m, optimizer=o, every=6, figures="training"))
+    assert {row["layer"]: "effective_rate" in row for row in tracker.rows} == {"0": True, "4": False, "6": False}
+    assert "alignment" not in tracker.rows[0]
+
+
+def test_intervals_and_numbers_counted_elsewhere() -> None:
+    _, tracker = train("SGD", lambda m, o: gonio.Tracker(m, optimizer=o, every=4, where="0"), steps=9)
+    assert [row["step"] for row in tracker.rows] == [4, 8]
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=5)
+    tracker.step(1004)  # a resumed training
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    tracker.step()
+    assert [row["step"] for row in tracker.rows] == [1005]
+
+
+def test_one_copy_at_a_time_takes_the_layers_in_turn() -> None:
+    watch: Watch = lambda m, o: gonio.Tracker(m, optimizer=o, every=1, copies="one")  # noqa: E731
+    _, tracker = train("SGD", watch)
+    assert [(row["step"], row["layer"]) for row in tracker.rows] == [
+        (1, "0"), (2, "4"), (3, "6"), (4, "0"), (5, "4"), (6, "6"),
+    ]  # fmt: skip
+
+
+def test_steps_that_a_scaler_skips_have_no_row() -> None:
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    for overflows in (False, True, False):
+        opt.zero_grad()
+        loss = model(torch.ones(1, 3)).sum()
+        scaler.scale(loss * (torch.inf if overflows else 1)).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert [row["step"] for row in tracker.rows] == [1, 2]
+
+
+def test_a_fused_step_that_changes_nothing_has_no_row() -> None:
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    assert tracker.rows == []
+
+
+def test_accumulated_gradients_are_one_step() -> None:
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    for micro in range(6):
+        model(torch.ones(1, 3)).sum().backward()
+        if micro % 3 == 2:
+            opt.step()
+            opt.zero_grad()
+    assert [row["step"] for row in tracker.rows] == [1, 2]
+
+
+def test_several_optimizers_each_with_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.AdamW(model[1].parameters(), lr=0.01)
+    tracker = gonio.Tracker(model, optimizer=[first, second], every=1)
+    for step in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        first.step()
+        if step:
+            second.step()
+    assert [(row["step"], row["layer"], row["learning_rate"]) for row in tracker.rows] == [
+        (1, "0", 0.1), (2, "0", 0.1), (1, "1", 0.01),
+    ]  # fmt: skip
+
+
+def test_it_sees_what_other_hooks_do_whenever_they_were_registered() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+
+    def double(*_: Any) -> None:
+        model.weight.data.mul_(2)
+
+    opt.register_step_post_hook(double)
+    model(torch.zeros(1, 3)).sum().backward()  # no gradient
+    opt.step()
+    assert tracker.rows[0]["relative_update"] == pytest.approx(1)
+    assert tracker.rows[0]["radial_share"] == pytest.approx(1)
+
+
+def test_its_hooks_end_with_it() -> None:
+    before = len(_global_optimizer_post_hooks)
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    other = gonio.Tracker(model, optimizer=opt, every=1)
+    assert len(_global_optimizer_post_hooks) == before + 2
+    tracker.undo_()
+    tracker.undo_()
+    del other
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    assert tracker.rows == []
+
+
+def test_loggers_and_files_get_the_figures(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    path = tmp_path / "t.csv"
+    to = [lambda step, rows: sent.append((step, rows)), path]
+    watch: Watch = lambda m, o: gonio.Tracker(m, to, optimizer=o, every=6, figures="training")  # noqa: E731
+    _, tracker = train("AdamW", watch)
+    assert sent[0][0] == 6
+    assert sent[0][1]["0"]["rotation"] == tracker.rows[0]["rotation"]
+    with path.open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["step", "layer", *TRAINING]
+    assert float(lines[0]["rotation"]) == tracker.rows[0]["rotation"]
+    assert list(tracker.to_frame().columns) == ["step", "layer", *TRAINING]
+
+
+def test_errors() -> None:
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match=r"Tracker\(optimizer=\) is an optimizer; found str"):
+        gonio.Tracker(model, optimizer="adam")
+    with pytest.raises(InvalidArgumentError, match=r"trains the model's parameters; found a SGD of other"):
+        gonio.Tracker(nn.Linear(3, 2), optimizer=opt)
+    with pytest.raises(InvalidArgumentError, match=r"also=\) takes filter_rotation, initial_angle; found \('x',\)"):
+        gonio.Tracker(model, optimizer=opt, also=("x",))
+    with pytest.raises(InvalidArgumentError, match=r"copies=\) is one of all, one; found 'two'"):
+        gonio.Tracker(model, optimizer=opt, copies="two")
+    with pytest.raises(InvalidArgumentError, match=r"measures steps with optimizer=; found figures='training'"):
+        gonio.Tracker(model, figures="training")

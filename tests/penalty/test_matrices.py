@@ -1,0 +1,163 @@
+"""Which weights are matrices and how they are cut: golden lists of models that people train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import foreign
+import gonio
+from gonio.errors import InvalidArgumentError
+from gonio.penalty.matrices import Blocks
+
+GOLDEN = Path(__file__).with_name("matrices.txt")
+TIMM = (
+    "beit_base_patch16_224", "cait_xxs24_224", "coat_tiny", "coatnet_0_rw_224", "convmixer_768_32", "convnext_tiny",
+    "crossvit_tiny_240", "deit_tiny_distilled_patch16_224", "densenet121", "dpn68", "edgenext_xx_small",
+    "efficientformer_l1", "efficientnet_b0", "eva02_tiny_patch14_224", "gmlp_ti16_224", "inception_v3", "levit_128",
+    "maxvit_tiny_rw_224", "mixer_s32_224", "mobilenetv3_large_100", "nf_resnet50", "poolformer_s12", "pvt_v2_b0",
+    "regnety_002", "resmlp_12_224", "resnet18", "resnext50_32x4d", "swin_tiny_patch4_window7_224", "twins_pcpvt_small",
+    "vgg11", "vit_tiny_patch16_224",
+)  # fmt: skip
+TINY = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
+GQA = {**TINY, "num_key_value_heads": 2}
+LAYERS = {"num_layers": 1, "num_heads": 4, "vocab_size": 50}
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", TINY),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 4, "vocab_size": 50}),
+    "falcon": ("FalconForCausalLM", TINY),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 4, "vocab_size": 50}),
+    "gpt_neox": ("GPTNeoXForCausalLM", TINY),
+    "gptj": ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 4, "vocab_size": 50, "rotary_dim": 4}),
+    "llama": ("LlamaForCausalLM", GQA),
+    "mistral": ("MistralForCausalLM", GQA),
+    "mixtral": ("MixtralForCausalLM", {**GQA, "num_local_experts": 4}),
+    "opt": ("OPTForCausalLM", {**TINY, "ffn_dim": 32, "word_embed_proj_dim": 16}),
+    "phi3": ("Phi3ForCausalLM", {**GQA, "pad_token_id": 0}),
+    "qwen2": ("Qwen2ForCausalLM", GQA),
+    "roberta": ("RobertaForSequenceClassification", TINY),
+    "t5": ("T5ForConditionalGeneration", {**LAYERS, "d_model": 16, "d_kv": 4, "d_ff": 32}),
+    "vit": ("ViTForImageClassification", {**TINY, "image_size": 16, "patch_size": 4}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "pad_token_id": 0}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+        | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    ),
+}
+
+
+def timm_model(name: str) -> nn.Module:
+    timm = foreign.timm()
+    with torch.device("meta"):
+        return timm.create_model(name)
+
+
+def transformers_model(name: str) -> nn.Module:
+    t = foreign.transformers()
+    kind, options = TRANSFORMERS[name]
+    config = t.AutoConfig.for_model(name, **options)
+    return getattr(t, kind)(config)
+
+
+def lines_of(model: nn.Module) -> list[str]:
+    """Layers of the same kind as one line, blocks counted: numbers in paths are replaced by `N`."""
+    found = gonio.param_groups(model, matrices=True)
+    counts: dict[str, int] = {}
+    for name, text in (*found.matrices.items(), *((n, f"– {why}") for n, why in found.others.items())):
+        if text.startswith("– ") and text[2:] in ("a bias", "one number per unit"):
+            continue
+        line = f"{re.sub(r'[0-9]+', 'N', name)}  {text}"
+        counts[line] = counts.get(line, 0) + 1
+    return [f"{line}" + (f"  ×{n}" if n > 1 else "") for line, n in counts.items()]
+
+
+def golden() -> dict[str, list[str]]:
+    parts = re.split(r"^## (.*)\n", GOLDEN.read_text("utf-8"), flags=re.M)[1:]
+    return {name: text.strip().splitlines() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def write() -> None:
+    """Write the file: `python -c "from penalty.test_matrices import write; write()"` in `tests/`; review the change."""
+    made = {f"timm:{n}": timm_model(n) for n in TIMM} | {
+        f"transformers:{n}": transformers_model(n) for n in TRANSFORMERS
+    }
+    text = "\n".join(f"## {name}\n" + "\n".join(lines_of(model)) + "\n" for name, model in made.items())
+    GOLDEN.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name: str) -> None:
+    assert lines_of(transformers_model(name)) == golden()[f"transformers:{name}"]
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name: str) -> None:
+    assert lines_of(timm_model(name)) == golden()[f"timm:{name}"]
+
+
+def test_every_golden_list_belongs_to_a_model() -> None:
+    expected = [*(f"timm:{n}" for n in TIMM), *(f"transformers:{n}" for n in TRANSFORMERS)]
+    assert list(golden()) == expected
+    assert len(expected) >= 40
+
+
+def test_every_trained_parameter_is_in_one_group() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "frozen": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    model["frozen"].requires_grad_(False)
+    model["again"] = model["body"]
+    members = [p for group in gonio.param_groups(model, 0.1, matrices=True) for p in group["params"]]
+    assert {id(p) for p in members} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert len(members) == 4
+
+
+def test_decay_without_and_with_a_number() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    default = gonio.param_groups(model, matrices=True)
+    assert [(g["matrices"], g.get("weight_decay")) for g in default] == [(True, None), (False, 0.0)]
+    given = gonio.param_groups(model, 0.1, matrices=True)
+    assert [(g["matrices"], g["weight_decay"], len(g["params"])) for g in given] == [
+        (True, 0.1, 1), (False, 0.1, 1), (False, 0.0, 2),
+    ]  # fmt: skip
+
+
+class Packed(nn.Module):
+    """Heads whose number no attribute has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+
+def test_heads_that_no_module_knows_are_asked_for() -> None:
+    model = nn.ModuleDict({"a": Packed(), "head": nn.Linear(8, 2)})
+    assert gonio.param_groups(model, matrices=True).matrices == {"a.qkv.weight": "matrix 24×8"}
+    asked = gonio.param_groups(model, matrices=True, heads={"*.qkv": 4})
+    assert asked.matrices == {"a.qkv.weight": "6 matrices 4×8"}
+    assert asked[0]["blocks"] == [Blocks(rows=(4,)).code]
+
+
+def test_packed_projections_of_torchs_attention() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 2)})
+    found = gonio.param_groups(model, matrices=True)
+    assert found.matrices == {"attn.in_proj_weight": "6 matrices 4×8", "attn.out_proj.weight": "matrix 8×8"}
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda m: gonio.param_groups(m), r"param_groups\(\) needs weight_decay; found none"),
+        (lambda m: gonio.param_groups(m, 0.1, heads={"a": 2}), r"heads=\) cuts matrices; found matrices=False"),
+        (lambda m: gonio.param_groups(m, matrices=True, heads={"b*": 2}), r"names layers; found 'b\*'"),
+        (lambda m: gonio.param_groups(m, matrices=True, heads={"a.qkv": 7}), r"24 rows of a.qkv.weight in heads of 7"),
+    ],
+)
+def test_errors(call: Callable[[nn.Module], object], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        call(nn.ModuleDict({"a": Packed()}))
