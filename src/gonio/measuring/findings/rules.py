@@ -210,6 +210,26 @@ def _alike(t: TensorMeasurement) -> str | None:
 
 
 @rule(
+    "G203",
+    "warn",
+    "filters that are equal or opposite up to a factor",
+    means="Two such filters compute one feature twice. Training does not lead there from different weights: one was "
+    "copied, or both were initialised alike and always got the same gradient. Rows of an embedding for tokens that "
+    "never occur can be equal and harmless.",
+    exact="two filters that were drawn independently are proportional with probability 0; the rule applies where fewer "
+    "than 0.0001 pairs are expected within the rounding of float32.",
+    do="Initialise one of each pair anew, or prune it; look for a copy in the code that made the weights.",
+    source="I. Goodfellow, Y. Bengio, A. Courville, 'Deep learning', 2016, section 8.4, on breaking symmetry.",
+)
+def _equal(t: TensorMeasurement) -> str | None:
+    total = t.total_filters * ((t.filters or 0) - 1) // 2
+    least = 1 - 1e-6  # cosines are computed in float32
+    if not t.closest or not t.dim or (t.coherence or 0) < least or expected_pairs_above(least, total, t.dim) > 1e-4:
+        return None
+    return f"filters {t.closest[0]} and {t.closest[1]} are proportional: their absolute cosine is 1"
+
+
+@rule(
     "G301",
     "warn",
     "a weight that is nearly of rank 1",
@@ -226,7 +246,7 @@ def _one_direction(t: TensorMeasurement) -> str | None:
 
 _RULES = (
     *(_nonfinite, _zero, _dead, _weak, _dominant, _negative_variance),
-    *(_shared, _alike, _one_direction),
+    *(_shared, _alike, _equal, _one_direction),
 )
 WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {found.code: found for found in _RULES}
 
