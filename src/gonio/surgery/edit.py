@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -222,6 +223,7 @@ def _run_reversed(inverses: list[Callable[[], None]]) -> None:
 # Edits in force by model, as numbers: the inverses hold the model, so the registry must not hold them.
 _IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
 _NUMBERS = itertools.count()
+_REGISTERING = threading.Lock()  # other threads may edit other models while the registry is read
 
 
 class _Undo:
@@ -242,7 +244,8 @@ class _Undo:
         self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for parameter in model.parameters() if self._replaced else ():
             self._followed.setdefault((parameter.device, parameter.dtype), parameter)
-        _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
+        with _REGISTERING:
+            _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
 
     def run_(self) -> None:
         """Undo, or raise :class:`UndoError` and change nothing."""
@@ -299,5 +302,7 @@ def _latest_edit(model: nn.Module) -> tuple[int, str]:
     def parts(module: nn.Module) -> set[int]:
         return {id(part) for part in (*module.modules(), *module.parameters())}
 
+    with _REGISTERING:
+        in_force = [(other, list(found)) for other, found in _IN_FORCE.items()]
     mine = parts(model)
-    return max(e for other, found in _IN_FORCE.items() if other is model or mine & parts(other) for e in found)
+    return max(e for other, found in in_force if other is model or mine & parts(other) for e in found)
