@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test test-slow sweep lint bench docs site clean
+.PHONY: reproduce test test-slow soak versions sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -18,6 +18,14 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
+
+# The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.
+soak: $(VENV)/.dev
+	GONIO_THREADS_SECONDS=600 GONIO_DAMAGES=1000 GONIO_KILLS=2000 $(BIN)/pytest -q -m slow tests/slow
+
+# The methods' tests under the oldest and the newest torch; downloads about 6 GB.
+versions:
+	$(PYTHON) tests/versions.py
 
 # Models of timm through all of the library; about an hour on one core. Goes on where it stopped.
 SWEEP ?= 332

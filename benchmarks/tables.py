@@ -9,11 +9,13 @@ there to `<!-- /benchmark -->` is replaced.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import planted_damage
 from benchmarks.results import FOLDER, Measured, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +94,8 @@ def block(ask: str, folder: Path) -> str | None:
     path = path_of(topic, folder=folder)
     if not path.exists():
         return None
+    if topic == planted_damage.RESULT.stem:
+        return planted_damage.table(json.loads(path.read_text(encoding="utf-8")))
     return markdown(read(path), table=tables[0] if tables else None, what=what)
 
 

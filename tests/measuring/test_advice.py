@@ -148,6 +148,32 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (zeroed(nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Tanh()), 1), {"batch": seeded(64, 6)}),
             ],
         ),
+        "G409": (
+            [
+                (scaled(chain(None), 3, 100), {"batch": seeded(64, 6)}),
+                (scaled(chain(None), 3, 1e-3), {"batch": seeded(64, 6)}),
+                (scaled(normed(), 1, 100), {"batch": IMAGES}),
+            ],
+            [
+                (chain(None), {"batch": 100 * seeded(64, 6)}),
+                (scaled(chain(None), 3, 100), {}),
+                (zeroed(chain(None), 3), {"batch": seeded(64, 6)}),  # G407
+                (nn.Sequential(nn.Flatten(), nn.Softmax(1)), {"batch": 100 * IMAGES}),
+            ],
+        ),
+        "G410": (
+            [(normed(), {"batch": 3 + 5 * IMAGES}), (scaled(normed(), 0, 10), {"batch": IMAGES})],
+            [
+                (normed(), {"batch": IMAGES}),
+                (normed(), {"batch": seeded(4, 3, 8, 8, seed=1)}),
+                (normed(), {}),
+                (convolutions(nn.BatchNorm2d), {"batch": 3 + 5 * IMAGES}),  # it has seen no batch
+            ],
+        ),
+        "G411": (
+            [(forgotten(normed()), {})],
+            [(normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})],
+        ),
         "G406": (
             [(checkpointed, {})],
             [
@@ -163,6 +189,28 @@ def zeroed(model: nn.Sequential, layer: int | None) -> nn.Sequential:
     if layer is not None:
         for parameter in model[layer].parameters():
             nn.init.zeros_(parameter)
+    return model
+
+
+@torch.no_grad()
+def scaled(model: nn.Sequential, layer: int, factor: float) -> nn.Sequential:
+    model[layer].weight.mul_(factor)
+    model[layer].bias.mul_(factor)
+    return model
+
+
+def normed() -> nn.Sequential:
+    """Batch norms with the statistics of normal images, and gains that training has changed."""
+    model = convolutions(nn.BatchNorm2d)
+    for norm in (model[1], model[4]):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    gonio.calibrate_(model, [seeded(64, 3, 8, 8, seed=2)])
+    return model
+
+
+def forgotten(model: nn.Sequential) -> nn.Sequential:
+    for norm in (model[1], model[4]):
+        norm.reset_running_stats()
     return model
 
 

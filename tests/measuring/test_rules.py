@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Tensor | dict[str, Tensor], Tensor | dict[str, Tensor]]] 
     "G105": (variances(1.0, -1e-9), variances(1.0, 0.0)),
     "G201": (weight() + 2, weight() + 0.2),
     "G202": (with_(lambda w: w[5].copy_(-2 * w[6])), with_(lambda w: w[5].add_(w[6]))),
+    "G203": (with_(lambda w: w[5].copy_(-2 * w[6])), with_(lambda w: w[5].copy_(w[6] + 1e-2 * w[7]))),
     "G301": (weight() + 3, weight() + 0.05),
 }
 
@@ -189,7 +190,7 @@ def test_a_checkpoint_has_paths_but_no_types() -> None:
 def test_a_code_or_selector_that_is_none_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="no rule named 'G999'"):
         explain("G999")
-    with pytest.raises(UnknownNameError, match=r"no rule named 'G10'\. Did you mean G10"):
+    with pytest.raises(UnknownNameError, match=r"no rule named 'G10'\. Did you mean G"):
         Suppression(("G10",))
     with pytest.raises(UnknownNameError, match="no rule named 'E501'"):
         Suppression(per_layer=[("head", ("E501",))])

@@ -98,7 +98,9 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
     assert found["w"].coherence == pytest.approx(1.0)
     said = "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more"
-    assert found.findings[0].found == f"{said}; the largest is 1.000, of filters 11 and 5987"
+    texts = {finding.code: finding.found for finding in found.findings}
+    assert texts["G202"] == f"{said}; the largest is 1.000, of filters 11 and 5987"
+    assert texts["G203"] == "filters 11 and 5987 are proportional: their absolute cosine is 1"
     monkeypatch.setattr("gonio.geometry.duplicates.SEARCHED", 0)
     unsought = measure({"w.weight": weight})["w"]
     assert unsought.near_duplicates == 0

@@ -54,7 +54,7 @@ def test_a_failure_in_the_middle_leaves_all_as_it_was() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_options_are_checked_before_anything_happens() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"gian, which it does not take\. It takes .*gain"):
         gonio.init_(network(), init.orthogonal_, gian=2.0)
 

@@ -44,55 +44,50 @@ def test_twice_is_refused(edit, message: str) -> None:
         edit(model)
 
 
-def test_a_layer_of_another_kind_is_refused():
-    with pytest.raises(NoMatchError, match=r"4 \(it is a Linear, not a Conv2d\).*Suitable modules: 0\."):
-        gonio.swap_(network(), gnn.DecoupledConv2d.from_conv, where=nn.Linear)
-
-
-def test_the_model_itself_cannot_be_replaced():
-    message = r"swap_: cannot replace the model: `where` selects the model itself\. Wrap the model in nn\.Sequential"
-    with pytest.raises(NotApplicableError, match=message):
-        gonio.swap_(nn.Conv2d(1, 1, 1), gnn.DecoupledConv2d.from_conv)
-
-
-def test_a_factory_that_fails_late_leaves_the_first_layers():
-    model = network()
-    first = model[4]
-
-    def fails_on_the_second(linear: nn.Linear) -> nn.Module:
-        if linear.out_features == 3:
-            raise RuntimeError("second")
-        return nn.Identity()
-
-    with pytest.raises(RuntimeError, match="second"):
-        gonio.swap_(model, fails_on_the_second)
-    assert model[4] is first
-
-
-def test_an_optimizer_of_another_model_is_refused_and_nothing_changes():
-    model = network()
-    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="an optimizer that holds none of them"):
-        gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer)
-    assert type(model[1]) is nn.BatchNorm2d
-
-
-def test_hooks_that_stay_behind_are_said():
-    model = network()
-    model[0].register_forward_hook(lambda module, inputs, output: None)
-    assert "its forward hooks stayed" in str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
+CONVERT = gnn.DecoupledConv2d.from_conv
+OTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("make", "factory", "options", "error", "message"),
     [
-        (gnn.DecoupledConv2d, r"which is a layer class, not a converter\. Use DecoupledConv2d\.from_conv\."),
-        (nn.ReLU, r"found ReLU, .* Pass a function, e\.g\. lambda layer: ReLU\(…\)\."),
+        (network, CONVERT, {"where": nn.Linear}, NoMatchError, r"it is a Linear, not a Conv2d.*Suitable modules: 0"),
+        (lambda: nn.Conv2d(1, 1, 1), CONVERT, {}, NotApplicableError, r"cannot replace the model: .* Wrap the model"),
+        (
+            network,
+            lambda layer: None,
+            {"where": "0"},
+            InvalidArgumentError,
+            r"makes modules \(.*found a NoneType for '0'",
+        ),
+        (network, gnn.DecoupledConv2d, {}, InvalidArgumentError, r"is a layer class, .* Use DecoupledConv2d.from_conv"),
+        (network, nn.ReLU, {}, InvalidArgumentError, r"found ReLU, .* Pass a function, .* lambda layer: ReLU"),
+        (network, CONVERT, {"optimizer": OTHER}, InvalidArgumentError, "an optimizer that holds none of them"),
     ],
+    ids=["another kind", "the model", "no module", "a class with from_", "a class", "optimizer"],
 )
-def test_a_layer_class_is_no_converter(layer: type[nn.Module], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        gonio.swap_(network(), layer)
+def test_what_cannot_be_swapped_is_refused_and_nothing_changes(make, factory, options, error, message: str) -> None:
+    model = make()
+    before = list(model.named_modules())
+    with pytest.raises(error, match=message):
+        gonio.swap_(model, factory, **options)
+    assert list(model.named_modules()) == before
+
+
+def test_what_an_edit_does_not_reach_is_said() -> None:
+    model = Net(lambda m, x: m.stages[0](x), first=nn.Conv2d(1, 1, 1))
+    model.stages = [model.first]
+    model.first.register_forward_hook(lambda module, inputs, output: None)
+    text = str(gonio.swap_(model, CONVERT))
+    assert "stages still holds the module that was first: no edit reaches it there" in text
+    assert "first: its forward hooks stayed with the replaced layer" in text
+
+
+def test_modes_inside_a_wrapped_layer_stay() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    model[0][1].eval()
+    gonio.swap_(model, lambda block: nn.Sequential(block), where="0")
+    assert [m.training for m in model[0].modules()] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("annotation", [nn.Linear, nn.Linear | None, nn.Module, Any, Callable[..., Any], object, None])
@@ -152,13 +147,6 @@ def test_the_fast_path_of_a_transformer_does_not_pass_by_what_was_put_in(argumen
     assert_restored(before, Snapshot.of(model, TOKENS))
 
 
-def test_a_layer_that_a_plain_list_holds_too_is_said() -> None:
-    model = Net(lambda m, x: m.stages[0](x), first=nn.Conv2d(1, 1, 1))
-    model.stages = [model.first]
-    text = str(gonio.swap_(model, gnn.DecoupledConv2d.from_conv))
-    assert "stages still holds the module that was first: no edit reaches it there" in text
-
-
 class Doubled(nn.Conv2d):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -196,11 +184,6 @@ def test_a_layer_inside_one_that_is_dropped_is_an_error() -> None:
     assert type(model[0][0]) is nn.Linear
 
 
-def test_a_factory_must_make_modules() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"makes modules \(.*lambda.*\); found a NoneType for '0'"):
-        gonio.swap_(nn.Sequential(nn.Linear(2, 2)), lambda layer: None, where="0")
-
-
 def norm_act(**options: Any) -> nn.Module:
     timm()
     from timm.layers import BatchNormAct2d
@@ -220,21 +203,17 @@ def timm_network() -> nn.Sequential:
 X = seeded(2, 3, 5, 5)
 
 
-def test_each_becomes_a_norm_and_its_activation_and_comes_back() -> None:
+@pytest.mark.parametrize(
+    ("factory", "options", "made"),
+    [(gnn.SwitchableNorm2d.from_batch_norm, {}, "SwitchableNorm2d"), (gnn.to_group_norm, {"groups": 2}, "GroupNorm")],
+)
+def test_each_becomes_a_norm_and_its_activation_and_comes_back(factory, options, made: str) -> None:
     model = timm_network()
-    weight = model[1].weight
-    text = str(gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, where=nn.BatchNorm2d))
-    assert "1  BatchNormAct2d → SwitchableNorm2d + SiLU" in text
-    assert "3  BatchNormAct2d → SwitchableNorm2d\n" in text
-    assert model[1][0].weight is weight
-    assert model[1][0].eps == 1e-3
-
-
-def test_undo_is_exact() -> None:
-    model = timm_network()
-    before = Snapshot.of(model, X)
-    edited = gonio.swap_(model, gnn.to_group_norm, where=nn.BatchNorm2d, groups=2)
-    assert [type(part).__name__ for part in model[1]] == ["GroupNorm", "SiLU"]
+    before, weight = Snapshot.of(model, X), model[1].weight
+    edited = gonio.swap_(model, factory, where=nn.BatchNorm2d, **options)
+    assert f"1  BatchNormAct2d → {made} + SiLU" in str(edited)
+    assert [type(part).__name__ for part in (*model[1], model[3])] == [made, "SiLU", made]
+    assert (model[1][0].weight is weight, model[1][0].eps) == (True, 1e-3)
     model(X)
     edited.undo_()
     assert_restored(before, Snapshot.of(model, X))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -89,7 +88,7 @@ def balance_(
     least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
         for layer in least.layers:
-            _rescale_(edit, layer, *_factors(layer, free, least.scales), optimizer)
+            _rescale_(edit, layer, *least.factors(layer), optimizer)
         _note_result(edit, variables, least)
         if before is not None:
             moved = deviation(before, outputs(model, example))
@@ -117,21 +116,6 @@ def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
     """Paths of producers and consumers, which identify a variable in every graph of one model."""
     consumers = frozenset(layer.path for layer, _ in variable.consumers)
     return frozenset(layer.path for layer in variable.producers), consumers
-
-
-def _factors(
-    layer: ChannelMap, variables: list[ScaleVariable], scales: dict[ScaleVariable, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The factors of a layer's rows (outputs) and columns (inputs)."""
-    rows = torch.ones(layer.out_channels, dtype=torch.float64)
-    columns = torch.ones(layer.in_channels, dtype=torch.float64)
-    for variable in variables:
-        if any(producer is layer for producer in variable.producers):
-            rows = scales[variable]
-        for consumer, per_channel in variable.consumers:
-            if consumer is layer:
-                columns = 1 / scales[variable].repeat_interleave(per_channel)
-    return rows, columns
 
 
 def _rescale_(
@@ -181,17 +165,6 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
 # --- the least sum of squares -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LeastSum:
-    """The scales with the least sum of squared weights; valid but not the best if not converged."""
-
-    layers: tuple[ChannelMap, ...]  # that take part
-    scales: dict[ScaleVariable, Tensor]  # one number per channel
-    before: float  # the sum of squares of these layers
-    after: float  # the same at these scales
-    converged: bool
-
-
 @torch.no_grad()
 def least_scales(
     variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
@@ -206,43 +179,52 @@ def least_scales(
 
     The variables must be free. `tolerance` is the largest change of a log scale at convergence.
     """
-    descent = _Descent(variables)
-    before = descent.sum_of_squares()
+    least = LeastSum(variables)
     largest = 0.0
     for _ in range(sweeps):
-        largest = max((descent.improve_(variable, per_channel=per_channel) for variable in variables), default=0.0)
+        largest = max((least.improve_(variable, per_channel=per_channel) for variable in variables), default=0.0)
         if largest < tolerance:
             break
-    layers = tuple(descent.layers.values())
-    return LeastSum(layers, descent.scales, before, descent.sum_of_squares(), largest < tolerance)
+    least.after, least.converged = least.sum_of_squares(), largest < tolerance
+    return least
 
 
-class _Descent:
-    """Coordinate descent: the scales so far, and the squares of the factors of each layer's rows and columns."""
+class LeastSum:
+    """Coordinate descent: the squared factors of the rows and columns of each layer; see :func:`least_scales`.
+
+    Attributes:
+        layers: those that take part.
+        before: the sum of squares of these layers.
+        after: the same at the factors found.
+        converged: whether no factor changes any more; those found are valid, but not the best, if it is False.
+    """
 
     def __init__(self, variables: list[ScaleVariable]) -> None:
         self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
-        self.layers: dict[int, ChannelMap] = {}
-        self.rows: dict[int, Tensor] = {}
-        self.columns: dict[int, Tensor] = {}
+        parts = [part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))]
+        self.layers = list(dict.fromkeys(parts))
+        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64) for layer in self.layers}
+        self.columns = {layer: torch.ones(layer.in_channels, dtype=torch.float64) for layer in self.layers}
         self.lengthened = _over_relaxation(variables)
-        for layer in (part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))):
-            if id(layer) not in self.layers:
-                self.layers[id(layer)] = layer
-                self.rows[id(layer)] = torch.ones(layer.out_channels, dtype=torch.float64)
-                self.columns[id(layer)] = torch.ones(layer.in_channels, dtype=torch.float64)
+        self.before = self.after = self.sum_of_squares()
+        self.converged = False
 
     def sum_of_squares(self) -> float:
-        return math.fsum(float(self._made(layer).sum()) for layer in self.layers.values())
+        """The sum of squares of all layers at the present factors."""
+        return math.fsum(float(self._made(layer).sum()) for layer in self.layers)
+
+    def factors(self, layer: ChannelMap) -> tuple[Tensor, Tensor]:
+        """The factors of a layer's rows (outputs) and columns (inputs)."""
+        return self.rows[layer].sqrt(), self.columns[layer].sqrt()
 
     def improve_(self, variable: ScaleVariable, *, per_channel: bool) -> float:
         """Give one variable its best scales, the others held; the largest step of a log scale."""
         # a layer that both makes and reads the tensor keeps its norm under a common factor
-        loops = {id(p) for p in variable.producers} & {id(layer) for layer, _ in variable.consumers}
+        loops = set(variable.producers) & {layer for layer, _ in variable.consumers}
         moved = 0.0
         if loops or not per_channel:
-            made = [self._made(layer).sum() for layer in variable.producers if id(layer) not in loops]
-            used = [self._used(layer, per).sum() for layer, per in variable.consumers if id(layer) not in loops]
+            made = [self._made(layer).sum() for layer in variable.producers if layer not in loops]
+            used = [self._used(layer, per).sum() for layer, per in variable.consumers if layer not in loops]
             if made and used:
                 shape = (variable.channels,)
                 total_made, total_used = torch.stack(made).sum(), torch.stack(used).sum()
@@ -257,13 +239,13 @@ class _Descent:
 
     def _made(self, layer: ChannelMap) -> Tensor:
         """The squares of a layer's rows."""
-        columns = self.columns[id(layer)].view(layer.squares.shape[0], -1, 1).to(layer.squares.device)
-        return self.rows[id(layer)] * torch.bmm(layer.squares, columns).flatten().cpu()
+        columns = self.columns[layer].view(layer.squares.shape[0], -1, 1).to(layer.squares.device)
+        return self.rows[layer] * torch.bmm(layer.squares, columns).flatten().cpu()
 
     def _used(self, layer: ChannelMap, per_channel: int) -> Tensor:
         """The squares of a layer's columns, summed over the features of each channel."""
-        rows = self.rows[id(layer)].view(layer.squares.shape[0], 1, -1).to(layer.squares.device)
-        columns = self.columns[id(layer)] * torch.bmm(rows, layer.squares).flatten().cpu()
+        rows = self.rows[layer].view(layer.squares.shape[0], 1, -1).to(layer.squares.device)
+        columns = self.columns[layer] * torch.bmm(rows, layer.squares).flatten().cpu()
         return columns.view(-1, per_channel).sum(1)
 
     def _step_(self, variable: ScaleVariable, made: Tensor, used: Tensor, *, power: float) -> float:
@@ -272,19 +254,19 @@ class _Descent:
         self.scales[variable] *= step
         squares = self.scales[variable].square()
         for layer in variable.producers:
-            self.rows[id(layer)] = squares
+            self.rows[layer] = squares
         for layer, per_channel in variable.consumers:
-            self.columns[id(layer)] = 1 / squares.repeat_interleave(per_channel)
+            self.columns[layer] = 1 / squares.repeat_interleave(per_channel)
         return float(step.log().abs().max()) if step.numel() else 0.0
 
 
 def _over_relaxation(variables: list[ScaleVariable]) -> dict[ScaleVariable, float]:
     """The factor of each variable's steps: 1 for a variable on which no other one depends."""
     group = {variable: {variable} for variable in variables}
-    touching: dict[int, ScaleVariable] = {}
+    touching: dict[ChannelMap, ScaleVariable] = {}
     for variable in variables:
         for layer in (*variable.producers, *(layer for layer, _ in variable.consumers)):
-            other = touching.setdefault(id(layer), variable)
+            other = touching.setdefault(layer, variable)
             if group[other] is not group[variable]:
                 joined = group[other] | group[variable]
                 group.update(dict.fromkeys(joined, joined))

@@ -94,7 +94,7 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
             module = moments.site.module
             stack.callback(_restorer(module))
             module.train()
-            stack.callback(module.register_forward_pre_hook(moments.add, with_kwargs=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(moments.add, with_kwargs=True))
         # The model itself: a data-parallel wrapper would exchange buffers at each call.
         for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):
             call(unwrapped(model), batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,9 +20,6 @@ from gonio.surgery.where import Site, sites
 from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
 __all__ = ["Change", "Edit", "Edited", "UndoError"]
-
-# What an edit restores of a module that stays. Hooks and buffers registered after the edit belong to others.
-_REGISTRIES = ("_parameters", "_modules")
 
 
 class UndoError(GonioError, RuntimeError):
@@ -129,25 +127,25 @@ class Edit:
     @staticmethod
     @torch.no_grad()
     def overwrite_(tensor: Tensor, value: Tensor) -> None:
-        """Copy a value into a tensor without recording anything; for inverses."""
+        """Copy a value into a tensor without a record; for inverses."""
         tensor.copy_(value)
 
     def snapshot_(self, module: nn.Module) -> None:
         """Record a module's class, Parameters and children, order included, before a change to them.
 
-        The values of tensors are not recorded: see :meth:`set_data_`.
+        The values of tensors are not recorded: see :meth:`set_data_`. Hooks and buffers registered later belong to
+        others and stay.
         """
         refuse_shards(self.model, self.verb)
         kind = module.__class__
-        registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
+        registries = {name: vars(module)[name].copy() for name in ("_parameters", "_modules")}
         self._classes.append(module)
 
         def restore() -> None:
             module.__class__ = kind
             for name, before in registries.items():
-                registry = module.__dict__[name]
-                registry.clear()
-                registry.update(before)
+                vars(module)[name].clear()
+                vars(module)[name].update(before)
 
         self.on_undo(restore)
 
@@ -168,22 +166,15 @@ class Edit:
         self.changed(site.path, what)
 
     def done(self) -> Edited:
-        """The record that the verb returns."""
-        self._note_other_references()
-        return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
-
-    def _note_other_references(self) -> None:
-        """Name plain attributes and lists that still hold a replaced module: an edit does not reach them."""
+        """The record that the verb returns; notes name plain attributes and lists that hold a replaced module."""
         gone = {id(site.module): site.path for site in self._replaced}
         for site in sites(self.model) if gone else ():
             for name, value in vars(site.module).items():
                 items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-                for item in (value, *items) if name != "_modules" else ():
-                    if id(item) in gone:
-                        holder = f"{site.path}.{name}" if site.path else name
-                        self.note(
-                            f"{holder} still holds the module that was {gone[id(item)]}: no edit reaches it there"
-                        )
+                for path in [gone[id(item)] for item in (value, *items) if id(item) in gone and name != "_modules"]:
+                    holder = f"{site.path}.{name}".removeprefix(".")
+                    self.note(f"{holder} still holds the module that was {path}: no edit reaches it there")
+        return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
 
 
 @dataclass(frozen=True)
@@ -232,6 +223,7 @@ def _run_reversed(inverses: list[Callable[[], None]]) -> None:
 # Edits in force by model, as numbers: the inverses hold the model, so the registry must not hold them.
 _IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
 _NUMBERS = itertools.count()
+_REGISTERING = threading.Lock()  # other threads may edit other models while the registry is read
 
 
 class _Undo:
@@ -252,24 +244,23 @@ class _Undo:
         self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for parameter in model.parameters() if self._replaced else ():
             self._followed.setdefault((parameter.device, parameter.dtype), parameter)
-        _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
+        with _REGISTERING:
+            _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
 
     def run_(self) -> None:
         """Undo, or raise :class:`UndoError` and change nothing."""
         model = self._model()
-        in_force = [] if model is None else _IN_FORCE.get(model, [])
-        if model is None or (self._number, self._verb) not in in_force:
+        if model is None or (self._number, self._verb) not in _IN_FORCE[model]:
             raise UndoError(self._verb, "it was undone before, or its model is gone")
         number, later = _latest_edit(model)
         if number != self._number:
             raise UndoError(self._verb, f"the later edit {later} still is in force")
         reshard_(model)
-        why = self._changed_since(model)
-        if why is not None:
+        if (why := self._changed_since(model)) is not None:
             raise UndoError(self._verb, why)
         _run_reversed(self._inverses)
         self._move_replaced_()
-        in_force.remove((self._number, self._verb))
+        _IN_FORCE[model].remove((self._number, self._verb))
 
     def _changed_since(self, model: nn.Module) -> str | None:
         """Why the inverses would not restore the model; None if they will."""
@@ -311,5 +302,7 @@ def _latest_edit(model: nn.Module) -> tuple[int, str]:
     def parts(module: nn.Module) -> set[int]:
         return {id(part) for part in (*module.modules(), *module.parameters())}
 
+    with _REGISTERING:
+        in_force = [(other, list(found)) for other, found in _IN_FORCE.items()]
     mine = parts(model)
-    return max(e for other, found in _IN_FORCE.items() if other is model or mine & parts(other) for e in found)
+    return max(e for other, found in in_force if other is model or mine & parts(other) for e in found)

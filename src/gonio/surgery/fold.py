@@ -64,9 +64,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
     refuse_shards(model, "fold_")
     before = outputs(model, example) if example is not None else None
     with Edit(model, "fold_") as edit, torch.no_grad():
-        stay: dict[str, str] = {}
+        stay: dict[str, str] = {}  # the layers that are not folded, by path, and why
         for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_, _fold_norms_):
-            stay |= fold_some_(edit, chosen)
+            fold_some_(edit, chosen, stay)
         if stay and where is not None:
             first = next(site for site in chosen if site.path in stay)
             why, do = stay[first.path], "Leave it out of `where`."
@@ -97,9 +97,8 @@ def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) 
 # --- parametrizations ---------------------------------------------------------------------------------
 
 
-def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
-    """Fold the parametrizations of gonio; the layers that stay, by path, and why."""
-    stay: dict[str, str] = {}
+def _fold_parametrizations_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
+    """Fold the parametrizations of gonio."""
     selected = {id(site.module) for site in chosen}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in edit.model.modules():
@@ -124,15 +123,13 @@ def _fold_parametrizations_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
             parametrization = detach(site.module, name, keep="raw" if id(raw) in folded else "weight")
             folded.add(id(raw))
             edit.changed(site.path, f"{name}: {type(parametrization).__name__} folded")
-    return stay
 
 
-def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
-    """Fold those of `torch.nn.utils.parametrize`; the layers that stay, by path, and why.
+def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
+    """Fold those of `torch.nn.utils.parametrize`.
 
     Unlike torch's own removal this keeps the class that copies of the layer share, and the order of parameters.
     """
-    stay: dict[str, str] = {}
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
     for site in chosen:
         names = [name for name in site.module._parameters if site.module._forward_pre_hooks]
@@ -141,34 +138,24 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site]) -> dict[str
             stay[site.path] = f"a hook of torch.nn.utils computes its weight: use {removal}"
         if not parametrize.is_parametrized(site.module):
             continue
-        originals = [tensor for found in _lists(site.module).values() for tensor in _originals(found)]
-        if not all(isinstance(tensor, nn.Parameter) for tensor in originals):
+        lists = dict(site.module.parametrizations.items())  # type: ignore[operator, union-attr]
+        if any(found._buffers for found in lists.values()):
             stay[site.path] = "its parametrized tensor is no Parameter"
-        elif any(owners[id(tensor)] > 1 for tensor in originals):
+        elif any(owners[id(tensor)] > 1 for found in lists.values() for tensor in found._parameters.values()):
             stay[site.path] = "it shares its parametrized weight"
         else:
-            _remove_parametrizations_(edit, site)
-    return stay
+            _remove_parametrizations_(edit, site, lists)
 
 
-def _lists(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
-    return dict(module.parametrizations.items())  # type: ignore[operator, union-attr]
-
-
-def _originals(found: parametrize.ParametrizationList) -> list[Tensor]:
-    names = ["original"] if found.is_tensor else [f"original{index}" for index in range(found.ntensors)]
-    return [getattr(found, name) for name in names]
-
-
-def _remove_parametrizations_(edit: Edit, site: Site) -> None:
+def _remove_parametrizations_(edit: Edit, site: Site, lists: dict[str, parametrize.ParametrizationList]) -> None:
     module = site.module
     edit.snapshot_(module)
     folded: dict[str, nn.Parameter | None] = {}
-    for name, found in _lists(module).items():
+    for name, found in lists.items():
         with evaluating(found):  # torch's spectral norm takes a step at each read in training
             value = found().detach().clone()
-        original = _originals(found)[0]
-        if found.is_tensor and isinstance(original, nn.Parameter):
+        original = next(found.parameters(recurse=False))
+        if found.is_tensor:
             edit.set_data_(original, value)
             folded[name] = original
         else:
@@ -185,9 +172,8 @@ def _remove_parametrizations_(edit: Edit, site: Site) -> None:
 # --- decoupled layers ---------------------------------------------------------------------------------
 
 
-def _fold_decoupled_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
-    """Replace decoupled layers that are linear in their input; the layers that stay, by path, and why."""
-    stay: dict[str, str] = {}
+def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
+    """Replace decoupled layers that are linear in their input."""
     for site in chosen:
         to_plain = getattr(site.module, "to_plain", None)
         if to_plain is None:
@@ -201,25 +187,23 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
             stay[site.path] = str(error)
             continue
         plain.train(site.module.training)
-        edit.replace_(site, plain, what=f"{type(site.module).__name__} → {type(plain).__name__}")
-    return stay
+        edit.replace_(site, plain, what=f"{site.kind} → {type(plain).__name__}")
 
 
 # --- norms --------------------------------------------------------------------------------------------
 
 
-def _fold_norms_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
-    """Fold norms with fixed statistics into the layer that feeds them alone; those that stay, by path, and why."""
+def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
+    """Fold norms with fixed statistics into the layer that feeds them alone."""
     kinds = (nn.modules.batchnorm._BatchNorm, *SWITCHABLE_NORMS)
     norms = [site for site in chosen if isinstance(site.module, kinds)]
     if not norms:
-        return {}
+        return
     graph = trace(edit.model, training=False)
-    if graph.reason:
-        return {site.path: f"the model cannot be traced ({graph.reason})" for site in norms}
+    untraced = f"the model cannot be traced ({graph.reason})" if graph.reason else None
     paths = {id(site.module): site.path for site in sites(graph.model)}
-    layers = [_not_fixed(site.module) or graph.folds_into(site.module) for site in norms]
-    stay: dict[str, str] = {}
+    # all layers are found before the first norm is replaced
+    layers = [untraced or _not_fixed(site.module) or graph.folds_into(site.module) for site in norms]
     for site, layer in zip(norms, layers, strict=True):
         if isinstance(layer, str):
             stay[site.path] = layer
@@ -227,9 +211,7 @@ def _fold_norms_(edit: Edit, chosen: list[Site]) -> dict[str, str]:
             stay[site.path] = "it is the model itself"
         else:
             _fold_norm_(edit, layer, site.module)
-            what = f"{type(site.module).__name__} folded into {paths[id(layer)]}"
-            edit.replace_(site, _rest_of(site.module), what=what)
-    return stay
+            edit.replace_(site, _rest_of(site.module), what=f"{site.kind} folded into {paths[id(layer)]}")
 
 
 def _not_fixed(norm: nn.Module) -> str | None:
@@ -250,13 +232,12 @@ def _fold_norm_(edit: Edit, layer: nn.Module, norm: nn.Module) -> None:
     scaled = rows * scale.view(rows.shape[0], -1, 1)
     edit.set_data_(weight, unview(scaled, weight.shape, layout).to(weight.dtype))
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
-    start = bias.detach().double() if bias is not None else torch.zeros_like(scale)
-    new_bias = (scale * start + shift).to(weight.dtype)
-    if bias is None:
-        edit.snapshot_(layer)
-        layer.register_parameter("bias", nn.Parameter(new_bias, requires_grad=weight.requires_grad))
+    if bias is not None:
+        edit.set_data_(bias, (scale * bias.detach().double() + shift).to(weight.dtype))
     else:
-        edit.set_data_(bias, new_bias)
+        edit.snapshot_(layer)
+        new = nn.Parameter(shift.to(weight.dtype), requires_grad=weight.requires_grad)
+        layer.register_parameter("bias", new)
 
 
 def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:

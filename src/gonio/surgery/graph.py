@@ -1,9 +1,7 @@
 """The graph of a model, traced by `torch.fx`.
 
-:func:`trace` returns a :class:`Graph`: the order in which layers run, which normalisation and which activation
-follow each layer, which weights have a scale without effect, which scales can move between layers, and into
-which layer a norm folds. `torch.fx` traces most convolutional networks and fails on data-dependent control
-flow. A model that cannot be traced gives an empty graph with the reason.
+`torch.fx` traces most convolutional networks and fails on data-dependent control flow: then the graph is empty and
+states the reason.
 """
 
 from __future__ import annotations
@@ -114,33 +112,34 @@ class Graph:
         """For the `id` of each Parameter: under how many names modules have registered it."""
         return Counter(id(p) for m in self.model.modules() for p in m._parameters.values() if p is not None)
 
-    def _shares_parameters(self, module: nn.Module) -> bool:
+    def shares_parameters(self, module: nn.Module) -> bool:
+        """Whether another layer has one of the module's own Parameters."""
         return any(self._owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
 
     @cached_property
     def norm_after(self) -> dict[str, str]:
         """For each weighted layer whose whole output goes into normalisation layers: the first such layer."""
-        found = self._first_after_each(_norm_path, _is_passed)
+        found = self._first_after_each(
+            lambda node, module: str(node.target) if module is not None and is_norm(module) else None
+        )
         return {path: norms[0] for path, norms in found.items() if norms[0] is not None and all(norms)}
 
     @cached_property
     def activation_after(self) -> dict[str, str]:
         """The activation that the output of each weighted layer meets first; see :func:`activation_after`."""
-        found = self._first_after_each(
-            _activation_name, lambda node, module: _is_plain_norm(module) or _is_passed(node, module)
-        )
+        found = self._first_after_each(_activation_name, through_norms=True)
         return {path: names[0] for path, names in found.items() if names[0] is not None and len(set(names)) == 1}
 
     def _first_after_each(
-        self, name: Callable[..., str | None], passed: Callable[..., bool]
+        self, name: Callable[[fx.Node, nn.Module | None], str | None], *, through_norms: bool = False
     ) -> dict[str, list[str | None]]:
         """For each weighted layer: the first named node after each reader of its outputs, behind passed nodes."""
 
         def first(node: fx.Node) -> str | None:
-            found = name(node, self.called(node))
-            if found is not None or not passed(node, self.called(node)) or len(node.users) != 1:
-                return found
-            return first(next(iter(node.users)))
+            module = self.called(node)
+            found = name(node, module)
+            passed = _is_passed(node, module) or (through_norms and module is not None and _is_plain_norm(module))
+            return first(next(iter(node.users))) if found is None and passed and len(node.users) == 1 else found
 
         found: dict[str, list[str | None]] = {}
         for path, module, node in self.calls():
@@ -179,7 +178,7 @@ class Graph:
             return "its input is not the output of a linear or convolutional layer of torch that feeds it alone"
         if len(nodes) > 1 or self.call_counts[str(feeds[0].target)] > 1:
             return "it or the layer before it runs more than once"
-        if self._shares_parameters(layer):
+        if self.shares_parameters(layer):
             return "the layer before it shares its weight"
         if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm)):
             return "it or the layer before it has forward hooks"
@@ -202,6 +201,7 @@ class Graph:
 # --- tracing ------------------------------------------------------------------------------------------
 
 _TRACING = threading.RLock()
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class _Tracer(fx.Tracer):
@@ -248,17 +248,12 @@ def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
             if training is not None:
                 model.train(training)
-            graph = _Tracer().trace(model, concrete_args=_defaults(model))
+            arguments = list(inspect.signature(model.forward).parameters.values())[1:]
+            defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
+            graph = _Tracer().trace(model, concrete_args=defaults)
     except Exception as error:  # the model's own code can raise anything under a tracer
         return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
     return Graph(model, tuple(graph.nodes))
-
-
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """The arguments of a forward that a plain call leaves at their defaults; the first one is always given."""
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
-    return {p.name: p.default for p in parameters if p.kind in plain and p.default is not p.empty}
 
 
 @contextmanager
@@ -304,10 +299,6 @@ def activation_after(model: nn.Module | Graph) -> dict[str, str]:
     return (trace(model) if isinstance(model, nn.Module) else model).activation_after
 
 
-def _norm_path(node: fx.Node, module: nn.Module | None) -> str | None:
-    return str(node.target) if module is not None and is_norm(module) else None
-
-
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
     """The name of an activation, or "linear" where the search for one ends."""
     if node.op == "output" or isinstance(module, WEIGHTED):
@@ -323,9 +314,9 @@ def _is_passed(node: fx.Node, module: nn.Module | None) -> bool:
     return isinstance(module, _PASSED_MODULES) if module is not None else _called_function(node) in _PASSED_FUNCTIONS
 
 
-def _is_plain_norm(module: nn.Module | None) -> bool:
+def _is_plain_norm(module: nn.Module) -> bool:
     """Whether it is a norm without children: one with children may have an unknown activation inside."""
-    return module is not None and is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
+    return is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
 
 
 def _called_function(node: fx.Node) -> str:
@@ -340,7 +331,7 @@ def _called_function(node: fx.Node) -> str:
 
 @dataclass(eq=False)
 class ChannelMap:
-    """One weight as a map between channels.
+    """One weight, of a weighted layer or of a norm's affine part, as a map between channels.
 
     Attributes:
         squares: (groups, out/groups, in/groups) float64: the sums of squared entries between a channel that
@@ -349,19 +340,18 @@ class ChannelMap:
 
     path: str
     module: nn.Module
-    squares: Tensor
+    squares: Tensor = field(init=False)
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, path: str, module: nn.Module) -> ChannelMap:
-        """The map of a weighted layer or of a norm's affine part, at its present weights."""
+    def __post_init__(self) -> None:
+        module = self.module
         weight: Tensor = module.weight.detach().double().square()  # type: ignore[operator]
         if not isinstance(module, WEIGHTED):
-            return cls(path, module, weight.view(1, -1, 1))
-        if isinstance(module, nn.Linear):
-            return cls(path, module, weight.unsqueeze(0))
-        blocks = weight.flatten(2).sum(2).unflatten(0, (int(module.groups), -1))  # type: ignore[arg-type]
-        return cls(path, module, blocks.transpose(1, 2) if module.transposed else blocks)
+            self.squares = weight.view(1, -1, 1)
+        elif isinstance(module, nn.Linear):
+            self.squares = weight.unsqueeze(0)
+        else:
+            blocks = weight.flatten(2).sum(2).unflatten(0, (int(module.groups), -1))  # type: ignore[arg-type]
+            self.squares = blocks.transpose(1, 2) if module.transposed else blocks
 
     @property
     def is_norm(self) -> bool:
@@ -440,7 +430,7 @@ class _ScaleReader:
             self._pin_inputs(node, refusal)
             self.variables.append(ScaleVariable(0, pinned=refusal))
             return
-        layer = ChannelMap.of(path, module)
+        layer = ChannelMap(path, module)
         for flow in self._inputs(node):
             variable = self._root(flow.variable)
             per_channel = layer.in_channels // variable.channels if flow.axis == "flat" else 1
@@ -463,7 +453,7 @@ class _ScaleReader:
             axis, spatial = flows[0].axis, flows[0].spatial
         else:
             return  # (N, C), (N, C, L) or more: not known from the graph
-        variable = self._new(ChannelMap.of(path, module))
+        variable = self._new(ChannelMap(path, module))
         self.flow[node] = _Flow(variable, axis, spatial)
         for part in norm_tail(module):
             if not computes_as(part, _ELEMENTWISE_MODULES):
@@ -526,7 +516,7 @@ class _ScaleReader:
             return f"{path} runs more than once"
         if module._parameters.get("weight") is not getattr(module, "weight", None):
             return f"{path} has a parametrized weight"
-        if self.graph._shares_parameters(module):
+        if self.graph.shares_parameters(module):
             return f"{path} shares its weight"
         if isinstance(module, nn.Bilinear) or not (computes_plainly(module) or is_batch_norm(module)):
             return f"{path} is a {type(module).__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -113,31 +114,20 @@ def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float:
         measured.append(float(output.double().std(correction=0)))
         raise _Reached
 
-    handle = module.register_forward_hook(stop)
-    try:
+    with module.register_forward_hook(stop), suppress(_Reached):
         call(model, batch)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return measured[0]
 
 
 def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list[Site]:
     ran: list[Site] = []
-
-    def recorder(site: Site) -> Callable[..., None]:
-        return lambda *_: None if site in ran else ran.append(site)
-
-    handles = [site.module.register_forward_hook(recorder(site)) for site in found]
-    try:
+    with ExitStack() as stack:
+        for site in found:
+            stack.enter_context(site.module.register_forward_hook(lambda *_, site=site: ran.append(site)))
         call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not ran:
         raise NotApplicableError("lsuv_", "", "no selected layer ran on the batch", "Check `where`.", action="scale")
-    return ran
+    return list(dict.fromkeys(ran))
 
 
 def _cannot_scale(module: nn.Module) -> str | None:

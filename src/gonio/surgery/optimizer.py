@@ -44,9 +44,12 @@ def update_optimizer_(
     """
     if optimizer is None:
         known = {id(parameter) for parameter in edit.present}
-        added = {name: parameter for name, parameter in after.items() if id(parameter) not in known}
+        added = {f"{path}.{name}".removeprefix("."): weakref.ref(p) for name, p in after.items() if id(p) not in known}
         if added:
-            edit.on_undo(await_optimizer(edit.verb, path, before, added, edit.present))
+            waiting = _Waiting(edit.verb, added, _trained(before), _trained(edit.present))
+            edit.on_undo(waiting.end)
+            _WAITING.append(waiting)
+            _update_hook()
         return
     held = parameter_ids(optimizer)
     used = {id(p) for p in edit.model.parameters()}
@@ -161,19 +164,13 @@ def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Param
 
 @dataclass(eq=False)
 class _Waiting:
-    """The parameters that an edit added to one layer, until an optimizer that has them takes a step.
-
-    Attributes:
-        added: by name.
-        layer: the trained parameters that the layer had.
-        model: the trained parameters that the model had.
-        stepped: optimizers that trained the layer without the added parameters once.
-    """
+    """The parameters that an edit added to one layer, until an optimizer that has them takes a step."""
 
     verb: str
-    added: dict[str, weakref.ref[nn.Parameter]]
-    layer: list[weakref.ref[nn.Parameter]]
-    model: list[weakref.ref[nn.Parameter]]
+    added: dict[str, weakref.ref[nn.Parameter]]  # by name
+    layer: list[weakref.ref[nn.Parameter]]  # the trained parameters that the layer had
+    model: list[weakref.ref[nn.Parameter]]  # and that the model had
+    # optimizers that trained the layer without the added parameters once
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
     def observe(self, held: set[int]) -> None:
@@ -196,37 +193,18 @@ class _Waiting:
         self.stepped.add(optimizer)
         return again
 
+    def end(self) -> None:
+        """Wait no longer."""
+        _WAITING[:] = [waiting for waiting in _WAITING if waiting is not self]
+        _update_hook()
+
 
 _WAITING: list[_Waiting] = []
 _HOOKS: list[RemovableHandle] = []
 
 
-def await_optimizer(
-    verb: str,
-    path: str,
-    layer: Iterable[nn.Parameter],
-    added: Mapping[str, nn.Parameter],
-    model: Iterable[nn.Parameter],
-) -> Callable[[], None]:
-    """Make steps raise that train the layer without the added parameters; see the Note.
-
-    `layer` and `model` are the parameters before the edit. The returned function ends the waiting.
-    """
-    waiting = _Waiting(
-        verb,
-        {f"{path}.{name}" if path else name: weakref.ref(parameter) for name, parameter in added.items()},
-        [weakref.ref(parameter) for parameter in layer if parameter.requires_grad],
-        [weakref.ref(parameter) for parameter in model if parameter.requires_grad],
-    )
-
-    def end() -> None:
-        if waiting in _WAITING:
-            _WAITING.remove(waiting)
-        _update_hook()
-
-    _WAITING.append(waiting)
-    _update_hook()
-    return end
+def _trained(parameters: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
+    return [weakref.ref(parameter) for parameter in parameters if parameter.requires_grad]
 
 
 def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[weakref.ref[nn.Parameter]]) -> bool:

@@ -131,7 +131,7 @@ def _found(
     made = getattr(factory, "__self__", None)
     for site in everything:
         if isinstance(made, type) and isinstance(site.module, made):
-            raise AlreadyAppliedError("swap_", site.path, f"a {type(site.module).__name__}")
+            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind}")
         _check_replaceable(site)
     # The output projection of torch's attention is never called: its parent reads its weight.
     read = [site for site in everything if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in site.owners)]

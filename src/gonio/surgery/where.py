@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -303,35 +303,19 @@ def sites(model: nn.Module) -> list[Site]:
         >>> [(site.path, site.aliases) for site in sites(nn.Sequential(shared, nn.ReLU(), shared))]
         [('', ()), ('0', ('2',)), ('1', ())]
     """
-    paths: dict[int, list[str]] = {id(model): [""]}
-    owners: dict[int, list[tuple[nn.Module, str]]] = {id(model): []}
-    modules: dict[int, nn.Module] = {id(model): model}
-    for path, parent, name, child in _edges(model):
-        owners.setdefault(id(child), []).append((parent, name))
-        paths.setdefault(id(child), []).append(path)
-        modules.setdefault(id(child), child)
-    return [Site(paths[key][0], module, tuple(owners[key]), tuple(paths[key][1:])) for key, module in modules.items()]
-
-
-def _edges(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Every (path, parent, attribute, child), depth first in registration order; iterative, for deep models."""
-    expanded: set[int] = set()
-    stack: list[tuple[str, nn.Module | None, str, nn.Module]] = [("", None, "", model)]
-    while stack:
-        path, parent, name, module = stack.pop()
-        if parent is not None:
-            yield path, parent, name, module
-        if id(module) in expanded:
-            continue
-        expanded.add(id(module))
-        children = [(_join(path, key, module), module, key, c) for key, c in module._modules.items() if c is not None]
-        stack.extend(reversed(children))
-
-
-def _join(path: str, name: str, parent: nn.Module) -> str:
-    if adds_no_name(parent, name):
-        return path
-    return f"{path}.{name}" if path else name
+    paths: dict[nn.Module, list[str]] = {}
+    owners: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    stack: list[tuple[str, nn.Module, tuple[nn.Module, str] | None]] = [("", model, None)]
+    while stack:  # depth first, without recursion
+        path, module, owner = stack.pop()
+        if module not in paths:
+            children = [(name, child) for name, child in module._modules.items() if child is not None]
+            for name, child in reversed(children):
+                longer = path if adds_no_name(module, name) else f"{path}.{name}".removeprefix(".")
+                stack.append((longer, child, (module, name)))
+        paths.setdefault(module, []).append(path)
+        owners.setdefault(module, []).extend([owner] if owner is not None else [])
+    return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
 
 
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:

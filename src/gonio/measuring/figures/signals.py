@@ -111,7 +111,7 @@ def _first_statistics(model: nn.Module) -> Iterator[None]:
     """Batch norms that have seen no batch use the statistics of this one, and do not update their own."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
-    fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked]
+    fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked and _is_unseen(m)]
     handles = [norm.register_forward_pre_hook(_use_batch) for norm in fresh]
     try:
         yield
@@ -119,6 +119,11 @@ def _first_statistics(model: nn.Module) -> Iterator[None]:
         for norm, handle in zip(fresh, handles, strict=True):
             handle.remove()
             norm.track_running_stats, norm.training = True, False
+
+
+def _is_unseen(norm: nn.Module) -> bool:
+    """Whether the statistics have their initial values; `num_batches_tracked` alone is 0 after `calibrate_` too."""
+    return not bool(norm.get_buffer("running_mean").any()) and not bool((norm.get_buffer("running_var") != 1).any())
 
 
 def _use_batch(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -344,8 +349,7 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if mean is None or var is None or norm.training or several:
         return None
-    fresh = not bool(mean.any()) and not bool((var != 1).any())  # num_batches_tracked is not used by all norms
-    if fresh or not isinstance(output, Tensor) or output.numel() < 2:
+    if _is_unseen(norm) or not isinstance(output, Tensor) or output.numel() < 2:
         return None
     trained = _in_training(norm, inputs)
     if trained is None:

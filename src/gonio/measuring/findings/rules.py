@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from math import sqrt
+from math import prod, sqrt
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import UnknownNameError, listing
 from gonio.geometry.chance import expected_pairs_above
@@ -157,6 +159,8 @@ def _rate(code: str) -> str:
     if seen is not None:
         rate = f"the true rate is below {100 * seen['upper']:.2g} % (95 %)."
         return f"{seen['alarms']} of {seen['changes']} {seen['of']}; {rate}"
+    if code not in measured_rates()["random"]["rules"]:
+        return "not measured; the threshold is a choice."
     said = []
     for name, models in (("random", "randomly initialised models"), ("trained", "trained networks")):
         rates = measured_rates()[name]
@@ -307,6 +311,26 @@ def _alike(t: TensorMeasurement) -> str | None:
         f"{t.near_duplicates} of {total} pairs of filters have an absolute cosine of {NEAR} or more; "
         f"the largest is {t.coherence:.3f}, of filters {first} and {second}"
     )
+
+
+@rule(
+    "G203",
+    "warn",
+    "filters that are equal or opposite up to a factor",
+    means="Two such filters compute one feature twice. Training does not lead there from different weights: one was "
+    "copied, or both were initialised alike and always got the same gradient. Rows of an embedding for tokens that "
+    "never occur can be equal and harmless.",
+    exact="two filters that were drawn independently are proportional with probability 0; the rule applies where fewer "
+    "than 0.0001 pairs are expected within the rounding of float32.",
+    do="Initialise one of each pair anew, or prune it; look for a copy in the code that made the weights.",
+    source="I. Goodfellow, Y. Bengio, A. Courville, 'Deep learning', 2016, section 8.4, on breaking symmetry.",
+)
+def _equal(t: TensorMeasurement) -> str | None:
+    total = t.total_filters * ((t.filters or 0) - 1) // 2
+    least = 1 - 1e-6  # cosines are computed in float32
+    if not t.closest or not t.dim or (t.coherence or 0) < least or expected_pairs_above(least, total, t.dim) > 1e-4:
+        return None
+    return f"filters {t.closest[0]} and {t.closest[1]} are proportional: their absolute cosine is 1"
 
 
 @rule(
@@ -464,7 +488,7 @@ def _constant(setting: Setting) -> str | None:
     "warn",
     "a layer most of whose units are dead",
     means="The output of these units is 0 on the whole batch, and no gradient passes through them. After a ReLU, "
-    "inputs that are all alike leave about half of the units dead; the rule needs five standard deviations more.",
+    "inputs that are all alike leave about half of the units dead; the rule needs four standard deviations more.",
     exact="the units are counted on the given batch; with other inputs some may be active.",
     do="Check the biases and the learning rate before this layer; use a smaller learning rate, an activation with a "
     "gradient below 0 (LeakyReLU, GELU), or a normalisation.",
@@ -474,17 +498,95 @@ def _dead_units(setting: Setting) -> str | None:
     found, before = [], 0.0
     for signal in setting.signals:
         share = signal.dead_units / max(1, signal.units)
-        many = signal.dead_units >= signal.units / 2 + 2.5 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
+        many = signal.dead_units >= signal.units / 2 + 2 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
         if many and share != before and signal.branch == "":  # an equal share is that of the layer before
             found.append(f"{signal.path or 'the model'} ({signal.dead_units} of {signal.units})")
         before = share
     return f"units whose output is 0 on the whole batch: {listing(found, limit=3)}" if found else None
 
 
-_TENSOR_RULES = (_nonfinite, _zero, _dead, _weak, _dominant, _negative_variance, _shared, _alike, _one_direction)
+_FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
+
+
+@rule(
+    "G409",
+    "warn",
+    "a layer that changes the size of its input more than thirtyfold",
+    means="The weights are far too large or too small for their input, or the output of a normalisation is far from "
+    "unit size: activations saturate or vanish. In 24 healthy trained networks the factors were 0.36 to 5.9.",
+    do="Compare with an earlier checkpoint; move the scale back (gonio.balance_), or initialise anew (gonio.lsuv_).",
+    source="D. Mishkin, J. Matas, 'All you need is a good init', 2016, arXiv 1511.06422; the threshold is a choice.",
+)
+def _out_of_scale(setting: Setting) -> str | None:
+    found = []
+    for signal in setting.signals:
+        norm = "Norm" in signal.kind  # its input counts as of unit size
+        weighted = "Linear" in signal.kind or "Conv" in signal.kind
+        size = signal.rms if norm else signal.gain if weighted else None
+        if size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR)):
+            found.append(f"{signal.path or 'the model'} (× {size:.3g})")
+    return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
+
+
+@rule(
+    "G410",
+    "info",
+    "running statistics that are not those of the batch",
+    means="In evaluation the layer normalises by statistics far from those of this batch, so that it computes another "
+    "function than in training: the weights before it have changed since, or the statistics were damaged, or the batch "
+    "is not like the training data. Harmless for random numbers. In 24 healthy trained networks it was at most 0.21.",
+    do="Pass a batch of the training data; if the finding stays, recalibrate the statistics (gonio.calibrate_).",
+    source="Y. Wu, J. Johnson, 'Rethinking \"batch\" in batch norm', 2021, arXiv 2105.07576, section 3; the threshold "
+    "is a choice.",
+)
+def _stale(setting: Setting) -> str | None:
+    found = []
+    for signal in setting.signals:
+        values = prod(signal.shape) / max(1, signal.units)
+        least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
+        if signal.train_eval_gap is not None and signal.train_eval_gap > least:
+            found.append(f"{signal.path or 'the model'} ({signal.train_eval_gap:.2g} standard deviations)")
+    if not found:
+        return None
+    return f"the output differs from that in training mode on this batch: {listing(found, limit=3)}"
+
+
+@rule(
+    "G411",
+    "warn",
+    "running statistics at their initial values in a trained norm",
+    means="The gains of the norm's channels differ, so it was trained; its running mean is still 0 and its running "
+    "variance 1, so that it does not normalise in evaluation.",
+    exact="the values are read from the layer.",
+    do="Restore the statistics from the checkpoint, or recalibrate them (gonio.calibrate_).",
+    source="torch.optim.swa_utils.update_bn, which exists because averaged weights need new statistics.",
+)
+def _forgotten(setting: Setting) -> str | None:
+    norms = [norm for norm in setting.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
+    return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
+
+
+def _trained_without_statistics(norm: nn.Module) -> bool:
+    found = (norm._buffers.get("running_mean"), norm._buffers.get("running_var"), norm._parameters.get("weight"))
+    mean, var, gain = (t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in found)
+    return not bool(mean.any()) and not bool((var != 1).any()) and bool((gain != gain.flatten()[0]).any())
+
+
+_TENSOR_RULES = (
+    _nonfinite,
+    _zero,
+    _dead,
+    _weak,
+    _dominant,
+    _negative_variance,
+    _shared,
+    _alike,
+    _equal,
+    _one_direction,
+)
 _MODEL_RULES = (
     *(_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed, _constant),
-    _dead_units,
+    *(_dead_units, _out_of_scale, _stale, _forgotten),
 )
 WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {rule.code: rule for rule in _TENSOR_RULES}
 ADVICE: Mapping[str, Rule[Setting]] = {rule.code: rule for rule in _MODEL_RULES}
