@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from gonio.nn import angular, magnitude
-from gonio.nn.plots import operator_on_plane
+from gonio.plots import on_plane
 
 MAGNITUDES = {name: getattr(magnitude, name)() for name in magnitude.__all__ if name != "Magnitude"}
 ANGULAR = {name: getattr(angular, name)() for name in angular.__all__ if name != "Angular"}
@@ -41,7 +41,7 @@ def planes() -> Figure:
     grid = figure.subplots(len(MAGNITUDES), len(ANGULAR))
     for row, (h, one) in zip(grid, MAGNITUDES.items(), strict=True):
         for ax, (g, other) in zip(row, ANGULAR.items(), strict=True):
-            plane = operator_on_plane(one, other, reach=3.0).numpy()
+            plane = on_plane(one, other, reach=3.0).numpy()
             edge = float(abs(plane).max())
             ax.imshow(
                 plane, extent=(-3, 3, -3, 3), origin="lower", cmap=BANDS, interpolation="nearest", vmin=-edge, vmax=edge

@@ -32,7 +32,7 @@ _EXPORTS = {
         "shrink_intruders_",
         "swap_",
     ),
-    **dict.fromkeys(("claims", "compare", "escaping", "geometry", "init", "integrations", "models", "nn"), ()),
+    **dict.fromkeys(("claims", "compare", "escaping", "geometry", "init", "integrations", "models", "nn", "plots"), ()),
     **dict.fromkeys(("parametrizations", "regularizers", "report", "seeding"), ()),
 }
 """Every public subpackage, and those of its names that are available as `gonio.NAME`."""
@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import optim as optim
     from gonio import parametrizations as parametrizations
     from gonio import penalty as penalty
+    from gonio import plots as plots
     from gonio import recipes as recipes
     from gonio import regularizers as regularizers
     from gonio import report as report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from json import dumps
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 
@@ -76,15 +76,9 @@ def measure(
     if example is not None and not isinstance(first, str):
         check_runs(first, example, option="--batch")
     adapted = None if base is None else read_source(base, seed=seed)
+    figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
-        found = measuring.measure(
-            first,
-            batch=example,
-            base=adapted,
-            engine=engine,
-            also=[figure.value for figure in also or []],
-            progress=update,
-        )
+        found = measuring.measure(first, batch=example, base=adapted, engine=engine, also=figures, progress=update)
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
     if _write(found, targets):

@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gonio import plots
 from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
@@ -20,6 +21,10 @@ from gonio.measuring.findings.rules import Finding, Suppressed
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCHEMA = "gonio.measurements/1"
 TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
@@ -122,6 +127,10 @@ class Measurements(Table[TensorMeasurement]):
             yield _signal_table(self.signals, width)
             yield Text("")
         yield Text(self.coverage, style="dim")
+
+    def plot(self, figure: str = "alignment", ax: Axes | None = None) -> Figure:
+        """One figure of all layers along the depth of the model, see :func:`gonio.plots.depth`."""
+        return plots.depth(self.layers, figure, ax=ax)
 
     def _repr_html_(self) -> str:
         return self._page(whole=False)

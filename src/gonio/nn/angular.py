@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from gonio import plots
 from gonio.errors import InvalidArgumentError
 from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.nn import kernels
-from gonio.nn.plots import draw_angular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Angular", "Cosine", "Linear", "Sigmoid", "SquaredCosine"]
 
@@ -79,9 +80,9 @@ class Angular(ABC):
         """
         return slope * norm * self.of_cosine(widen(product) / norm)
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None) -> Figure:
         """Draw :math:`g` over the angle; needs the extra `lab`."""
-        return draw_angular(self, ax)
+        return plots.angular(self, ax=ax)
 
 
 @dataclass(frozen=True)

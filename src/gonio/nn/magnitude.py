@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gonio import plots
 from gonio.errors import InvalidArgumentError
 from gonio.nn.angular import Angular
-from gonio.nn.plots import draw_magnitude, draw_operator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Ball", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sphere", "Tanh"]
 
@@ -78,12 +79,12 @@ class Magnitude(ABC):
     def slope(self, norm: Tensor, c: Coefficients) -> Number:
         """The value divided by `norm`; `norm` must be positive."""
 
-    def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Axes:
+    def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Figure:
         """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""
         reach = 3 * float(getattr(self, "radius", 1.0))
         if angular is None:
-            return draw_magnitude(self, reach, ax)
-        return draw_operator(self, angular, reach, ax)
+            return plots.magnitude(self, reach=reach, ax=ax)
+        return plots.operator(self, angular, reach=reach, ax=ax)
 
 
 def _check_field(owner: str, name: str, value: Any) -> None:

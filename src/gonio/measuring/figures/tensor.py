@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod, sqrt
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from gonio import plots
 from gonio.errors import GonioError
 from gonio.escaping import plain
 from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
@@ -18,6 +19,10 @@ from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import shared_gram, spectrum_estimate
 from gonio.measuring.reading.entry import PART, Entry, numbers_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Also = Collection[Literal["operator_norm"]]
 ALSO = ("operator_norm",)  # figures measured on request
@@ -60,6 +65,7 @@ class TensorMeasurement:
             `spectrum_distance_random`: that of one random matrix.
         spectrum_outliers: singular values above the 99.9 % quantile of the largest one of a random matrix;
             `spectrum_outlier_share`: their share of the squared norm.
+        spectrum_quantiles: of all singular values, at 33 equal steps from the smallest to the largest.
         orthogonality_defect: root mean square of the squared singular values over their mean, minus 1: 0 exactly for
             multiples of semi-orthogonal matrices. `orthogonality_defect_random`: for normal entries.
         operator_norm: of the layer as a linear map: `sigma_max` for linear layers and 1×1 kernels; for other
@@ -112,6 +118,7 @@ class TensorMeasurement:
     spectrum_distance_random: float | None = None
     spectrum_outliers: int | None = None
     spectrum_outlier_share: float | None = None
+    spectrum_quantiles: tuple[float, ...] | None = None
     orthogonality_defect: float | None = None
     orthogonality_defect_random: float | None = None
     operator_norm: float | None = None
@@ -122,6 +129,14 @@ class TensorMeasurement:
         angles = "" if self.alignment is None else f", alignment {self.alignment:.3g}"
         why = f": {plain(self.reason)}" if self.reason else ""
         return f"<{plain(self.path)} ({plain(self.kind)}){figures}{angles}{why}>"
+
+    def plot_angles(self, ax: Axes | None = None) -> Figure:
+        """Histogram of the angles between the filters, see :func:`gonio.plots.angles`."""
+        return plots.angles(self, ax=ax)
+
+    def plot_spectrum(self, ax: Axes | None = None) -> Figure:
+        """Singular values beside those of a random matrix, see :func:`gonio.plots.spectrum`."""
+        return plots.spectrum(self, ax=ax)
 
     @property
     def total_filters(self) -> int:
@@ -236,7 +251,12 @@ def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: GramMatrix | 
     }
     if found.values is None:
         return values
-    values |= {"sigma_min": float(found.values.min()), "effective_rank": found.effective_rank}
+    steps = torch.linspace(0, 1, 33, dtype=torch.float64)
+    values |= {
+        "sigma_min": float(found.values.min()),
+        "effective_rank": found.effective_rank,
+        "spectrum_quantiles": tuple(found.values.double().flatten().quantile(steps).tolist()),
+    }
     deviation = chance.spectrum_deviation(found.values, n, d)
     if deviation is None:
         return values

@@ -1,0 +1,107 @@
+"""What the figures show equals the numbers that they are made from; missing numbers and packages are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio import plots
+from gonio.errors import InvalidArgumentError, MissingExtraError
+from gonio.geometry import singular_values
+from gonio.nn import angular, magnitude
+from report.samples import results
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def measured() -> gonio.Measurements:
+    torch.manual_seed(0)
+    return gonio.measure(nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 10)))
+
+
+def test_angles_are_the_histogram_and_the_law(measured: gonio.Measurements) -> None:
+    row = measured["0"]
+    axes = row.plot_angles().axes[0]
+    assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1.0)
+    degrees, share = axes.lines[0].get_data()
+    assert float(torch.trapezoid(torch.tensor(share), torch.tensor(degrees))) == pytest.approx(1.0, abs=1e-6)
+    low, high = axes.get_xlim()
+    assert low <= 90 - 4 * row.angle_std_random
+    assert high >= 90 + 4 * row.angle_std_random
+
+
+def test_the_spectrum_is_that_of_the_weight(measured: gonio.Measurements) -> None:
+    axes = measured["0"].plot_spectrum().axes[0]
+    shown = torch.tensor(axes.lines[0].get_ydata(), dtype=torch.float64)
+    torch.manual_seed(0)
+    values = singular_values(nn.Conv2d(3, 24, 3).weight.detach().flatten(1).double())
+    torch.testing.assert_close(
+        shown, values.quantile(torch.linspace(0, 1, 33, dtype=torch.float64)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_depth_shows_every_layer(measured: gonio.Measurements) -> None:
+    axes = measured.plot("sigma_max").axes[0]
+    assert list(axes.lines[0].get_ydata()) == [measured["0"].sigma_max, measured["3"].sigma_max]
+    assert list(axes.lines[1].get_ydata()) == [measured["0"].sigma_random, measured["3"].sigma_random]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "3"]
+
+
+def test_a_study() -> None:
+    found = results()
+    axes = plots.effects(found).axes[0]
+    shown = [effect for effect in found.effects if effect.mean is not None]
+    assert {label.get_text() for label in axes.get_yticklabels()} == {effect.recipe for effect in shown}
+    curves = plots.learning_curves(found).axes[0]
+    assert {text.get_text() for text in curves.get_legend().get_texts()} == {e.name for e in found.plan.recipes}
+
+
+def test_what_the_curves_of_operators_show() -> None:
+    h = magnitude.Ball(radius=2.0)
+    norms, values = (torch.as_tensor(v, dtype=torch.float64) for v in h.plot().axes[0].lines[0].get_data())
+    torch.testing.assert_close(values, h(norms))
+    assert (float(norms.min()), float(norms.max())) == (0.0, 6.0)
+    degrees, values = (
+        torch.as_tensor(v, dtype=torch.float64) for v in angular.Linear().plot().axes[0].lines[0].get_data()
+    )
+    torch.testing.assert_close(values, 1 - degrees / 90)
+
+
+def test_the_operator_over_the_plane() -> None:
+    """Odd along the filter, even across it, 0 in the middle, and what the picture shows."""
+    plane = plots.on_plane(magnitude.Tanh(), angular.Cosine(), reach=3.0)
+    torch.testing.assert_close(plane, -plane.flip(1))
+    torch.testing.assert_close(plane, plane.flip(0))
+    assert abs(float(plane[60, 60])) < 1e-12
+    axes = magnitude.Tanh().plot(angular=angular.Cosine()).axes[0]
+    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), plane)
+
+
+def test_a_notebook_shows_a_figure_and_axes_of_the_caller_are_used() -> None:
+    figure = magnitude.Tanh().plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    axes = figure.add_subplot()
+    assert angular.Cosine().plot(axes) is figure
+
+
+def test_nothing_to_draw_is_an_error(measured: gonio.Measurements) -> None:
+    bare = dataclasses.replace(measured["0"], angle_histogram=None, spectrum_quantiles=None)
+    with pytest.raises(InvalidArgumentError, match=r"plots\.angles: '0' has no angles"):
+        plots.angles(bare)
+    with pytest.raises(InvalidArgumentError, match=r"plots\.spectrum: '0' has no singular values"):
+        plots.spectrum(bare)
+    with pytest.raises(InvalidArgumentError, match=r"plots\.depth: 'nonsense' has no values"):
+        measured.plot("nonsense")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    plots._picture.cache_clear()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'matplotlib'.*pip install 'gonio\[lab\]'"):
+        magnitude.Tanh().plot()
