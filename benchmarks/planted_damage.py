@@ -51,19 +51,19 @@ class Damage:
     hidden: str = ""
 
 
-def rows(layer: nn.Module, share: float) -> Tensor:
+def some_rows(layer: nn.Module, share: float) -> Tensor:
     """The first filters of a layer, a share of them and at least one."""
     weight: Tensor = layer.weight
     return weight[: max(1, round(share * len(weight)))]
 
 
 def scaled(share: float, factor: float) -> Callable[[nn.Module, nn.Module], None]:
-    return lambda model, layer: rows(layer, share).mul_(factor)
+    return lambda model, layer: some_rows(layer, share).mul_(factor)
 
 
 def copied(share: float, sign: float) -> Callable[[nn.Module, nn.Module], None]:
     def plant(model: nn.Module, layer: nn.Module) -> None:
-        taken = rows(layer, share)
+        taken = some_rows(layer, share)
         layer.weight[-len(taken) :] = sign * taken
 
     return plant
@@ -255,16 +255,16 @@ def planted(model: nn.Module) -> Iterator[Planted]:
 
 
 def alarms(model: nn.Module, mode: str) -> set[tuple[str, str]]:
-    """Code and path of the warnings and errors."""
+    """Code and path of the warnings and errors, and of G410, a remark because it is harmless for random numbers."""
     source = model.state_dict() if mode == "checkpoint" else model
     found: tuple[Finding, ...] = measure(source, batch=batch() if mode == MODES[2] else None).findings
-    return {(finding.code, finding.path) for finding in found if finding.level != "info"}
+    return {(finding.code, finding.path) for finding in found if finding.level != "info" or finding.code == "G410"}
 
 
 def tried(networks: int) -> list[dict[str, Any]]:
     """One record for each planted damage: where, how it was found, and the network's accuracy."""
     made: list[dict[str, Any]] = []
-    for number in range(networks):
+    for number in range(100, 100 + networks):  # those that the rules were written with have smaller numbers
         name, model, score = healthy(number)
         before = {mode: alarms(model, mode) for mode in MODES}
         for case in planted(model):
@@ -282,7 +282,7 @@ def tried(networks: int) -> list[dict[str, Any]]:
                     record |= {"found by": mode, "codes": sorted({code for code, _ in new})}
                     break
             made.append(record)
-        print(f"{number + 1} of {networks} networks damaged", file=sys.stderr, flush=True)
+        print(f"{number - 99} of {networks} networks damaged", file=sys.stderr, flush=True)
     return made
 
 

@@ -208,6 +208,8 @@ def written_by_format_1(folder: Path, *, seeds: int, done: int) -> dict[str, Any
     """A study as format 1 wrote it, by nothing of gonio's; `done` of its seeds have runs, the last of them failed."""
     now = make_script_plan(["scale-shift"], script=f"{OWN}:noisy", seeds=seeds).to_dict()
     content = {key: now[key] for key in PLAN}
+    for entry in content["recipes"]:
+        del entry["setting"]  # format 1 had none
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     past = {**content, "notes": ["a note"], "versions": {"torch": "2.6"}, "command": "gonio compare", "history": []}
     folder.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import ROOT, commands, is_long, run_page
+from docs.pages import ROOT, agrees, commands, is_long, run_page
 
 PAGES = [
     ROOT / "README.md",
@@ -53,7 +53,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_links_every_page() -> None:
     index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))}
+    pages = [index, ROOT / "docs" / "claims" / "README.md"]
+    linked = {(page.parent / target).resolve() for page in pages for target in LINK.findall(page.read_text("utf-8"))}
     missing = [page.name for page in PAGES if page.resolve() not in linked | {index.resolve()}]
     assert not missing, f"docs/index.md does not link {missing}"
 
@@ -82,6 +83,22 @@ def test_a_wrong_output_is_found(tmp_path: Path) -> None:
     page = _page(tmp_path, "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
     with pytest.raises(AssertionError, match="the page shows\n3"):
         run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("z +0.0", "z −0.0", True),
+        ("angle 90.1 ± 3.42", "angle  90.1 ± 3.44", True),
+        ("angle 90.1", "angle 93.1", False),
+        ("64 filters", "65 filters", False),
+        ("conv1: 0.5", "conv2: 0.5", False),
+        ("first … last", "first 17 words last", True),
+        ("True", "False", False),
+    ],
+)
+def test_which_outputs_agree(shown: str, printed: str, same: bool) -> None:
+    assert agrees(shown, printed) == same
 
 
 def test_a_missing_import_is_found(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ def test_a_rule_finds_its_case_and_not_the_one_beside_it(code: str) -> None:
     assert code not in codes(well)
 
 
+UNMEASURED = {"G409", "G410", "G601", "G602"}
+
+
 @pytest.mark.parametrize("code", RULES)
 def test_every_rule_is_explained_with_its_rate(code: str) -> None:
     text, rule = explain(code.lower()), RULES[code]
@@ -68,6 +71,7 @@ def test_every_rule_is_explained_with_its_rate(code: str) -> None:
     measured = rf"{counted}randomly initialised models; .*\. {counted}trained networks; .* %"
     of_changes = r"\d+ of \d+ (changes|pairs) .*; the true rate is below .* %"
     measured = measured if code in {**WEIGHT_RULES, **ADVICE} else of_changes
+    measured = "not measured" if code in UNMEASURED else measured
     assert re.search(f"False alarms: {'none by construction' if rule.exact else measured}", text)
     assert rule.level in LEVELS
     assert re.fullmatch(r"G\d{3}", code)
@@ -76,7 +80,8 @@ def test_every_rule_is_explained_with_its_rate(code: str) -> None:
 @pytest.mark.parametrize(("sample", "models"), [("random", 3000), ("trained", 100)])
 def test_the_measured_rates_are_low_and_from_enough_models(sample: str, models: int) -> None:
     rates = measured_rates()[sample]
-    assert set(rates["rules"]) == {code for code, rule in {**WEIGHT_RULES, **ADVICE}.items() if not rule.exact}
+    judging = {code for code, rule in {**WEIGHT_RULES, **ADVICE}.items() if not rule.exact}
+    assert set(rates["rules"]) == judging - UNMEASURED
     assert rates["models"] >= models
     if sample == "random":
         assert all(seen["models_upper"] < 0.01 for seen in rates["rules"].values())

@@ -379,4 +379,4 @@ def test_a_model_that_moves_is_followed() -> None:
     gonio.hold_(model, optimizer, radius=3.0)
     model.double()
     drift(model, optimizer, 2)
-    assert float(model.weight.norm()) == pytest.approx(3, rel=1e-6)
+    assert float(model.weight.detach().norm()) == pytest.approx(3, rel=1e-6)

@@ -12,7 +12,6 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio import plots
 from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
@@ -21,6 +20,7 @@ from gonio.measuring.findings.rules import Finding, Suppressed
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import render
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
+from gonio.plots import depth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,7 +130,7 @@ class Measurements(Table[TensorMeasurement]):
 
     def plot(self, figure: str = "alignment", ax: Axes | None = None) -> Figure:
         """One figure of all layers along the depth of the model, see :func:`gonio.plots.depth`."""
-        return plots.depth(self.layers, figure, ax=ax)
+        return depth(self.layers, figure, ax=ax)
 
     def _repr_html_(self) -> str:
         return self._page(whole=False)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from gonio import plots
 from gonio.errors import InvalidArgumentError
 from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.nn import kernels
+from gonio.plots import angular as draw_angular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +82,7 @@ class Angular(ABC):
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Draw :math:`g` over the angle; needs the extra `lab`."""
-        return plots.angular(self, ax=ax)
+        return draw_angular(self, ax=ax)
 
 
 @dataclass(frozen=True)

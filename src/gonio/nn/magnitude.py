@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gonio import plots
 from gonio.errors import InvalidArgumentError
 from gonio.nn.angular import Angular
+from gonio.plots import magnitude as draw_magnitude
+from gonio.plots import operator as draw_operator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,8 +84,8 @@ class Magnitude(ABC):
         """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""
         reach = 3 * float(getattr(self, "radius", 1.0))
         if angular is None:
-            return plots.magnitude(self, reach=reach, ax=ax)
-        return plots.operator(self, angular, reach=reach, ax=ax)
+            return draw_magnitude(self, reach=reach, ax=ax)
+        return draw_operator(self, angular, reach=reach, ax=ax)
 
 
 def _check_field(owner: str, name: str, value: Any) -> None:

@@ -132,8 +132,8 @@ _Entries = Iterator[tuple[str, Entry]]
 
 
 def _initialisers() -> _Entries:
-    for name, value in _public(init):
-        if name.endswith("_") and inspect.isfunction(value):
+    for name, value in _public(init):  # mup_ needs the shape of another model's weight, which a rule cannot give
+        if name.endswith("_") and inspect.isfunction(value) and name != "mup_":
             yield name, Entry(name, value, _options_of(value, skip=1, hidden=("layout", "generator")))
 
 

@@ -14,7 +14,7 @@ from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.where import Site, Where, select
-from gonio.surgery.wrapping import refuse_flat_shards
+from gonio.surgery.wrapping import refuse_flat_shards, unwrapped
 
 __all__ = ["shrink_intruders_"]
 
@@ -70,7 +70,7 @@ def shrink_intruders_(
     if not 0 <= factor < float("inf"):
         raise InvalidArgumentError("shrink_intruders_ needs a factor >= 0", f"{factor}", "Use for example 0.75.")
     refuse_flat_shards(model, "shrink_intruders_")
-    state = base.state_dict() if isinstance(base, nn.Module) else base
+    state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
     weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     found = select(model, where, verb="shrink_intruders_", can_act=_cannot_compare)
     with Edit(model, "shrink_intruders_") as edit:

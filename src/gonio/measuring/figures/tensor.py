@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from gonio import plots
 from gonio.errors import GonioError
 from gonio.escaping import plain
 from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
@@ -19,6 +18,7 @@ from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import shared_gram, spectrum_estimate
 from gonio.measuring.reading.entry import PART, Entry, numbers_of
+from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,11 +132,11 @@ class TensorMeasurement:
 
     def plot_angles(self, ax: Axes | None = None) -> Figure:
         """Histogram of the angles between the filters, see :func:`gonio.plots.angles`."""
-        return plots.angles(self, ax=ax)
+        return angles(self, ax=ax)
 
     def plot_spectrum(self, ax: Axes | None = None) -> Figure:
         """Singular values beside those of a random matrix, see :func:`gonio.plots.spectrum`."""
-        return plots.spectrum(self, ax=ax)
+        return spectrum(self, ax=ax)
 
     @property
     def total_filters(self) -> int:

@@ -512,8 +512,8 @@ _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
     "G409",
     "warn",
     "a layer that changes the size of its input more than thirtyfold",
-    means="The weights are far too large or too small for their input, or the output of a normalisation is far from "
-    "unit size: activations saturate or vanish. In 24 healthy trained networks the factors were 0.36 to 5.9.",
+    means="Activations saturate or vanish. In 24 healthy trained networks the factors were 0.36 to 5.9.",
+    chance="a factor near 1 after an initialisation that keeps norms.",
     do="Compare with an earlier checkpoint; move the scale back (gonio.balance_), or initialise anew (gonio.lsuv_).",
     source="D. Mishkin, J. Matas, 'All you need is a good init', 2016, arXiv 1511.06422; the threshold is a choice.",
 )
@@ -535,6 +535,7 @@ def _out_of_scale(setting: Setting) -> str | None:
     means="In evaluation the layer normalises by statistics far from those of this batch, so that it computes another "
     "function than in training: the weights before it have changed since, or the statistics were damaged, or the batch "
     "is not like the training data. Harmless for random numbers. In 24 healthy trained networks it was at most 0.21.",
+    chance="about √(1.5/N) for N values per channel.",
     do="Pass a batch of the training data; if the finding stays, recalibrate the statistics (gonio.calibrate_).",
     source="Y. Wu, J. Johnson, 'Rethinking \"batch\" in batch norm', 2021, arXiv 2105.07576, section 3; the threshold "
     "is a choice.",
