@@ -18,6 +18,17 @@ from gonio.report.claims_figures import claim_picture
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"
 HEAD = "<!-- Written by docs/build_claims.py from benchmarks/results/claims; do not edit. -->"
+# The README's table: a method, a claim about what it does, and its row of whole training steps, if it acts there.
+METHODS = (
+    ("gain of the initialisation", "gain-tanh", None),
+    ("soft orthogonality", "orthogonality-spread", "orthogonality, add_grads_"),
+    ("self-orthogonality", "som-spread", "self-orthogonality"),
+    ("spectral norm", "spectral-lipschitz", "spectral norm"),
+    ("weight norm", "weight-norm-grows", "weight norm"),
+    ("scale-shift-invariant decay", "log-is-not-fooled", "scale shift, add_grads_"),
+    ("`balance_`", "int8-balance", None),
+    ("group norm at batch size 2", "bn-batch-2", None),
+)
 STYLE = re.compile(r"var\(--(\w+)\)")
 # The page's colours for a light background, which a picture of its own needs.
 LIGHT = {
@@ -40,7 +51,29 @@ def pages() -> dict[Path, str]:
             written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
         written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
     written[PAGES / "README.md"] = _table(found)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    written[ROOT / "README.md"] = re.sub(
+        r"(<!-- claims -->\n).*?(<!-- /claims -->)", lambda m: f"{m[1]}{_methods(found)}{m[2]}", readme, flags=re.S
+    )
     return written
+
+
+def _methods(found: dict[str, Finding]) -> str:
+    """One line per method: the claim, the verdict, the effect, and a whole step as a ratio to the plain one."""
+    steps = json.loads((ROOT / "benchmarks" / "results" / "whole_steps.json").read_text(encoding="utf-8"))["rows"]
+    cost = {(row["table"], row["case"]): row["candidates"][0]["wall"]["median"] for row in steps}
+    lines = ["| method | claim | verdict here | effect (95 % interval) | step |", "|---|---|---|---|---|"]
+    for method, name, case in METHODS:
+        one = found[name]
+        step = (
+            "–"
+            if case is None
+            else " · ".join(f"×{cost[table, case]:.2f}" for table in ("ResNet-18", "digits-network"))
+        )
+        link = f"[{one.claim.claim.rstrip('.')}](docs/claims/{one.claim.seed}.md#{name})"
+        effect = "equal" if one.claim.direction == "same" else effect_text(one)
+        lines.append(f"| {method} | {link} | {one.verdict} | {effect} | {step} |")
+    return "\n".join(lines) + "\n"
 
 
 def _findings() -> tuple[dict[str, Finding], dict[str, str]]:
