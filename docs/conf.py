@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version as installed_version
 from inspect import ismodule
 from pathlib import Path
@@ -31,7 +32,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
-napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs"]
+napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs", "Source"]
 
 
 def write_reference(app: Sphinx) -> None:
@@ -53,6 +54,27 @@ def write_reference(app: Sphinx) -> None:
             page.write_text(text, encoding="utf-8")
 
 
+SECTION = re.compile(r"^(Shape|Invariances|Cost|Folding|Differs|Returns|Raises|Source|References|See also|Note): (.+)")
+MARKUP = re.compile(r"(?<![*`\\])\*(?=[a-z])|\|(?=[\w −]+\|)|(?<=\w)\|(?![\w|])|(?<=[a-z])_(?=…)")
+
+
+def sections_on_one_line(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings may have a short section on the line of its name, and `*` and `|` as plain characters."""
+    made: list[str] = []
+    for line in lines:
+        found = SECTION.match(line)
+        if found:
+            made += ["", f"{found[1]}:", f"    {found[2]}"]
+            continue
+        made.append(line)
+    code = False
+    for i, line in enumerate(made):
+        code = line.lstrip().startswith((">>>", "...")) or (code and bool(line.strip()))
+        if not code and "`" not in line:
+            made[i] = MARKUP.sub(lambda m: f"\\{m[0]}", line)
+    lines[:] = made
+
+
 def inline_math(self: HTML5Translator, node: nodes.math) -> None:
     self.body.append(convert(node.astext()))
     raise nodes.SkipNode
@@ -67,3 +89,4 @@ def setup(app: Sphinx) -> None:
     """MathML instead of MathJax: current browsers show it offline, without a script."""
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-docstring", sections_on_one_line, priority=400)  # before napoleon

@@ -38,7 +38,7 @@ class Matching:
 
     @property
     def recognised(self) -> Tensor:
-        """Whether each pair is nearer than chance explains: its |cosine| is above `limit`."""
+        """Whether each pair is nearer than chance explains: its absolute cosine is above `limit`."""
         return self.cosines.abs() > self.limit
 
     def __str__(self) -> str:
