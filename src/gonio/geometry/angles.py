@@ -188,8 +188,8 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
     r"""Distance of :func:`alignment` from 1, in standard deviations of random directions.
 
     :math:`z = (A(W) - 1) / \sigma` with the exact :math:`\sigma` of :func:`alignment_deviation`. Positive if filters
-    are more parallel than random directions. Random weights have a z between −3 and 3; the law of :math:`z` is nearly normal for
-    many filters and skewed to the right for few.
+    are more parallel than random directions. For random weights it is between −3 and 3; its law
+    is nearly normal for many filters and skewed to the right for few.
 
     Shape: (n, d) or (groups, n, d) → () or (groups,). 0 where there are fewer than two directions, or d = 1.
 
