@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gonio.measuring.reading.entry import Entry, Stored
 
+ROTATED = ".oft_"  # in the names of all tensors of such adapters
 _PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.oft_(?:embedding_)?R(?:\.([^.]+))??(?:\.weight)?")
 TERMS = 5  # of the Neumann series, where the configuration names no other number
 

@@ -38,7 +38,7 @@ from gonio.measuring.reading.entry import (
     stored_entries,
 )
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.rotations import Rotation, entries_of_rotations, rotations_in
+from gonio.measuring.reading.rotations import ROTATED, Rotation, entries_of_rotations, rotations_in
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -89,7 +89,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         made = [*_entries(opened.stored, quantization), *opened.others]
         named = [name for name in opened.stored if NAMED in name]
         adapters = adapters_in(named, opened.stored, adapter_config) if named else []
-        rotations = rotations_in(opened.stored, adapter_config)
+        rotated = any(ROTATED in name for name in opened.stored)
+        rotations = rotations_in(opened.stored, adapter_config) if rotated else []
     if base is not None and not adapters and not rotations:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
@@ -97,7 +98,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     held = {} if base is None else {entry.path: entry for entry in contents_of(base).entries}
-    made += [*entries_of_adapters(adapters, held), *entries_of_rotations(rotations, held)]
+    made += entries_of_adapters(adapters, held) if adapters else []
+    made += entries_of_rotations(rotations, held) if rotations else []
     return Contents(made, opened.notes, (*adapters, *rotations))
 
 
