@@ -102,7 +102,10 @@ def test_it_prints_as_a_table_and_exports(monkeypatch: pytest.MonkeyPatch) -> No
         found["con"]
 
 
-@pytest.mark.parametrize("shape", [(60, 90), (90, 60), (2300, 2000)], ids=["wide", "tall", "large"])
+LARGE = pytest.param((2300, 2000), id="large", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("shape", [pytest.param((60, 90), id="wide"), pytest.param((90, 60), id="tall"), LARGE])
 def test_the_rank_of_a_low_rank_change_is_found(shape: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=draw)
@@ -133,6 +136,7 @@ def test_the_rank_of_a_random_change_is_that_of_chance() -> None:
     assert moved.rank_99 > 150
 
 
+@pytest.mark.slow
 def test_a_large_weight_whose_change_has_no_low_rank_says_none() -> None:
     draw = torch.Generator().manual_seed(2)
     weight = torch.randn(2300, 2000, generator=draw)
