@@ -28,7 +28,7 @@ myst_heading_anchors = 4
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
