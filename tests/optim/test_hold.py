@@ -370,7 +370,11 @@ def test_copies_of_the_model_are_free() -> None:
     gonio.hold_(model, optimizer)
     twin = copy.deepcopy(model)
     own = torch.optim.SGD(twin.parameters(), lr=0.1)
-    gonio.hold_(twin, own, norm="columns")
+    gonio.hold_(twin, own, norm="columns", radius=2.0)
+    drift(twin, own, 2)
+    drift(model, optimizer, 2)
+    torch.testing.assert_close(twin.weight.detach().norm(dim=0), torch.full((4,), 2.0))
+    assert not torch.allclose(model.weight.detach().norm(dim=0), torch.full((4,), 2.0))
 
 
 def test_a_model_that_moves_is_followed() -> None:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
-from gonio.cli.inputs import build_model, load_torch
+from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.source import state_in
+from gonio.measuring.reading.source import state_of_torch
 from gonio.recipes import Recipe
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -130,14 +130,5 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 
 def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    try:
-        content = load_torch(path)
-    except Exception as error:  # a hostile pickle provokes almost any of them
-        why = (str(error).splitlines() or [""])[0][:200]
-        found = f"it is damaged or holds more than tensors and plain containers ({why})"
-        do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
-        raise UnreadableFileError(str(path), found, do) from error
-    held = state_in(content, what=repr(path.name))
-    if not all(isinstance(name, str) for name in held.state):
-        raise UnreadableFileError(str(path), "its tensors have names that are not text", "Save model.state_dict().")
+    held, content = state_of_torch(path)
     return held.state, content if held.key else {}

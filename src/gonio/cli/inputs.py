@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
+from gonio.measuring.reading.source import load_torch
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
@@ -81,16 +81,6 @@ def read_batch(word: str, *, option: str) -> Any:
         takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
         raise InvalidArgumentError(takes, f"{word!r:.80}", "Write e.g. 2x3x224x224.")
     return torch.randn([int(size) for size in sizes], generator=generator(0, "batch"))
-
-
-def load_torch(path: Path) -> Any:
-    """The content of a torch file; no code in it runs. A damaged or hostile file may raise any exception."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(info.file_size for info in archive.infolist())
-        if unpacked > path.stat().st_size:  # torch.save does not compress
-            raise ValueError(f"its archive unpacks to {unpacked} bytes")
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _batch_from_file(path: Path) -> Any:

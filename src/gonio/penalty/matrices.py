@@ -71,7 +71,24 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class MatrixGroups(Sequence[dict[str, Any]]):
+class Groups(Sequence[dict[str, Any]]):
+    """Parameter groups, which an optimizer takes like a list of them."""
+
+    groups: tuple[dict[str, Any], ...]
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        return self.groups[index]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(frozen=True)
+class MatrixGroups(Groups):
     """Parameter groups for :class:`gonio.optim.Muon`; printing them says what is a matrix, and why others are not.
 
     Attributes:
@@ -85,19 +102,8 @@ class MatrixGroups(Sequence[dict[str, Any]]):
         {'weight_ih_l0': '4 matrices 6×4', 'weight_hh_l0': '4 matrices 6×6'}
     """
 
-    groups: tuple[dict[str, Any], ...]
     matrices: Mapping[str, str]
     others: Mapping[str, str]
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self.groups[index]
-
-    def __len__(self) -> int:
-        return len(self.groups)
 
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.matrices, *self.others)), default=0)

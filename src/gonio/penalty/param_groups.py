@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
-from gonio.penalty.matrices import MatrixGroups, matrix_groups
+from gonio.penalty.matrices import Groups, MatrixGroups, matrix_groups
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import TABLES, weights_of
 from gonio.surgery.where import sites
@@ -20,7 +20,7 @@ __all__ = ["ParamGroups", "param_groups"]
 
 
 @dataclass(frozen=True)
-class ParamGroups(Sequence[dict[str, Any]]):
+class ParamGroups(Groups):
     """Two parameter groups for an optimizer; printing them says what is in which and why.
 
     Example:
@@ -29,19 +29,8 @@ class ParamGroups(Sequence[dict[str, Any]]):
         (('weight',), {'bias': 'a bias'})
     """
 
-    groups: tuple[dict[str, Any], dict[str, Any]]  # the parameters that decay, and those that do not
-    decayed: tuple[str, ...]  # the names of the first
+    decayed: tuple[str, ...]  # the names in the first group, which decays
     spared: Mapping[str, str]  # the names of the others, and why each does not decay
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self.groups[index]
-
-    def __len__(self) -> int:
-        return len(self.groups)
 
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.decayed, *self.spared)), default=0)
