@@ -93,6 +93,8 @@ def _batch_from_file(path: Path) -> Any:
             content = load_file(path)
         else:
             content = load_torch(path)
+    except UnreadableFileError:
+        raise
     except Exception as error:  # a hostile or damaged file provokes almost anything
         why = f"it is damaged or holds more than tensors ({(str(error).splitlines() or [''])[0][:200]})"
         raise UnreadableFileError(str(path), why, "Save one tensor, or a dict of tensors.") from error
