@@ -1,6 +1,6 @@
-"""Built-in and script studies are killed at random moments, again and again: nothing is lost, nothing changes.
+"""Built-in, tuned and script studies are killed at random moments, again and again: nothing is lost, nothing changes.
 
-`GONIO_KILLS` is the number of kills over both kinds (60); `make soak` takes 2,000. Each kill ends a process that
+`GONIO_KILLS` is the number of kills over the three kinds (60); `make soak` takes 2,000. Each kill ends a process that
 runs a study in itself; `tests/compare/test_running.py` kills the processes of studies with workers.
 """
 
@@ -19,13 +19,16 @@ from gonio.compare import Plan, RunRecord, Study, make_plan, make_script_plan, r
 
 COMPARE = Path(__file__).parents[1] / "compare"
 KILLS = int(os.environ.get("GONIO_KILLS", "60"))
-KINDS = ("built-in", "script")
+KINDS = ("built-in", "tuned", "script")
 
 
 def plan_of(kind: str) -> Plan:
     tiny = f"{COMPARE / 'tiny.py'}:task"
     if kind == "built-in":
         return make_plan(["orthogonal-init"], task=tiny, seeds=3)
+    if kind == "tuned":
+        pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+        return make_plan(["scale-shift"], task=tiny, seeds=2, tune=3)
     return make_script_plan(["scale-shift"], script=f"{COMPARE / 'own_training.py'}:noisy", seeds=20)
 
 
