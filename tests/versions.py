@@ -19,7 +19,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTCOME = ROOT / "tests" / "versions_outcome.txt"
-PACKAGES = ("geometry", "init", "nn", "parametrizations", "regularizers", "penalty", "surgery", "laws")
+PACKAGES = (
+    "geometry",
+    "init",
+    "nn",
+    "parametrizations",
+    "regularizers",
+    "penalty",
+    "optim",
+    "surgery",
+    "measuring",
+    "laws",
+)
 NEEDED = ("pytest>=8.2", "hypothesis>=6.100", "mpmath>=1.3", "scipy>=1.11", "scikit-learn>=1.4", "sybil>=9.0")
 
 

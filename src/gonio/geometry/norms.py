@@ -131,11 +131,15 @@ def widest(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def autocast_is_on(x: Tensor) -> bool:
+    """Whether autocast acts on operations of `x`; never for meta tensors, on which torch refuses the question."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast does not turn the matrix products of `x` into half precision."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
-        return torch.autocast(kind, enabled=False)
+    if autocast_is_on(x) or (torch.compiler.is_compiling() and not x.is_meta):
+        return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 
 

@@ -25,7 +25,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import inside_backward, ordinary_eager, several_ranks, total
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
-from gonio.geometry.norms import least_norm, widen
+from gonio.geometry.norms import autocast_is_on, full_precision, least_norm, widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.conversion import RunningStatistics
@@ -288,11 +288,10 @@ class Decoupled(RunningStatistics):
 
     def _operate(self, x: Tensor, patches: LinearMap) -> Tensor:
         """The layer's output without the bias, for a padded and batched input."""
-        kind = x.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # not for meta tensors
+        if not autocast_is_on(x):
             return self._decouple(x, patches)
-        with torch.autocast(kind, enabled=False):  # norms are reduced in float32
-            return self._decouple(x.to(torch.get_autocast_dtype(kind)), patches)
+        with full_precision(x):  # norms are reduced in float32
+            return self._decouple(x.to(torch.get_autocast_dtype(x.device.type)), patches)
 
     def _decouple(self, x: Tensor, patches: LinearMap) -> Tensor:
         r""":math:`h\,g(\theta)`, from the product :math:`\lVert x \rVert \cos\theta` and the patches' norms."""

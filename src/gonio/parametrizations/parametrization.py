@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnsetStateError
-from gonio.geometry.norms import full_precision, widen
+from gonio.geometry.norms import autocast_is_on, full_precision, widen
 from gonio.geometry.views import Layout
 
 __all__ = ["Parametrization", "describe", "kind_of"]
@@ -64,7 +64,7 @@ class Parametrization(nn.Module, ABC):
         if self._unset:
             raise UnsetStateError(type(self).__name__)
         # Only if autocast is on: entering the context costs as much as a small layer and shows in graphs.
-        if not raw.is_meta and torch.is_autocast_enabled("cpu" if raw.is_cpu else raw.device.type):
+        if autocast_is_on(raw):
             with full_precision(raw):
                 return self._in_full_precision(raw)
         return self._in_full_precision(raw)
