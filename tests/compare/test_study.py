@@ -337,6 +337,17 @@ def test_a_flipped_bit_changes_no_result_and_raises_nothing_raw(whole: Study, tm
     assert min(outcomes["named"], outcomes["as it was"], outcomes["refused"]) > 0, outcomes
 
 
+def test_damage_that_sqlite_quotes_is_refused(whole: Study, tmp_path: Path) -> None:
+    """SQLite names a damaged table in its message, with bytes that are no text."""
+    copy = copy_of(whole, tmp_path / "copy")
+    file = copy.path / "study.db"
+    content = file.read_bytes()
+    at = content.index(b"tablerunsruns")
+    file.write_bytes(content[:at] + b"tabler\x82ns" + content[at + 9 :].replace(b"CREATE", b"CREATX", 1))
+    with pytest.raises(StudyError, match=r"study\.db cannot be used"):
+        copy.runs()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

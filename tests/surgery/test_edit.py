@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,6 +34,24 @@ def test_the_registry_of_edits_keeps_no_model_alive() -> None:
     del model, edited
     gc.collect()
     assert gone() is None
+
+
+def test_undo_does_not_read_other_models() -> None:
+    """Another thread may be changing them: their modules are then not to be iterated."""
+
+    class Changing(nn.Sequential):
+        def named_modules(self, *arguments: object, **options: object) -> Iterator[tuple[str, nn.Module]]:
+            if changing:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().named_modules(*arguments, **options)
+
+    changing = False
+    other, model = Changing(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    weight = model[0].weight.detach().clone()
+    edits = [zeroed(other).done(), zeroed(model).done()]
+    changing = True
+    edits[1].undo_()
+    assert torch.equal(model[0].weight, weight)
 
 
 network, X = VERBS[0].model, VERBS[0].inputs()

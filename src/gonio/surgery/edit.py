@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -220,10 +220,22 @@ def _run_reversed(inverses: list[Callable[[], None]]) -> None:
 
 # --- undo ---------------------------------------------------------------------------------------------
 
-# Edits in force by model, as numbers: the inverses hold the model, so the registry must not hold them.
-_IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+class _InForce(NamedTuple):
+    """An edit in force; without its inverses, because they hold the model."""
+
+    number: int
+    verb: str
+    parts: dict[int, weakref.ref[Any]]  # of the model after the edit: by now another thread may be changing it
+
+
+_IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[_InForce]] = weakref.WeakKeyDictionary()
 _NUMBERS = itertools.count()
 _REGISTERING = threading.Lock()  # other threads may edit other models while the registry is read
+
+
+def _parts(module: nn.Module) -> dict[int, Any]:
+    return {id(part): part for part in (*module.modules(), *module.parameters())}
 
 
 class _Undo:
@@ -231,7 +243,8 @@ class _Undo:
 
     def __init__(self, edit: Edit) -> None:
         model, self._inverses = edit.model, edit._inverses
-        self._number, self._verb = next(_NUMBERS), edit.verb
+        parts = {key: weakref.ref(part) for key, part in _parts(model).items()}
+        self._edit = _InForce(next(_NUMBERS), edit.verb, parts)
         self._model = weakref.ref(model)
         self._sharded = is_sharded(model)
         self._classes = [(module, type(module)) for module in edit._classes]
@@ -245,22 +258,23 @@ class _Undo:
         for parameter in model.parameters() if self._replaced else ():
             self._followed.setdefault((parameter.device, parameter.dtype), parameter)
         with _REGISTERING:
-            _IN_FORCE.setdefault(model, []).append((self._number, self._verb))
+            _IN_FORCE.setdefault(model, []).append(self._edit)
 
     def run_(self) -> None:
         """Undo, or raise :class:`UndoError` and change nothing."""
         model = self._model()
-        if model is None or (self._number, self._verb) not in _IN_FORCE[model]:
-            raise UndoError(self._verb, "it was undone before, or its model is gone")
-        number, later = _latest_edit(model)
-        if number != self._number:
-            raise UndoError(self._verb, f"the later edit {later} still is in force")
+        edit, verb = self._edit, self._edit.verb
+        if model is None or all(other is not edit for other in _IN_FORCE[model]):
+            raise UndoError(verb, "it was undone before, or its model is gone")
+        if (latest := _latest_edit(model)) is not edit:
+            raise UndoError(verb, f"the later edit {latest.verb} still is in force")
         reshard_(model)
         if (why := self._changed_since(model)) is not None:
-            raise UndoError(self._verb, why)
+            raise UndoError(verb, why)
         _run_reversed(self._inverses)
         self._move_replaced_()
-        _IN_FORCE[model].remove((self._number, self._verb))
+        with _REGISTERING:
+            _IN_FORCE[model] = [other for other in _IN_FORCE[model] if other is not edit]
 
     def _changed_since(self, model: nn.Module) -> str | None:
         """Why the inverses would not restore the model; None if they will."""
@@ -296,13 +310,13 @@ class _Undo:
                         registry[name] = moved  # type: ignore[assignment]
 
 
-def _latest_edit(model: nn.Module) -> tuple[int, str]:
+def _latest_edit(model: nn.Module) -> _InForce:
     """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
+    mine = _parts(model)
 
-    def parts(module: nn.Module) -> set[int]:
-        return {id(part) for part in (*module.modules(), *module.parameters())}
+    def concerns(edit: _InForce) -> bool:
+        return any(mine[key] is edit.parts[key]() for key in mine.keys() & edit.parts.keys())
 
     with _REGISTERING:
-        in_force = [(other, list(found)) for other, found in _IN_FORCE.items()]
-    mine = parts(model)
-    return max(e for other, found in in_force if other is model or mine & parts(other) for e in found)
+        edits = [edit for found in _IN_FORCE.values() for edit in found]
+    return max(filter(concerns, edits), key=lambda edit: edit.number)

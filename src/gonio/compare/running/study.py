@@ -298,7 +298,7 @@ def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Conne
                 why = f"{DATABASE} has format {found}, and this gonio reads up to {VERSION}"
                 raise StudyError(str(folder), why, "Use a newer gonio.")
             yield database
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # a message of SQLite quotes damaged bytes
         raise StudyError(str(folder), f"{DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
 
 
