@@ -9,13 +9,12 @@ into the package, where `gonio explain` reads it.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 from torch import Tensor
 
-from benchmarks.false_alarms import RESULT, pick, upper
+from benchmarks.false_alarms import pick, store
 from gonio.measuring import changes, difference
 
 SIZES = [40, 48, 64, 96, 128]
@@ -56,14 +55,9 @@ def main(words: list[str]) -> None:
         found = difference({"w.weight": base}, one)
         alarms["G501"] += any(finding.code == "G501" for finding in found.findings)
         alarms["G504"] += any(finding.code == "G504" for finding in changes({"w.weight": base}, one, two).findings)
-    known = json.loads(RESULT.read_text(encoding="utf-8"))
-    of = {"G501": "changes of weights in order", "G504": "pairs of unrelated changes"}
-    known["changes"] = {
-        code: {"alarms": hits, "changes": count, "upper": upper(hits, count), "of": of[code]}
-        for code, hits in alarms.items()
-    }
-    RESULT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(known["changes"], indent=1))
+    store({"G501": alarms["G501"]}, count, "changes of weights in order")
+    store({"G504": alarms["G504"]}, count, "pairs of unrelated changes")
+    print(alarms)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,14 @@ def on_trained(models: int) -> dict[str, Any]:
     }
 
 
+def store(alarms: dict[str, int], cases: int, of: str) -> None:
+    """Keep the rates of rules that judge something else than one tensor: alarms per code in so many `cases`."""
+    known = json.loads(RESULT.read_text(encoding="utf-8"))
+    for code, hits in alarms.items():
+        known["cases"][code] = {"alarms": hits, "cases": cases, "upper": upper(hits, cases), "of": of}
+    RESULT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
 SAMPLES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "random": (on_random, 3000),
     "trained": (on_trained, 300),
@@ -188,8 +196,7 @@ def main(words: list[str]) -> None:
     function, models = SAMPLES[which]
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     known[which] = function(int(rest[0]) if rest else models)
-    ordered = {name: known[name] for name in SAMPLES if name in known}
-    RESULT.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in known[which].items() if k != "recipes"}, indent=1))
 
 

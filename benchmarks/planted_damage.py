@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.false_alarms import store
 from benchmarks.healthy_networks import ARCHITECTURES, LEARNT, accuracy, batch, digits, healthy
 from benchmarks.results import FOLDER
 from gonio.measuring import Finding, measure
@@ -348,7 +349,14 @@ def main(words: list[str]) -> None:
         "damages": records,
     }
     RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    store_rates(result["healthy"])
     print(RESULT.name)
+
+
+def store_rates(healthy: dict[str, Any]) -> None:
+    """For the rules that judge activations, which `gonio explain` then shows."""
+    alarms = {code: sum(code in case["codes"] for case in healthy["fired"]) for code in ("G409", "G410")}
+    store(alarms, healthy["networks"], "healthy trained networks, each with a batch of its training data")
 
 
 if __name__ == "__main__":

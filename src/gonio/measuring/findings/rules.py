@@ -147,18 +147,18 @@ def explain(code: str) -> str:
 
 @cache
 def measured_rates() -> dict[str, Any]:
-    """The result of `benchmarks/false_alarms.py`."""
+    """The results of `false_alarms.py`, `change_alarms.py` and `planted_damage.py` in `benchmarks/`."""
     text = (resources.files("gonio.measuring.findings") / "false_alarms.json").read_text(encoding="utf-8")
     rates: dict[str, Any] = json.loads(text)
     return rates
 
 
 def _rate(code: str) -> str:
-    """On random and on trained models, or on changes that are in order, each with the upper end of its interval."""
-    seen = measured_rates()["changes"].get(code)
+    """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
+    seen = measured_rates()["cases"].get(code)
     if seen is not None:
         rate = f"the true rate is below {100 * seen['upper']:.2g} % (95 %)."
-        return f"{seen['alarms']} of {seen['changes']} {seen['of']}; {rate}"
+        return f"{seen['alarms']} of {seen['cases']} {seen['of']}; {rate}"
     if code not in measured_rates()["random"]["rules"]:
         return "not measured; the threshold is a choice."
     said = []
