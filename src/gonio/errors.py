@@ -127,6 +127,12 @@ class MissingExtraError(GonioError, ImportError):
         )
 
 
+def _first(problems: Sequence[str], count: int = 50) -> list[str]:
+    """The first problems for a message, and how many more there are."""
+    more = len(problems) - count
+    return [*problems[:count], *([f"and {more} more"] if more > 0 else [])]
+
+
 class RecipeError(GonioError, ValueError):
     """A recipe is invalid; the message lists all problems.
 
@@ -139,8 +145,9 @@ class RecipeError(GonioError, ValueError):
         self.origin = origin
         self.problems = tuple(problems)
         head = f"{origin} has {len(self.problems)} problems:\n" if len(self.problems) > 1 else ""
+        lines = _first(self.problems)
         # Not super(): UnmatchedRuleError is also a NoMatchError, whose constructor has other parameters.
-        GonioError.__init__(self, head + "\n".join(self.problems))
+        GonioError.__init__(self, head + "\n".join(lines))
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[str, tuple[str, ...]]]:
         return type(self), (self.origin, self.problems)
@@ -156,7 +163,7 @@ class ConfigError(GonioError, ValueError):
 
     def __init__(self, path: str, problems: Sequence[str]) -> None:
         self.path, self.problems = path, tuple(problems)
-        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        lines = "\n".join(f"  {problem}" for problem in _first(self.problems))
         super().__init__(f"the configuration file {path!r} is invalid:\n{lines}\nCorrect the file.")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[str, ...]]]:

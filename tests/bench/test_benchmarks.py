@@ -155,3 +155,12 @@ def test_the_command_keeps_the_rows_that_were_not_asked_for(tmp_path: Path, monk
     assert [row.key for row in found.rows] == [(row.table, row.case, row.mode) for row in topic.rows(quick=True)]
     with pytest.raises(ValueError, match="other threads"):
         main(["orthogonal_init", "--quick", "--threads", "2", "--rows", "whole"])
+
+
+def test_the_planted_damages_are_found_and_healthy_networks_left_alone() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "planted_damage.json").read_text(encoding="utf-8"))
+    seen = [record for record in found["damages"] if record["damage"] not in found["hidden"]]
+    assert len({(record["damage"], record["architecture"], record["place"]) for record in seen}) >= 40
+    assert sum(record["found by"] is not None for record in seen) >= 0.95 * len(seen)
+    assert found["healthy"]["networks"] >= 100
+    assert len(found["healthy"]["fired"]) <= 0.01 * found["healthy"]["networks"]

@@ -23,6 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(folder / "zeros.pt") as source, zipfile.ZipFile(folder / "bomb.pt", "w", 8) as target:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry.filename))
+    torch.save(torch.zeros(1).expand(10**4, 1, 8, 8), folder / "wide.pt")
+    torch.save({"w": torch.zeros(1).expand(9, 9)}, folder / "square.pt")
+    torch.save({"x" * 5000 + str(i): torch.ones(2) for i in range(400)}, folder / "long.pt")
+    rules = "".join(f"  - {{where: 'none{i}', use: L2, strength: 1}}\n" for i in range(400))
+    (folder / "rules.yaml").write_text(f"name: x\npenalty:\n{rules}")
+    codes = "".join(f'"a{i}" = ["Z{i}"]\n' for i in range(5000))
+    (folder / "codes.toml").write_text(f"[per-layer-ignores]\n{codes}")
     (folder / "count.yaml").write_text("name: x\npenalty: [{where: 're:a{4294967295}', use: L2, strength: 1}]\n")
     (folder / "bad.toml").write_text('[per-layer-ignores]\n"re:a{4294967295}" = ["G101"]\n')
     return folder
@@ -40,6 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("measure fine.pt --config bad.toml", 3, "the repetition number is too large"),
         ("measure digits-cnn --batch " + "9" * 5000, 2, "--batch takes positive sizes"),
         ("measure digits-cnn --batch bomb.pt", 3, "its archive would unfold to"),
+        ("measure digits-cnn --batch 46341x46340", 2, "--batch takes positive sizes"),
+        ("measure digits-cnn --batch wide.pt", 3, "a tensor has 640,000 entries, of which 1 are stored"),
+        ("fold square.pt --model digits-cnn -o o.pt", 3, "a tensor has 81 entries, of which 1 are stored"),
+        ("fold bomb.pt --model digits-cnn -o o.pt", 3, "its archive would unfold to"),
+        ("fold numbers.pt --model digits-cnn -o o.pt", 3, "the key 1 is not text"),
         ("apply orthogonal-init bomb.pt --model digits-cnn -o o.pt", 3, "its archive would unfold to"),
         ("apply orthogonal-init numbers.pt --model digits-cnn -o o.pt", 3, "the key 1 is not text"),
         ("apply orthogonal-init fine.pt --model digits-cnn -o o.pt --seed " + "9" * 30, 2, "'--seed'"),
@@ -54,6 +66,22 @@ def test_it_is_refused_in_one_sentence(
     result = invoke(*words.split())
     assert (result.exit_code, result.stdout, message in result.stderr) == (code, "", True), result.stderr[:500]
     assert len(result.stderr) < 600
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "apply orthogonal-init long.pt --model digits-cnn -o o.pt",
+        "fold long.pt --model digits-cnn -o o.pt",
+        "measure long.pt --model digits-cnn",
+        "measure fine.pt --config codes.toml",
+        "plan rules.yaml --model digits-cnn",
+    ],
+)
+def test_a_message_is_short_whatever_the_file_holds(folder: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.chdir(folder)
+    result = invoke(*words.split())
+    assert (result.exit_code, result.stdout, len(result.stderr) < 20_000) == (3, "", True)
 
 
 @pytest.mark.parametrize("closed", [1, 2])

@@ -13,6 +13,9 @@ import pytest
 
 from cli.shell import COMMAND, invoke, shell, write_task
 from gonio.cli.compare import _command
+from gonio.compare import RunRecord, Study, make_plan
+from gonio.compare.planning.plan import TUNING_SEED
+from gonio.compare.running.tuning import Trial
 
 pytest.importorskip("scipy")
 
@@ -31,6 +34,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_task(tmp_path)
     return tmp_path
+
+
+def test_status_counts_trials(folder: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+    plan = make_plan(["scale-shift"], task="tiny.py:tiny", seeds=2, tune=3)
+    study = Study.create(folder / "tuned", plan)
+    study.trials.add(plan.baseline, Trial(0, {"lr": 0.1}, RunRecord("baseline", TUNING_SEED, "finished", 50.0)), {})
+    lines = invoke("status", "tuned").stdout.splitlines()
+    assert lines[-2:] == ["tuning of baseline: 1 of 3 trials", "tuning of scale-shift: 0 of 3 trials"]
 
 
 def test_it_prints_the_verdicts_and_the_page(finished) -> None:

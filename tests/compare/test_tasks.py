@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from foreign import torchvision
+from gonio.compare import make_plan
 from gonio.compare.tasks import bytes_, digits, points, resolve
 from gonio.compare.tasks.bytes import _texts, bits_per_byte, next_byte_loss
 from gonio.compare.tasks.digits import shifted
@@ -332,3 +333,10 @@ def test_splits_hold_every_solid_equally_often_and_no_cloud_twice() -> None:
         assert torch.allclose(split.inputs.norm(dim=1).amax(1), torch.ones(len(split)), atol=1e-6)
     assert len({c.numpy().tobytes() for split in task.splits.values() for c in split.inputs}) == 2000
     assert task.digest() == points().digest()
+
+
+def test_the_notes_of_a_tuned_image_study_do_not_deny_the_tuning(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra `tune` is not installed")
+    fill(tmp_path)
+    notes = make_plan([], task=f"imagefolder:{tmp_path}", seeds=1, tune=2).notes
+    assert not any("nothing was tuned" in note.lower() for note in notes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,17 @@ def test_if_no_trial_finishes_the_defaults_are_used(tmp_path: Path) -> None:
     study.trials.choose_if_complete(plan.baseline)
     assert study.trials.chosen(plan.baseline) == {"lr": 0.1}
     assert study.results().tuning[0].score is None
+
+
+def test_an_altered_trial_is_named_and_left_out(tmp_path: Path) -> None:
+    study = Study.create(tmp_path, tiny_plan())
+    for number in range(2):
+        study.trials.add(study.plan.baseline, Trial(number, {"lr": 0.1}, record(90.0)), {})
+    with closing(sqlite3.connect(tmp_path / "study.db")) as database, database:
+        database.execute("UPDATE trials SET record = json_set(record, '$.score', 99) WHERE number = 1")
+    again = Study.open(tmp_path)
+    assert [trial.number for trial in again.trials.of(study.plan.baseline)] == [0]
+    assert again.damaged() == ["trials: baseline, trial 1"]
 
 
 def test_proposing_leaves_the_callers_generator_alone() -> None:

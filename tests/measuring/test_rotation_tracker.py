@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gonio
 from gonio.errors import InvalidArgumentError
-from gonio.measuring.training.steps import TRAINING
+from gonio.measuring.training.steps import _WATCHED, TRAINING
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -181,20 +181,36 @@ def test_it_sees_what_other_hooks_do_whenever_they_were_registered() -> None:
 
 
 def test_its_hooks_end_with_it() -> None:
-    before = len(_global_optimizer_post_hooks)
+    before = len(_WATCHED)
     model = nn.Linear(3, 2)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = gonio.Tracker(model, optimizer=opt, every=1)
     other = gonio.Tracker(model, optimizer=opt, every=1)
-    assert len(_global_optimizer_post_hooks) == before + 2
+    assert len(_WATCHED) == before + 2
     tracker.undo_()
     tracker.undo_()
     del other
     gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
+    assert len(_WATCHED) == before
     model(torch.ones(1, 3)).sum().backward()
     opt.step()
     assert tracker.rows == []
+
+
+def test_a_tracker_that_is_collected_during_a_step_does_not_disturb_it() -> None:
+    """Torch iterates over its hooks during a step, and raises if one is removed before the last."""
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[Any] = [gonio.Tracker(model, optimizer=opt, every=1)]
+    acts: list[Callable[..., None]] = [lambda *_: held.clear(), lambda *_: None]
+    handles = [register_optimizer_step_pre_hook(act) for act in acts]
+    model(torch.ones(1, 3)).sum().backward()
+    try:
+        opt.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert held == []
 
 
 def test_loggers_and_files_get_the_figures(tmp_path: Path) -> None:

@@ -194,3 +194,9 @@ def test_a_patch_of_one_input_has_almost_no_gradient(g: angular.Angular, dtype: 
         layer(x).sum().backward()
         for grad in (x.grad, layer.weight.grad):
             assert float(grad.abs().max()) < 50
+    layer = gnn.DecoupledConv2d(1, 64, 1, magnitude=magnitude.Sphere(), angular=g)
+    x = seeded(8, 1, 8, 8).requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        output = layer(x)
+    output.float().sum().backward()
+    assert float(x.grad.abs().max()) < 50

@@ -144,3 +144,15 @@ def test_each_search_finds_its_pattern(search: Search, bad: str, good: str) -> N
     path = ROOT / "src" / "gonio" / "control.py"
     assert list(search(Source(path, bad, ast.parse(bad))))
     assert not list(search(Source(path, good, ast.parse(good))))
+
+
+AUTHORS = {"2001.01275": "Zhang", "2008.02965": "Liu"}  # Ziming Zhang, Ziquan Liu
+
+
+@pytest.mark.parametrize("paper", AUTHORS)
+def test_a_paper_is_cited_with_its_first_author(paper: str) -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number in [number for number, line in enumerate(lines) if paper in line]:
+            near = " ".join(lines[max(0, number - 2) : number + 1])
+            assert f"Z. {AUTHORS[paper]}" in near, f"{path}:{number + 1}"

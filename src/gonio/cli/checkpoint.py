@@ -102,7 +102,7 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     try:
         model.load_state_dict(dict(checkpoint.state), strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
-        lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()] or [str(error)]
+        lines = [f"{line.strip():.300}" for line in str(error).splitlines()[1:] if line.strip()] or [f"{error!s:.300}"]
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
         raise NotApplicableError("the checkpoint", checkpoint.path, listing(lines, limit=4), do) from error
 

@@ -22,7 +22,7 @@ from gonio.surgery.equivalent import outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
-_MOST_NUMBERS = 2**31  # in a batch; more is a typing error
+_MOST_NUMBERS = 2**28  # in a batch, 1 GiB; more is a typing error
 
 
 def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:

@@ -19,7 +19,6 @@ from gonio.errors import RecipeError
 
 _MOST_BYTES = 256 * 1024
 _MOST_DEPTH = 16  # of nested lists and mappings; a recipe needs 6
-_MOST_PROBLEMS = 50  # shown in one error
 
 Location = tuple[str | int, ...]
 
@@ -70,8 +69,6 @@ class Problems:
     def raise_if_any(self) -> None:
         """Raise one RecipeError with the problems, if there are any, in the order of their lines."""
         texts = [text for _, text in sorted(self._found, key=lambda row: row[0])]
-        if len(texts) > _MOST_PROBLEMS:
-            texts[_MOST_PROBLEMS:] = [f"{self._document.origin}: {len(texts) - _MOST_PROBLEMS} more problems"]
         if texts:
             raise RecipeError(self._document.origin, texts)
 

@@ -70,7 +70,7 @@ class ScaleShift(ScaleRegularizer):
         True
 
     References:
-        [1] Z. Liu, Y. Cui, J. Wan, Y. Mao, A. B. Chan, "Improve generalization and robustness of neural networks
+        [1] Z. Liu, et al., "Improve generalization and robustness of neural networks
         via weight scale shifting invariant regularizations", 2020, Eq. (8). https://arxiv.org/abs/2008.02965
 
     Differs:

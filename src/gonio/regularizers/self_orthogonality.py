@@ -67,7 +67,7 @@ class SelfOrthogonality(OutputRegularizer):
         (True, True)
 
     References:
-        [1] T. Zhang, et al., "Self-Orthogonality Module: a network architecture plug-in for learning
+        [1] Z. Zhang, et al., "Self-Orthogonality Module: a network architecture plug-in for learning
         orthogonal filters", WACV 2020. https://arxiv.org/abs/2001.01275
         [2] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
 

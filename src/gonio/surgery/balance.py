@@ -68,7 +68,7 @@ def balance_(
         (True, True)
 
     References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
-        https://arxiv.org/abs/1902.10416. J. Su, WEISSI, arXiv 2008.02965, equation (4).
+        https://arxiv.org/abs/1902.10416. Z. Liu et al., WEISSI, arXiv 2008.02965, equation (4).
     Differs: residual groups share one scale, and biases carry the cumulative factor.
     """
     if level not in ("neuron", "layer"):

@@ -214,12 +214,10 @@ def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: l
 
 
 def _update_hook() -> None:
-    """Register the hook while any parameters wait, and remove it afterwards; never called during a step."""
+    """Register the hook once any parameters wait. It stays: another thread may be in a step, which iterates over it."""
     _WAITING[:] = [waiting for waiting in _WAITING if any(ref() is not None for ref in waiting.added.values())]
     if _WAITING and not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
-    elif _HOOKS and not _WAITING:
-        _HOOKS.pop().remove()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

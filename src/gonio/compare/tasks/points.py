@@ -109,7 +109,7 @@ def points() -> Task:
         (torch.Size([400, 3, 96]), 400, 1200)
 
     References:
-        The field of T. Zhang et al., "Self-Orthogonality Module", WACV 2020, arXiv 2001.01275, which
+        The field of Z. Zhang et al., "Self-Orthogonality Module", WACV 2020, arXiv 2001.01275, which
         classifies point clouds of ModelNet40.
     """
     train, validation, test = (

@@ -368,7 +368,13 @@ def load_torch(path: Path) -> Any:
         UnreadableFileError: if the file is damaged, holds more than data, or unpacks to more than its size.
     """
     _is_archive(path)
-    return _unpickled(path, mapped=False)
+    content = _unpickled(path, mapped=False)
+    try:
+        for value in content.values() if isinstance(content, dict) else [content]:
+            _check_stored(value)
+    except ValueError as error:
+        raise UnreadableFileError(str(path), str(error), "Save the tensor's clone().") from error
+    return content
 
 
 def state_of_torch(path: Path) -> tuple[Found, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
@@ -58,35 +60,38 @@ def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Opt
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 # Note [Hooks of all optimizers]
-# The hooks are registered for all optimizers and compare the one that steps. Torch runs them around an optimizer's own
+# The hooks are registered for all optimizers and look for the one that steps. Torch runs them around an optimizer's own
 # hooks, so a step is measured with everything that other hooks do to it, whatever was registered first: `hold_`
-# projects the weights in a hook of the optimizer. They refer weakly to the tracker and are removed with it.
+# projects the weights in a hook of the optimizer. They refer weakly to the trackers. Once registered they stay: torch
+# iterates over them during a step, in which a tracker may be collected, and would raise if one were removed.
+
+_Act = Callable[[Any, Optimizer], None]
+_WATCHED: weakref.WeakKeyDictionary[object, tuple[weakref.WeakSet[Optimizer], _Act, _Act]] = weakref.WeakKeyDictionary()
+_HOOKS: list[RemovableHandle] = []
+_REGISTERING = threading.Lock()
 
 
-def watch_steps(
-    owner: object,
-    optimizers: Sequence[Optimizer],
-    before: Callable[[Any, Optimizer], None],
-    after: Callable[[Any, Optimizer], None],
-) -> Callable[[], object]:
+def watch_steps(owner: object, optimizers: Sequence[Optimizer], before: _Act, after: _Act) -> Callable[[], object]:
     """Call `before(owner, optimizer)` and `after(owner, optimizer)` around each step; returns what ends it."""
-    ref, watched = weakref.ref(owner), weakref.WeakSet(optimizers)
-
-    def call(act: Callable[[Any, Optimizer], None], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        there = ref()
-        if there is not None and optimizer in watched:
-            act(there, optimizer)
-
-    handles = [
-        register_optimizer_step_pre_hook(partial(call, before)),
-        register_optimizer_step_post_hook(partial(call, after)),
-    ]
+    with _REGISTERING:
+        _WATCHED[owner] = (weakref.WeakSet(optimizers), before, after)
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(partial(_call, 1)))
+            _HOOKS.append(register_optimizer_step_post_hook(partial(_call, 2)))
+    ref = weakref.ref(owner)
 
     def end() -> None:
-        for handle in handles:
-            handle.remove()
+        with _REGISTERING:
+            _WATCHED.pop(ref(), None)
 
-    return weakref.finalize(owner, end)
+    return end
+
+
+def _call(which: Literal[1, 2], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    with _REGISTERING:
+        watching = [(owner, watched[which]) for owner, watched in _WATCHED.items() if optimizer in watched[0]]
+    for owner, act in watching:
+        act(owner, optimizer)
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
