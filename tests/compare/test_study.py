@@ -22,7 +22,7 @@ from gonio.compare import Run, Study, make_script_plan, run, self_test_plan
 from gonio.compare.judging.results import Ratio, RunRecord
 from gonio.compare.running.study import locked, transaction
 from gonio.errors import PlanChangedError, StudyError
-from gonio.report.wording import seen
+from gonio.report.tables import seen
 
 
 def finished(name: str, seed: int, score: float = 90.0) -> RunRecord:
