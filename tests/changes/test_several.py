@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog import seeded
 from changes.references import agreement
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import changes, difference, measure
@@ -19,19 +20,15 @@ from measuring.test_showing import documented
 from report.html_reader import Page
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def base() -> dict[str, Tensor]:
-    return {"h.0.fc.weight": draw(30, 40), "h.1.fc.weight": draw(20, 30, seed=1), "head.bias": draw(20, seed=2)}
+    return {"h.0.fc.weight": seeded(30, 40), "h.1.fc.weight": seeded(20, 30, seed=1), "head.bias": seeded(20, seed=2)}
 
 
 def tuned(seed: int, *, size: float = 0.1, along: float = 0.0) -> dict[str, Tensor]:
     """The base with a random change, part of which all seeds share."""
     made = base()
     for i, name in enumerate(made):
-        own, shared = (draw(*made[name].shape, seed=s + i) for s in (100 * seed, 9000))
+        own, shared = (seeded(*made[name].shape, seed=s + i) for s in (100 * seed, 9000))
         made[name] = made[name] + size * (own + along * shared)
     return made
 

@@ -108,8 +108,8 @@ def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, m
     assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
 
 
-@pytest.mark.parametrize(("seed", "end"), [(0, "by itself"), (1, "stopped"), (1, "killed")])
-def test_processes_in_sessions_of_their_own_end_with_the_run(
+@pytest.mark.parametrize(("seed", "end"), [(0, "by itself"), (1, "stopped"), (2, "killed")])
+def test_the_processes_of_a_run_end_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, end: str
 ) -> None:
     journal = tmp_path / "journal"

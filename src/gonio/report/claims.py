@@ -18,8 +18,6 @@ from gonio.report.claims_figures import claim_picture
 from gonio.report.page import environment, write_text
 from gonio.report.tables import Table, rich_table
 
-__all__ = ["claims_html", "claims_json", "claims_table", "claims_text", "effect_text", "write_claims_html"]
-
 # Symbol and tone of each verdict, as the page of a comparison has them.
 _MARKS = {
     "reproduced": ("✓", "good"),
