@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,9 +87,9 @@ def test_a_run_that_does_not_end_is_stopped_after_its_time(tmp_path: Path) -> No
 
 
 class Slow(Here):
-    """Runs at once, in this process; the fourth call seems to take half a second, all others 10 ms."""
+    """By the engine's own clock the fourth call takes half a minute, all others half a second."""
 
-    calls = waits = 0
+    calls, waits, now = 0, 0, 0.0
 
     def start(self, function: Any, *arguments: Any) -> Any:
         self.calls += 1
@@ -97,14 +98,15 @@ class Slow(Here):
 
     def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         self.waits += 1
-        time.sleep(0.01 if self.calls < 4 else 0.05)
+        self.now += 0.5 if self.calls < 4 else 3.0
         return list(futures) if self.calls < 4 or self.waits > 10 else []
 
 
 def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_SHORT", 0.2)
-    log = io.StringIO()
-    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=Slow(), watcher=Lines(log))
+    engine, log = Slow(), io.StringIO()
+    monkeypatch.setattr(scheduler, "_SHORT", 10.0)
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: engine.now))
+    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=engine, watcher=Lines(log))
     assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
 
 

@@ -128,7 +128,8 @@ def test_the_largest_singular_value_of_a_large_matrix_comes_from_products(monkey
 
 
 def test_random_weights_look_random_and_others_do_not() -> None:
-    z = torch.tensor([row.alignment_z for row in measure({str(s): normal(24, 32, seed=s) for s in range(60)}).layers])
+    drawn = measure({f"{seed}.weight": normal(24, 32, seed=seed) for seed in range(60)})
+    z = torch.tensor([row.alignment_z for row in drawn.layers])
     assert abs(float(z.mean())) < 0.5
     assert 0.7 < float(z.std()) < 1.4
     others = {"orthogonal.weight": torch.linalg.qr(normal(32, 24)).Q.mT, "shared.weight": normal(24, 32) + 2}

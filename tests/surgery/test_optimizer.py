@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import UntrainedParametersError
+from gonio.surgery import optimizer as watching
 
 X = seeded(4, 3, 5, 5)
 EDITS = {
@@ -168,10 +168,10 @@ def test_an_edit_without_new_parameters_leaves_the_optimizer_alone() -> None:
     assert trains(optimizer)
 
 
-def test_the_hook_is_registered_only_while_parameters_wait() -> None:
+def test_the_hook_is_registered_only_while_parameters_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_WAITING", [])  # without the models of other tests
     model = network()
-    gc.collect()
-    gonio.parametrize_(model, P.WeightNorm()).undo_()  # ends the waiting for models that are gone
+    gonio.parametrize_(model, P.WeightNorm()).undo_()
     before = dict(_global_optimizer_pre_hooks)
     edited = gonio.parametrize_(model, P.WeightNorm())
     assert len(_global_optimizer_pre_hooks) == len(before) + 1
