@@ -8,24 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from catalog import seeded
 from changes.references import figures
 from gonio.measuring import TensorDifference, difference
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def trained(n: int, d: int, seed: int = 0) -> Tensor:
     """Singular values that fall as a power, as those of trained weights."""
     small = min(n, d)
-    left = torch.linalg.qr(draw(n, small, seed=seed)).Q
-    right = torch.linalg.qr(draw(d, small, seed=seed + 1)).Q
+    left = torch.linalg.qr(seeded(n, small, seed=seed)).Q
+    right = torch.linalg.qr(seeded(d, small, seed=seed + 1)).Q
     return left * torch.arange(1.0, small + 1).pow(-0.6) @ right.mT
 
 
 def rotated(weight: Tensor, seed: int, angle: float = 0.3) -> Tensor:
-    skew = draw(weight.shape[1], weight.shape[1], seed=seed) * angle / sqrt(weight.shape[1])
+    skew = seeded(weight.shape[1], weight.shape[1], seed=seed) * angle / sqrt(weight.shape[1])
     return weight @ torch.linalg.matrix_exp(skew - skew.mT)
 
 
@@ -39,12 +36,13 @@ def changed(kind: str, weight: Tensor, seed: int) -> Tensor:
         return weight * (1 + 0.5 * torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)))
     if kind == "low rank":
         return (
-            weight + 0.1 * top * torch.linalg.qr(draw(n, 3, seed=seed)).Q @ torch.linalg.qr(draw(d, 3, seed=seed)).Q.mT
+            weight
+            + 0.1 * top * torch.linalg.qr(seeded(n, 3, seed=seed)).Q @ torch.linalg.qr(seeded(d, 3, seed=seed)).Q.mT
         )
     if kind == "intruders":
-        left, right = (torch.linalg.qr(draw(size, 3, seed=seed + size)).Q for size in (n, d))
+        left, right = (torch.linalg.qr(seeded(size, 3, seed=seed + size)).Q for size in (n, d))
         return weight + top * left * torch.tensor([3.0, 2.5, 2.0]) @ right.mT
-    return weight + draw(n, d, seed=seed) * 0.02 * weight.norm() / sqrt(n * d)
+    return weight + seeded(n, d, seed=seed) * 0.02 * weight.norm() / sqrt(n * d)
 
 
 def measured(before: Tensor, after: Tensor) -> TensorDifference:
@@ -80,7 +78,7 @@ def test_all_figures_are_those_of_the_reference(kind: str, shape: tuple[int, int
 def test_forty_planted_changes_of_each_kind_are_named_rightly(kind: str) -> None:
     for seed in range(40):
         shape = [(40, 64), (64, 48), (80, 80), (50, 120)][seed % 4]
-        before = trained(*shape, seed=seed) if seed % 2 else draw(*shape, seed=seed)
+        before = trained(*shape, seed=seed) if seed % 2 else seeded(*shape, seed=seed)
         after = changed(kind, before, seed + 1000)
         found = measured(before, after)
         assert found.form == KINDS[kind], (seed, shape)
@@ -91,22 +89,22 @@ def test_forty_planted_changes_of_each_kind_are_named_rightly(kind: str) -> None
 
 
 def test_chance_levels_are_those_of_random_changes() -> None:
-    before = draw(80, 120)
-    found = [measured(before, before + 0.05 * draw(80, 120, seed=s)) for s in range(1, 9)]
+    before = seeded(80, 120)
+    found = [measured(before, before + 0.05 * seeded(80, 120, seed=s)) for s in range(1, 9)]
     for seen, chance in (("gram_change", "gram_change_random"), ("stable_rank", "stable_rank_random")):
         values = [getattr(one, seen) for one in found]
         assert sum(values) / len(values) == pytest.approx(getattr(found[0], chance), rel=0.08), seen
-    far = [measured(before, draw(80, 120, seed=s)) for s in range(9, 29)]
+    far = [measured(before, seeded(80, 120, seed=s)) for s in range(9, 29)]
     assert sum(one.overlap for one in far) / 20 == pytest.approx(far[0].overlap_random, rel=0.25)
     assert all(one.intruders == 10 and one.intruders_random for one in far)
 
 
 def test_small_weights_have_no_intruders_and_blocks_are_compared_one_by_one() -> None:
-    assert measured(draw(12, 30), draw(12, 30, seed=1)).intruders is None
+    assert measured(seeded(12, 30), seeded(12, 30, seed=1)).intruders is None
     lstm = torch.nn.LSTM(40, 40)
     before = {k: v.clone() for k, v in lstm.state_dict().items()}
     with torch.no_grad():
-        lstm.weight_hh_l0[40:80] += 5 * draw(40, 1) @ draw(1, 40, seed=1)
+        lstm.weight_hh_l0[40:80] += 5 * seeded(40, 1) @ seeded(1, 40, seed=1)
     found = difference(before, lstm)["weight_hh_l0"]
     parts = [
         figures(before["weight_hh_l0"][i : i + 40], lstm.weight_hh_l0[i : i + 40].detach())["intruders"] for i in (40,)

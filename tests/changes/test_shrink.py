@@ -6,16 +6,13 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from catalog import seeded
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import difference
 from gonio.surgery import shrink_intruders_
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -26,9 +23,9 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
     )
     tuned = copy.deepcopy(base)
     with torch.no_grad():
-        tuned[0].weight += (draw(80, 1) @ draw(1, 60, seed=1)).to(dtype)
-        tuned[1].weight += (draw(48, 1, seed=2) @ draw(1, 54, seed=3)).reshape(48, 6, 3, 3).to(dtype)
-        tuned[2].weight += 1e-3 * draw(48, 40, 2, 2, seed=4).to(dtype)
+        tuned[0].weight += (seeded(80, 1) @ seeded(1, 60, seed=1)).to(dtype)
+        tuned[1].weight += (seeded(48, 1, seed=2) @ seeded(1, 54, seed=3)).reshape(48, 6, 3, 3).to(dtype)
+        tuned[2].weight += 1e-3 * seeded(48, 40, 2, 2, seed=4).to(dtype)
     return base, tuned
 
 
@@ -82,8 +79,8 @@ def test_it_equals_the_mitigation_of_peft(rank: int) -> None:
     with torch.no_grad():  # one strong direction; the rank is full, so that peft's truncation loses nothing
         layer = model.base_model.model[int(target[0])]
         layer.lora_B.default.weight.mul_(1e-3)
-        layer.lora_B.default.weight[:, 0] = draw(layer.out_features, seed=5)
-        layer.lora_A.default.weight[0] = draw(layer.in_features, seed=1)
+        layer.lora_B.default.weight[:, 0] = seeded(layer.out_features, seed=5)
+        layer.lora_A.default.weight[0] = seeded(layer.in_features, seed=1)
     ours = copy.deepcopy(model).merge_and_unload()
     edited = shrink_intruders_(ours, base, factor=0.75)
     assert [change.path for change in edited.changes] == target

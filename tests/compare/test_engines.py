@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from compare.plans import Ended
+from compare.plans import OWN, TINY, Ended, Here
 from gonio.compare import Lines, Plan, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import NodeLost, Ray, ray
 from gonio.compare.engines.local import Worker
@@ -51,12 +51,6 @@ def test_the_environment_of_the_parent_stays_as_it_was(monkeypatch: pytest.Monke
 def test_a_death_has_a_cause(function: object, argument: int, cause: str) -> None:
     with pytest.raises(ChildProcessError, match=rf"the process of this run died \({cause}\)"):
         Worker(function, argument).result()  # type: ignore[arg-type]
-
-
-HERE = Path(__file__).parent
-
-
-TINY, OWN = str(HERE / "tiny.py"), str(HERE / "own_training.py")
 
 
 PATIENCE = 500.0  # seconds; the machine may be busy with something else
@@ -213,11 +207,8 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
         Ray()
 
 
-class Losing:
-    """An engine whose machines disappear: the first `losses` jobs are lost, the rest run here and now."""
-
-    shares_files = True
-    slots = 1
+class Losing(Here):
+    """Its machines disappear: the first `losses` jobs are lost, the rest run here and now."""
 
     def __init__(self, losses: int) -> None:
         self.losses = losses
@@ -226,9 +217,6 @@ class Losing:
     def start(self, function: Any, *arguments: Any) -> Any:
         self.losses -= 1
         return Ended(None if self.losses >= 0 else function(*arguments))
-
-    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
-        return list(futures)
 
     def close(self) -> None:
         self.closed = True

@@ -10,32 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from compare.faults import KILLED, Layer, fail, faulty, kill
-from compare.plans import Ended
+from compare.plans import OWN, Here
 from gonio.compare import Plan, Quiet, RunRecord, Study, make_script_plan, run
 from gonio.errors import StudyError
 from gonio.report.page import write_text
-
-OWN = str(Path(__file__).with_name("own_training.py"))
-
-
-class Here:
-    """Runs in this process, where the layer sees their files too."""
-
-    shares_files = True
-    slots = 1
-
-    def start(self, function: Any, *arguments: Any) -> Any:
-        return Ended(function(*arguments))
-
-    def wait(self, futures: Any, *, timeout: float | None = None) -> list[Any]:
-        return list(futures)
-
-    def close(self) -> None: ...
 
 
 class Journal(Quiet):

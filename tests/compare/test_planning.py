@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compare.plans import plan_of
+from compare.plans import TINY, plan_of
 from gonio.compare import BUILT_IN_RECIPES, dry_run, make_plan
 from gonio.compare.planning.plan import Plan, RecipeEntry, Training, extended
 from gonio.compare.planning.planner import seeds_of
@@ -86,9 +86,6 @@ def test_additions_after_a_look_go_to_the_history() -> None:
     assert after.history == ({"seeds": [3], "recipes": ["r1"], "finished": 6},)
     again = extended(after, more, path="s", finished=12)
     assert again.history == after.history
-
-
-TINY = str(Path(__file__).with_name("tiny.py"))
 
 
 def test_the_built_in_study() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from compare.plans import plan_of, runs_of
+from compare.plans import TINY, plan_of, runs_of
 from gonio.compare import RecipeEntry, Results, RunRecord, Threat, filter_summary
 from gonio.compare.judging.cost import _time_ratios, measure_costs, peak_bytes
 from gonio.compare.judging.filter_summary import ANGLE_EDGES, QUANTILES
@@ -215,9 +214,6 @@ def test_sizes_stand_beside_the_baselines() -> None:
     assert effect.flops is None  # the baseline's was not measured
 
 
-TINY = str(Path(__file__).with_name("tiny.py"))
-
-
 def product(tensor: Tensor, count: int) -> None:
     for _ in range(count):
         tensor @ tensor
@@ -319,32 +315,19 @@ def test_norms_and_angles_of_flattened_filters(layer: nn.Module) -> None:
     assert (found["dim"], found["filters"]) == (weight[0].size, len(weight))
 
 
-def test_groups_are_compared_within_themselves() -> None:
-    layer = nn.Conv2d(4, 6, 1, groups=2)
-    found = filter_summary(nn.Sequential(layer))["layers"]["0"]
-    assert (found["dim"], found["filters"], sum(found["angle_counts"])) == (2, 6, 2 * 3)
-
-
-def test_zero_filters_have_a_norm_and_no_angle() -> None:
-    layer = nn.Linear(3, 4)
+def angles_of(layer: nn.Module, *filters: list[float]) -> list[int]:
     with torch.no_grad():
-        layer.weight[0] = 0
+        for row, values in enumerate(filters):
+            layer.weight[row] = torch.tensor(values)
     found = filter_summary(nn.Sequential(layer))["layers"]["0"]
-    assert found["norms"][0] == 0
-    assert sum(found["angle_counts"]) == 3
+    assert found["norms"][0] == pytest.approx(float(layer.weight.detach().flatten(1).norm(dim=1).min()))
+    return found["angle_counts"]
 
 
-def test_parallel_and_opposite_filters_are_counted_in_the_outer_bins() -> None:
-    layer = nn.Linear(2, 3)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 4.0], [-1.0, -2.0]]))
-    counts = filter_summary(nn.Sequential(layer))["layers"]["0"]["angle_counts"]
-    assert (counts[0], counts[-1], sum(counts)) == (1, 2, 3)
-
-
-def test_a_single_filter_has_no_pairs() -> None:
-    assert sum(filter_summary(nn.Sequential(nn.Linear(3, 1)))["layers"]["0"]["angle_counts"]) == 0
-
-
-def test_layers_without_filters_are_left_out() -> None:
+def test_which_angles_are_counted() -> None:
+    assert sum(angles_of(nn.Conv2d(4, 6, 1, groups=2))) == 2 * 3  # within groups
+    assert sum(angles_of(nn.Linear(3, 4), [0.0] * 3)) == 3  # a zero filter has none
+    assert sum(angles_of(nn.Linear(3, 1))) == 0
+    counts = angles_of(nn.Linear(2, 3), [1.0, 2.0], [2.0, 4.0], [-1.0, -2.0])
+    assert (counts[0], counts[-1], sum(counts)) == (1, 2, 3)  # parallel and opposite
     assert list(filter_summary(nn.Sequential(nn.BatchNorm2d(3), nn.Embedding(3, 2)))["layers"]) == []

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from cli.shell import COMMAND, write_task
 from compare.own_training import noisy
-from compare.plans import Ended
+from compare.plans import OWN, TINY, Here
 from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
 from gonio.compare import Bar, Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run, watcher_for
 from gonio.compare.engines import Local
@@ -28,9 +29,6 @@ from gonio.compare.engines.local import Worker, _alive
 from gonio.compare.running import scheduler
 from gonio.compare.running.jobs import execute_run
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError, StudyError
-
-TINY = str(Path(__file__).with_name("tiny.py"))
-
 
 RECIPES = ["orthogonal-init", "switchable-norm"]
 
@@ -88,46 +86,50 @@ def test_a_run_that_does_not_end_is_stopped_after_its_time(tmp_path: Path) -> No
         run(plan, tmp_path, run_timeout=0)
 
 
-class Slow:
-    """Runs at once, in this process; the fourth call seems to take half a second, all others 10 ms."""
+class Slow(Here):
+    """By the engine's own clock the fourth call takes half a minute, all others half a second."""
 
-    shares_files, slots, calls, waits = True, 1, 0, 0
+    calls, waits, now = 0, 0, 0.0
 
     def start(self, function: Any, *arguments: Any) -> Any:
         self.calls += 1
         self.waits = 0
-        return Ended(function(*arguments))
+        return super().start(function, *arguments)
 
     def wait(self, futures: Collection[Any], *, timeout: float | None = None) -> list[Any]:
         self.waits += 1
-        time.sleep(0.01 if self.calls < 4 else 0.05)
+        self.now += 0.5 if self.calls < 4 else 3.0
         return list(futures) if self.calls < 4 or self.waits > 10 else []
-
-    def close(self) -> None: ...
 
 
 def test_a_run_that_takes_ten_times_the_usual_time_is_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_SHORT", 0.2)
-    log = io.StringIO()
-    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=Slow(), watcher=Lines(log))
+    engine, log = Slow(), io.StringIO()
+    monkeypatch.setattr(scheduler, "_SHORT", 10.0)
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: engine.now))
+    run(make_script_plan([], script=f"{OWN}:score_of_seed", seeds=4), tmp_path, engine=engine, watcher=Lines(log))
     assert log.getvalue().count("running for") == log.getvalue().count("baseline, seed 3: running for ") == 1
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_processes_in_sessions_of_their_own_end_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+@pytest.mark.parametrize(("seed", "end"), [(0, "by itself"), (1, "stopped"), (2, "killed")])
+def test_the_processes_of_a_run_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, end: str
 ) -> None:
     journal = tmp_path / "journal"
     plan = make_script_plan([], script=f"{OWN}:leaves_processes", seeds=(seed,))
     journal.unlink(missing_ok=True)
     worker = Worker(_with_journal, str(journal), plan, tmp_path / "run")
-    if seed == 0:  # it ends by itself
+    if end == "by itself":
         assert worker.result()["record"]["status"] == "finished"
     else:
         for _ in patience(100, pause=0.05):
             if journal.exists() and journal.read_text().strip():
                 break
-        worker.stop()
+        if end == "stopped":
+            worker.stop()
+        else:
+            os.kill(worker._process.pid or 0, signal.SIGKILL)
+            with pytest.raises(ChildProcessError, match="SIGKILL"):
+                worker.result()
     pids = list(map(int, journal.read_text().split()))
     assert len(pids) == 2
     for _ in patience(20, pause=0.05):
@@ -194,12 +196,7 @@ def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_
     assert 1 <= len(Study.open(folder).runs()) < 60
 
 
-OWN = str(Path(__file__).with_name("own_training.py"))
-
-
 SEEDS = 300  # more than the kills let finish: the study is never idle
-
-
 Rows = dict[tuple[str, int], RunRecord]
 
 

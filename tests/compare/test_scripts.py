@@ -5,11 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pickle
 import random
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -17,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from compare.plans import OWN
 from gonio import Recipe
 from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
-from gonio.compare.engines.local import Worker
-from gonio.compare.running.scripts import curve_of, run_script
+from gonio.compare.running.scripts import curve_of
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.report import html as html_of
 
-OWN = str(Path(__file__).with_name("own_training.py"))
 DECAY = {"name": "decay", "penalty": [{"where": "*", "use": "L2", "strength": 0.5}]}
 
 
@@ -180,43 +176,6 @@ def test_a_script_may_start_processes_of_its_own(tmp_path: Path) -> None:
     assert baseline.curve["step"] == [0, 1, 2]
     assert set(ours.geometry["layers"]) == {"0", "2"}
     assert baseline.score != ours.score
-
-
-@pytest.mark.slow
-def test_the_processes_of_a_script_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GONIO_TEST_JOURNAL", str(tmp_path))
-    plan = plan_of("noisy", seeds=1)
-    for end in ("stopped", "killed"):
-        folder = tmp_path / end
-        folder.mkdir()
-        monkeypatch.setenv("GONIO_TEST_JOURNAL", str(folder))
-        worker = Worker(_forever, plan, folder)
-        deadline = time.monotonic() + 300
-        while len(found := [int(p.name) for p in folder.glob("[0-9]*")]) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(found) == 2
-        if end == "stopped":
-            worker.stop()
-        else:
-            os.kill(worker._process.pid or 0, 9)
-            with pytest.raises(ChildProcessError, match="SIGKILL"):
-                worker.result()
-        deadline = time.monotonic() + 60
-        while any(_alive(pid) for pid in found) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not [pid for pid in found if _alive(pid)]
-
-
-def _forever(plan: Plan, folder: Path) -> None:
-    os.environ["GONIO_TEST_JOURNAL"] = str(folder)  # the fork server has the variables of its first use
-    run_script(replace(plan, task=f"{OWN}:distributed_forever"), plan.baseline, 0, folder)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from compare.plans import plan_of
+from compare.plans import OWN, TINY, plan_of
 from gonio.compare import (
     Plan,
     RecipeEntry,
@@ -29,11 +29,6 @@ from gonio.compare.judging.statistics import holm, paired_t, sign_flip
 from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
 from style.source import ROOT
-
-TINY = str(Path(__file__).with_name("tiny.py"))
-
-
-OWN = str(Path(__file__).with_name("own_training.py"))
 
 
 def results_of(table: np.ndarray, *, size: int = 8) -> Results:
@@ -181,11 +176,7 @@ def test_a_self_test_from_end_to_end(tmp_path: Path) -> None:
 
 
 BANK = ROOT / "benchmarks" / "results" / "self_test.json"
-
-
 BANK_SIZE = 10  # seeds of a study
-
-
 SHAPES = [(9, 24), (5, 42)]
 
 

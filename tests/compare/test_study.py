@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from compare.own_training import noisy
-from compare.plans import plan_of
+from compare.plans import OWN, plan_of
 from gonio.compare import Run, Study, make_script_plan, run, self_test_plan
 from gonio.compare.judging.results import Ratio, RunRecord
 from gonio.compare.running.study import locked, transaction
 from gonio.errors import PlanChangedError, StudyError
-from gonio.report.wording import seen
+from gonio.report.tables import seen
 
 
 def finished(name: str, seed: int, score: float = 90.0) -> RunRecord:
@@ -175,9 +175,6 @@ def test_a_look_that_was_altered_is_named_and_counted_again(tmp_path: Path) -> N
     assert (study.looks(), study.damaged()) == ((2,), ["looks: 3"])
     assert Study.create(tmp_path, plan_of(seeds=2)).discarded == ("looks: 3",)
     assert (study.looks(), study.damaged()) == ((2,), [])
-
-
-OWN = str(Path(__file__).with_name("own_training.py"))
 
 
 # The two tables that format 1 had, as its first release made them.

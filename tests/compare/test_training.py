@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from compare.plans import TINY
 from gonio.compare import RunRecord
 from gonio.compare.planning.plan import Plan, RecipeEntry, Training
 from gonio.compare.planning.planner import BUILT_IN_RECIPES, make_plan
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import batches, build, evaluate, fit, make_optimizer, seed_everything
 from gonio.compare.tasks import resolve
-
-TINY = str(Path(__file__).with_name("tiny.py"))
 
 
 @pytest.fixture(scope="module")

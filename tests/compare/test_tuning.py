@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compare.plans import plan_of
+from compare.plans import TINY, plan_of
 from gonio.compare import Plan, Quiet, RunRecord, Study, make_plan, run
 from gonio.compare.planning.plan import TUNING_SEED
 from gonio.compare.planning.plan import Plan as PlanClass
@@ -20,7 +20,6 @@ from gonio.compare.running.tuning import Trial, best, propose, ready, settled, s
 from gonio.errors import InvalidArgumentError, MissingExtraError, PlanChangedError
 from gonio.recipes import Recipe
 
-TINY = str(Path(__file__).with_name("tiny.py"))
 optuna = pytest.importorskip("optuna", reason="the extra `tune` is not installed")
 
 

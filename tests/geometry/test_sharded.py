@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from catalog import seeded
 from gonio import geometry
-from surgery.processes import group, on_rank, spawned
+from processes import group, spawned
 from tolerances import close
 
 OF_ROWS = ["filter_norms", "normalize", "cosines", "angles", "coherence", "alignment", "alignment_zscore"]
@@ -53,10 +53,6 @@ def differing() -> dict[str, float]:
     return wrong
 
 
-def run_rank(rank: int, folder: str) -> None:
-    on_rank(rank, folder, differing)
-
-
 def test_one_process(tmp_path: Path) -> None:
     with group(tmp_path):
         assert differing() == {}
@@ -64,4 +60,4 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    assert spawned(run_rank, tmp_path) == [{}, {}]
+    assert spawned(differing, tmp_path) == [{}, {}]

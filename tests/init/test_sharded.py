@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import gonio
 from gonio.geometry import Layout
 from gonio.init import delta_orthogonal_, he_, lecun_, orthogonal_, variance_scaling_, xavier_
-from surgery.processes import group, on_rank, spawned
+from processes import group, spawned
 
 # name: (function, shape of the weight)
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
@@ -73,10 +73,6 @@ def found_here() -> dict[str, dict[str, Tensor]]:
     return {"functions": gathered(), "model": initialised(sharded=True)}
 
 
-def run_rank(rank: int, folder: str) -> None:
-    on_rank(rank, folder, found_here)
-
-
 def check(found: dict[str, dict[str, Tensor]]) -> None:
     for key, value in found["functions"].items():
         assert torch.equal(value, expected(key)), key
@@ -91,5 +87,5 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    for found in spawned(run_rank, tmp_path):
+    for found in spawned(found_here, tmp_path):
         check(found)

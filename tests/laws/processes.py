@@ -6,11 +6,6 @@ one process on the joined batch. A case that raises reports its error and the ru
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from laws.support import MODULES, ModuleCase
+from processes import WORLD, attempt
 
-__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "WORLD", "alone", "run_rank"]
-
-WORLD = 2
+__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "alone", "everything"]
 
 
 class _BatchMean(nn.Linear):
@@ -113,23 +107,11 @@ def _full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def run_rank(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+def everything() -> dict[str, list[Tensor] | str]:
     found: dict[str, list[Tensor] | str] = {}
     for case in (*MODULES, *CONTROLS):
-        found[f"ddp {case.name}"] = _attempt(lambda case=case: data_parallel(case, rank))
-        found[f"fsdp {case.name}"] = _attempt(lambda case=case: sharded(case))
+        found[f"ddp {case.name}"] = attempt(lambda case=case: data_parallel(case, dist.get_rank()))
+        found[f"fsdp {case.name}"] = attempt(lambda case=case: sharded(case))
     for penalty in (*PENALTIES, PENALTY_CONTROL):
-        found[f"fsdp {penalty.name}"] = _attempt(lambda penalty=penalty: penalised_gradients(penalty))
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # without it, leaving the group aborts now and then
-    dist.destroy_process_group()
-
-
-def _attempt(work: Callable[[], list[Tensor]]) -> list[Tensor] | str:
-    try:
-        return work()
-    except Exception:  # reported by the parent as the failure of this case
-        return traceback.format_exc()
+        found[f"fsdp {penalty.name}"] = attempt(lambda penalty=penalty: penalised_gradients(penalty))
+    return found

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing import spawn
 
 from catalog import RegularizerCase, seeded
-from laws.processes import CONTROLS, PENALTIES, PENALTY_CONTROL, WORLD, alone, run_rank
+from laws.processes import CONTROLS, PENALTIES, PENALTY_CONTROL, alone, everything
 from laws.support import MODULES, ModuleCase, assert_all_equal, assert_near, over
+from processes import WORLD, spawned
 
 Found = list[dict[str, list[Tensor] | str]]
 pytestmark = pytest.mark.slow
@@ -20,9 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Results of both processes, by law and case."""
-    folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
-    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return spawned(everything, tmp_path_factory.mktemp("gloo"))
 
 
 def penalised(case: RegularizerCase) -> list[Tensor]:

@@ -1,11 +1,14 @@
-"""Small networks for the tests of figures and findings."""
+"""Small networks for the tests of figures and findings, and a training that a tracker may watch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Residual", "Scaled"]
+__all__ = ["OPTIMIZERS", "Residual", "Scaled", "Watch", "network", "train"]
 
 
 class Residual(nn.Module):
@@ -26,3 +29,42 @@ class Scaled(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * self.branch(x)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adam with L2": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 3, groups=6)), nn.Flatten(), nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+Watch = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def train(
+    optimizer: str, watch: Watch | None = None, steps: int = 6, *, each: bool = False
+) -> tuple[dict[str, Tensor], Any]:
+    """A training, and everything that a further step would depend on; `each`: what watches is told of each step."""
+    model = network()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    watcher = watch(model, opt) if watch else None
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.randn(4, 2, 6, 6)).square().mean().backward()
+        opt.step()
+        if each and watcher is not None:
+            watcher.step()
+    state = {f"grad {name}": p.grad for name, p in model.named_parameters()} | dict(model.state_dict())
+    state |= {f"{i} {k}": v for i, s in opt.state_dict()["state"].items() for k, v in s.items() if v is not None}
+    state |= {"random": torch.get_rng_state(), "modes": torch.tensor([m.training for m in model.modules()])}
+    return state, watcher

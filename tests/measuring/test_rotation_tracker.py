@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import gonio
 from gonio.errors import InvalidArgumentError
 from gonio.measuring.training.steps import _WATCHED, TRAINING
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "Adam with L2": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-}
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5),
-        nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 3, groups=6)), nn.Flatten(), nn.Linear(24, 3),
-    )  # fmt: skip
-
-
-Watch = Callable[[nn.Module, torch.optim.Optimizer], Any]
-
-
-def train(optimizer: str, watch: Watch | None = None, steps: int = 6) -> tuple[dict[str, Tensor], Any]:
-    model = network()
-    opt = OPTIMIZERS[optimizer](model.parameters())
-    watcher = watch(model, opt) if watch else None
-    for _ in range(steps):
-        opt.zero_grad()
-        model(torch.randn(4, 2, 6, 6)).square().mean().backward()
-        opt.step()
-    state = {f"grad {name}": p.grad for name, p in model.named_parameters()} | dict(model.state_dict())
-    state |= {f"{i} {k}": v for i, s in opt.state_dict()["state"].items() for k, v in s.items() if v is not None}
-    return {**state, "random": torch.get_rng_state()}, watcher
+from measuring.nets import OPTIMIZERS, Watch, train
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -202,7 +170,7 @@ def test_a_tracker_that_is_collected_during_a_step_does_not_disturb_it() -> None
     model = nn.Linear(3, 2)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     held: list[Any] = [gonio.Tracker(model, optimizer=opt, every=1)]
-    acts: list[Callable[..., None]] = [lambda *_: held.clear(), lambda *_: None]
+    acts: list[Any] = [lambda *_: held.clear(), lambda *_: None]
     handles = [register_optimizer_step_pre_hook(act) for act in acts]
     model(torch.ones(1, 3)).sum().backward()
     try:

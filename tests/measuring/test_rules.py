@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import Measurements, Suppression, explain, measure
-from gonio.measuring.findings.rules import ADVICE, LEVELS, RULES, WEIGHT_RULES, measured_rates
+from gonio.measuring.findings.rules import ADVICE, LEVELS, RULES, WEIGHT_RULES, measured_rates, rule_texts
 from report.html_reader import Page
 
 
@@ -62,7 +62,7 @@ UNMEASURED = {"G601", "G602"}
 
 @pytest.mark.parametrize("code", RULES)
 def test_every_rule_is_explained_with_its_rate(code: str) -> None:
-    text, rule = explain(code.lower()), RULES[code]
+    text, rule = explain(code.lower()), rule_texts()[code]
     assert text.startswith(f"{code} ({rule.level}): {rule.title}")
     for said in (rule.means, rule.do, rule.source, rule.exact or rule.chance):
         assert said
@@ -75,12 +75,13 @@ def test_every_rule_is_explained_with_its_rate(code: str) -> None:
     assert re.search(f"False alarms: {'none by construction' if rule.exact else measured}", text)
     assert rule.level in LEVELS
     assert re.fullmatch(r"G\d{3}", code)
+    assert rule_texts().keys() == RULES.keys()
 
 
 @pytest.mark.parametrize(("sample", "models"), [("random", 3000), ("trained", 100)])
 def test_the_measured_rates_are_low_and_from_enough_models(sample: str, models: int) -> None:
     rates = measured_rates()[sample]
-    judging = {code for code, rule in {**WEIGHT_RULES, **ADVICE}.items() if not rule.exact}
+    judging = {code for code, rule in {**WEIGHT_RULES, **ADVICE}.items() if not rule.text.exact}
     assert set(rates["rules"]) == judging - UNMEASURED - set(measured_rates()["cases"])
     assert rates["models"] >= models
     if sample == "random":

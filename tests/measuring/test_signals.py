@@ -28,17 +28,13 @@ def signals(model: nn.Module, batch: object) -> dict[str, Signal]:
     return {signal.path: signal for signal in measure(model, batch=batch).signals}
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
 def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
 
 def test_gradients_are_autograds() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    x = draw(50, 6)
+    x = seeded(50, 6)
     found = signals(model, x)
     first = model[0](x)
     second = first.tanh()
@@ -56,7 +52,7 @@ def test_gradients_are_autograds() -> None:
 
 def test_what_the_skip_sends_back_is_not_the_layers() -> None:
     layer = nn.Linear(6, 6, bias=False)
-    found = signals(nn.Sequential(nn.Linear(6, 6), Residual(layer)), draw(40, 6))
+    found = signals(nn.Sequential(nn.Linear(6, 6), Residual(layer)), seeded(40, 6))
     cotangent = torch.randn(40, 6, generator=generator(0, "cotangent", 0))
     assert found["1.branch"].gradient_gain == pytest.approx(rms(cotangent @ layer.weight) / rms(cotangent), rel=1e-5)
     assert found["0"].gradient_rms == pytest.approx(rms(cotangent + cotangent @ layer.weight), rel=1e-5)
@@ -65,7 +61,7 @@ def test_what_the_skip_sends_back_is_not_the_layers() -> None:
 def test_an_orthogonal_chain_keeps_both_norms_exactly() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(DEPTH)))
     gonio.init_(model, init.orthogonal_, gain=1.0)
-    for signal in signals(model, draw(64, 32)).values():
+    for signal in signals(model, seeded(64, 32)).values():
         assert signal.norm_ratio == pytest.approx(1, abs=1e-5)
         assert signal.gradient_norm_ratio == pytest.approx(1, abs=1e-5)
 
@@ -77,7 +73,7 @@ def relu_chain() -> nn.Sequential:
 
 def test_he_keeps_the_signal_through_twenty_layers_and_torchs_default_loses_it() -> None:
     """A sixth of the second moment per layer remains under torch's default, forward and backward."""
-    model, x = relu_chain(), draw(128, 256)
+    model, x = relu_chain(), seeded(128, 256)
     last, first = f"{2 * DEPTH - 2}", "0"
     found = signals(model, x)
     per_layer = (found[last].rms / found[first].rms) ** (1 / (DEPTH - 1))
@@ -91,7 +87,7 @@ def test_he_keeps_the_signal_through_twenty_layers_and_torchs_default_loses_it()
 
 def test_rms_goes_forward_and_norm_back_through_rectangles() -> None:
     """Variance 1/fan_in keeps entries forward and norms of gradients backward; 1/fan_out the other way round."""
-    model, x = nn.Sequential(nn.Linear(400, 100, bias=False)), draw(500, 400)
+    model, x = nn.Sequential(nn.Linear(400, 100, bias=False)), seeded(500, 400)
     gonio.init_(model, init.variance_scaling_, preserve="rms", gain=1.0)
     rows = signals(model, x)["0"]
     gonio.init_(model, init.variance_scaling_, preserve="norm", gain=1.0)
@@ -108,7 +104,7 @@ def test_a_zero_initialised_branch_is_neither_dead_nor_vanishing() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), block(), block(), nn.Flatten(), nn.Linear(288, 4))
     nn.init.zeros_(model[1][0].branch[4].weight)
-    found = signals(model, draw(16, 3, 8, 8))
+    found = signals(model, seeded(16, 3, 8, 8))
     assert found["1.0.branch.4"].branch == "ends"
     assert found["1.0.branch.4"].gradient_rms > 0  # it does learn
     for path in ("1.0.branch.0", "1.0.branch.1", "1.0.branch.2", "1.0.branch.3"):
@@ -116,14 +112,14 @@ def test_a_zero_initialised_branch_is_neither_dead_nor_vanishing() -> None:
         assert found[path].rms > 0
     assert {found[path].branch for path in found if not path.startswith("1.0.")} == {""}
     assert found["0"].gradient_rms > 0  # through the skip
-    text = str(measure(model, batch=draw(16, 3, 8, 8)))
+    text = str(measure(model, batch=seeded(16, 3, 8, 8)))
     assert "ends a branch" in text
     assert text.count("waits") == 4
 
 
 def test_a_branch_multiplied_by_zero_waits() -> None:
     branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    found = signals(nn.Sequential(nn.Linear(8, 8), Scaled(branch), nn.Linear(8, 2)), draw(16, 8))
+    found = signals(nn.Sequential(nn.Linear(8, 8), Scaled(branch), nn.Linear(8, 2)), seeded(16, 8))
     assert [found[path].branch for path in ("0", "1.branch.0", "1.branch.1", "2")] == ["", "waits", "waits", ""]
 
 
@@ -132,7 +128,7 @@ def test_a_dead_layer_is_dead() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     with torch.no_grad():
         model[0].bias.fill_(-100)
-    found = signals(model, draw(16, 8))
+    found = signals(model, seeded(16, 8))
     assert (found["0"].gradient_rms, found["0"].branch) == (0.0, "")
     assert (found["1"].dead_units, found["1"].branch) == (8, "")
 
@@ -142,7 +138,7 @@ def test_nothing_is_left_behind() -> None:
     model[0].weight.requires_grad_(False)
     model[4].weight.grad = torch.ones_like(model[4].weight)
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    found = signals(model, draw(5, 3, 8, 8))
+    found = signals(model, seeded(5, 3, 8, 8))
     assert not model[0].weight.requires_grad
     assert model[0].weight.grad is None
     assert torch.equal(model[4].weight.grad, torch.ones_like(model[4].weight))
@@ -152,15 +148,15 @@ def test_nothing_is_left_behind() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert signals(model, draw(5, 3, 8, 8)) == found  # a frozen model passes gradients all the same
+    assert signals(model, seeded(5, 3, 8, 8)) == found  # a frozen model passes gradients all the same
     with pytest.raises(RuntimeError, match="size"):
-        measure(model, batch=draw(4, 5, 4, 4))
+        measure(model, batch=seeded(4, 5, 4, 4))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [m.training for m in model.modules()] == modes
 
 
 def test_a_batch_norm_without_statistics_uses_those_of_the_batch() -> None:
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), draw(64, 6)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), seeded(64, 6)
     assert signals(model, x)["1"].rms == pytest.approx(1, abs=1e-3)
     assert not model[1].num_batches_tracked
     assert signals(model, x[:1])["1"].rms == pytest.approx(rms(model[0](x[:1])), rel=1e-3)  # one value has no variance
@@ -174,7 +170,7 @@ def test_working_in_place_changes_no_figure() -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 3))
 
-    plain, written = (signals(model(inplace=inplace), draw(50, 6)) for inplace in (False, True))
+    plain, written = (signals(model(inplace=inplace), seeded(50, 6)) for inplace in (False, True))
     assert written["0"] == plain["0"]
     assert written["1"].gain == plain["1"].gain < 1
     assert written["1"].gradient_gain is None  # its input and its output are one tensor
@@ -191,7 +187,7 @@ def test_a_checkpointed_model_gives_the_same() -> None:
             return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
 
     body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    assert signals(Checkpointed(body, False), draw(9, 6)) == signals(Checkpointed(body, None), draw(9, 6))
+    assert signals(Checkpointed(body, False), seeded(9, 6)) == signals(Checkpointed(body, None), seeded(9, 6))
 
 
 def test_without_a_derivative_it_says_so() -> None:
@@ -203,7 +199,7 @@ def test_without_a_derivative_it_says_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x).argmax(-1)
 
-    found = measure(Choice(), batch=draw(5, 4))
+    found = measure(Choice(), batch=seeded(5, 4))
     assert found.signals[0].gradient_rms is None
     assert found.signals[0].rms > 0
     assert "Gradients were not measured: its output has no gradient." in found.notes
@@ -213,7 +209,7 @@ def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")
     nn.utils.parametrizations.weight_norm(model[1])
-    assert list(signals(model, draw(5, 8))) == ["0", "1"]
+    assert list(signals(model, seeded(5, 8))) == ["0", "1"]
 
 
 def gap(norm: nn.Module, x: Tensor) -> float | None:

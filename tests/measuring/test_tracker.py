@@ -14,40 +14,21 @@ from torch import nn
 import gonio
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.measuring.tracker import FIGURES
+from measuring.nets import Watch, network
+from measuring.nets import train as trained
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 6, 3)), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5),
-        nn.Conv2d(6, 6, 3, groups=6), nn.Flatten(), nn.Linear(24, 3),
-    )  # fmt: skip
-
-
-def train(tracker_of: Any = None) -> tuple[dict[str, Any], Any]:
-    """Six steps; everything that a seventh would depend on."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tracker = None if tracker_of is None else tracker_of(model)
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.randn(4, 2, 6, 6)).square().mean().backward()
-        optimizer.step()
-        if tracker is not None:
-            tracker.step()
-    state = {f"grad {name}": p.grad for name, p in model.named_parameters()} | dict(model.state_dict())
-    state["random"] = torch.get_rng_state()
-    state["modes"] = torch.tensor([module.training for module in model.modules()])
-    return state, tracker
+def train(tracker_of: Watch | None = None) -> tuple[dict[str, Any], Any]:
+    return trained("SGD", tracker_of, each=True)
 
 
 def test_the_training_is_the_same_to_the_last_bit() -> None:
     plain, _ = train()
-    tracked, tracker = train(lambda model: gonio.Tracker(model, every=1))
+    tracked, tracker = train(lambda model, _: gonio.Tracker(model, every=1))
     assert plain.keys() == tracked.keys()
     assert [name for name in plain if not torch.equal(plain[name], tracked[name])] == []
     assert len(tracker.rows) == 18
-    disturbed, _ = train(lambda model: Disturbing(model))
+    disturbed, _ = train(lambda model, _: Disturbing(model))
     assert not torch.equal(plain["random"], disturbed["random"])
 
 

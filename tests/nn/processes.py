@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.nn import magnitude
 
-__all__ = ["CASES", "LOCAL", "TRAININGS", "alone", "run_rank", "single"]
+__all__ = ["CASES", "LOCAL", "TRAININGS", "alone", "everything", "single"]
 
 # name -> (layer, input of all samples, how many of them each process has)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
@@ -116,7 +114,8 @@ def alone(name: str) -> list[Tensor]:
     return _train(model, model, TRAININGS[name][1], slice(None))
 
 
-def _found(rank: int) -> dict[str, object]:
+def everything() -> dict[str, object]:
+    rank = dist.get_rank()
     found: dict[str, object] = {}
     for name in (*CASES, "local"):
         of_case = single(name, rank)
@@ -129,15 +128,3 @@ def _found(rank: int) -> dict[str, object]:
         model = _network()
         found[name] = _train(around(model), model, loss, rows)
     return found
-
-
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        found: object = _found(rank)
-    except Exception:  # the parent reports it
-        found = traceback.format_exc()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # without it, leaving the group aborts now and then
-    dist.destroy_process_group()

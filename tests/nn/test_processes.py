@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
-from nn.processes import CASES, TRAININGS, alone, run_rank, single
+from nn.processes import CASES, TRAININGS, alone, everything, single
+from processes import spawned
 from tolerances import close
 
 CLOSE = close(torch.float64)
@@ -19,11 +18,7 @@ pytestmark = pytest.mark.slow  # two processes that import torch: 10 to 16 s
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=2)
-    found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    assert not any(isinstance(f, str) for f in found), found
-    return found
+    return spawned(everything, tmp_path_factory.mktemp("ranks"))
 
 
 def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:

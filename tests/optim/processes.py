@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gonio
 from catalog import seeded
+from processes import WORLD, attempt
 
-__all__ = ["CASES", "WORLD", "alone", "network", "run_rank"]
+__all__ = ["CASES", "alone", "everything", "network"]
 
-WORLD = 2
 Case = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 
 
@@ -78,18 +75,10 @@ def shard(model: nn.Module) -> nn.Module:
     return model
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def everything() -> dict[str, Any]:
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     found: dict[str, Any] = {}
-    mine = slice(4 * rank, 4 * rank + 4)
     for name, case in CASES.items():
-        for kind, wrap in (("DDP", DistributedDataParallel), ("FSDP2", shard)):
-            try:
-                found[f"{kind} {name}"] = train(wrap(network()), case, mine, 1)
-            except Exception:  # the parent reports it
-                found[f"{kind} {name}"] = traceback.format_exc()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+        found[f"DDP {name}"] = attempt(lambda case=case: train(DistributedDataParallel(network()), case, mine, 1))
+        found[f"FSDP2 {name}"] = attempt(lambda case=case: train(shard(network()), case, mine, 1))
+    return found

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import spawn
 
-from optim.processes import CASES, WORLD, alone, run_rank
+from optim.processes import CASES, alone, everything
+from processes import spawned
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("processes")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return spawned(everything, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
@@ -40,7 +37,7 @@ def test_two_processes_equal_one(found: list[dict[str, Any]], name: str, kind: s
             assert row[figure] == pytest.approx(plain[figure], rel=0.05 if name == "Muon" else 2e-3), figure
 
 
-def test_a_difference_is_found(tmp_path: Path) -> None:
+def test_a_difference_is_found() -> None:
     """Negative control: another seed gives other weights than the tolerances allow."""
     free, fixed = alone("matrix free"), alone("matrix fixed")
     assert not torch.allclose(free[0][0], fixed[0][0], rtol=5e-3, atol=5e-3)

@@ -22,6 +22,7 @@ from catalog import seeded
 from gonio import parametrizations as P
 from gonio.geometry.norms import whole
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
+from processes import WORLD, spawned
 from tolerances import close
 
 
@@ -127,7 +128,7 @@ def test_data_parallel_replicas_read_their_own_tensors(name: str) -> None:
 # --- two processes: ticks under data parallelism and sharding ---------------------------------------
 
 
-WORLD, STEPS = 2, 4
+STEPS = 4
 
 
 def network() -> nn.Module:
@@ -166,10 +167,8 @@ def read_and_loaded(layer: nn.Module, *, sharded: bool) -> list[Tensor]:
     return [*found, model(sample(layer)).detach()]
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    rows = slice(4 * rank, 4 * rank + 4)
+def everything() -> dict[str, list[Tensor]]:
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     found = {}
     model = network()
     found["ddp"] = train(DistributedDataParallel(model), model, rows)
@@ -183,9 +182,7 @@ def run(rank: int, folder: str) -> None:
     found["fsdp"] = train(model, model, rows)
     for member in MEMBERS:
         found[member] = read_and_loaded(parametrized(member, "conv2d"), sharded=True)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.slow
@@ -196,9 +193,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert not torch.equal(trained[1], network()[0].weight_parametrization.u)
     expected = dict.fromkeys(("ddp", "compiled ddp", "fsdp"), trained)
     expected |= {member: read_and_loaded(parametrized(member, "conv2d"), sharded=False) for member in MEMBERS}
-    spawn(run, args=(str(tmp_path),), nprocs=WORLD)
-    for rank in range(WORLD):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    for found in spawned(everything, tmp_path):
         assert found.keys() == expected.keys()
         for how, tensors in found.items():
             for mine, one in zip(tensors, expected[how], strict=True):

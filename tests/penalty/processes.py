@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +12,9 @@ from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
 from gonio.geometry.norms import whole
-from surgery.processes import WORLD, on_rank
+from processes import WORLD, attempt
 
-__all__ = ["RULES", "WORLD", "batch", "network", "run_rank", "train"]
+__all__ = ["RULES", "batch", "everything", "network", "train"]
 
 RULES: dict[str, R.Regularizer] = {
     "L2": R.L2(1.0, before_norm="keep"),
@@ -100,20 +97,9 @@ def everything() -> dict[str, list[Tensor] | str]:
     rows = batch().chunk(WORLD)[dist.get_rank()]
     found: dict[str, list[Tensor] | str] = {}
     for name, rule in RULES.items():
-        found[f"ddp {name}"] = _attempt(lambda rule=rule: data_parallel(rule, rows))
-        found[f"fsdp {name}"] = _attempt(lambda rule=rule: sharded(rule, rows))
+        found[f"ddp {name}"] = attempt(lambda rule=rule: data_parallel(rule, rows))
+        found[f"fsdp {name}"] = attempt(lambda rule=rule: sharded(rule, rows))
         if isinstance(rule, R.WeightRegularizer):
-            found[f"fsdp add {name}"] = _attempt(lambda rule=rule: sharded(rule, rows, add=True))
-    found["ddp later"] = _attempt(lambda: wrapped_later(RULES["SelfOrthogonality"], rows))
+            found[f"fsdp add {name}"] = attempt(lambda rule=rule: sharded(rule, rows, add=True))
+    found["ddp later"] = attempt(lambda: wrapped_later(RULES["SelfOrthogonality"], rows))
     return found
-
-
-def run_rank(rank: int, folder: str) -> None:
-    on_rank(rank, folder, everything)
-
-
-def _attempt(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
-    try:
-        return run()
-    except Exception:  # the parent reports it
-        return traceback.format_exc()

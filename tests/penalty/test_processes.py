@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gonio import Penalty
 from gonio import regularizers as R
-from penalty.processes import RULES, WORLD, batch, network, run_rank, train
-from surgery.processes import spawned
+from penalty.processes import RULES, batch, everything, network, train
+from processes import WORLD, spawned
 from tolerances import close
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ Found = list[dict[str, list[Tensor] | str]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return spawned(run_rank, tmp_path_factory.mktemp("gloo"))
+    return spawned(everything, tmp_path_factory.mktemp("gloo"))
 
 
 def check(ranks: Found, key: str, expected: list[Tensor]) -> None:

@@ -14,9 +14,23 @@ from gonio.compare import Threat
 from gonio.compare.judging.results import UNTRAINED, Amount, Reach, Robust, Tuned
 from gonio.compare.planning.plan import Tuning
 from gonio.report import html, text, to_csv, to_latex, to_markdown
-from gonio.report.curves import curve_charts
-from gonio.report.tables import attacks, costs, hidden_gradients, tuning
-from gonio.report.wording import Scale, headline, mark, others, p_value, partial, reached, threat_text, tuning_text, won
+from gonio.report.figures import curve_charts
+from gonio.report.tables import (
+    Scale,
+    attacks,
+    costs,
+    headline,
+    hidden_gradients,
+    mark,
+    others,
+    p_value,
+    partial,
+    reached,
+    threat_text,
+    tuning,
+    tuning_text,
+    won,
+)
 from report.samples import effect, results
 
 

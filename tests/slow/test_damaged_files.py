@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from compare.plans import OWN, TINY
 from gonio.compare import Study, make_plan, make_script_plan, run
 from gonio.errors import GonioError
 
-COMPARE = Path(__file__).parents[1] / "compare"
 DAMAGES = int(os.environ.get("GONIO_DAMAGES", "1000"))
 
 
@@ -29,11 +29,11 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A built-in, a tuned and a script study."""
     pytest.importorskip("optuna", reason="the extra `tune` is not installed")
     folder = tmp_path_factory.mktemp("studies")
-    tiny = f"{COMPARE / 'tiny.py'}:task"
+    tiny = f"{TINY}:task"
     plans = {
         "built-in": make_plan(["orthogonal-init"], task=tiny, seeds=3),
         "tuned": make_plan(["scale-shift"], task=tiny, seeds=2, tune=3),
-        "script": make_script_plan(["scale-shift"], script=f"{COMPARE / 'own_training.py'}:score_of_seed", seeds=4),
+        "script": make_script_plan(["scale-shift"], script=f"{OWN}:score_of_seed", seeds=4),
     }
     return [run(plan, folder / name, jobs=2).path for name, plan in plans.items()]
 
@@ -99,7 +99,7 @@ def test_damaged_files_give_the_results_or_are_refused(studies: list[Path], tmp_
 
 def test_another_result_is_found(tmp_path: Path) -> None:
     """Negative control: a study whose runs are those of other seeds."""
-    script = f"{COMPARE / 'own_training.py'}:score_of_seed"
+    script = f"{OWN}:score_of_seed"
     one, other = (
         run(make_script_plan([], script=script, seeds=seeds), tmp_path / str(seeds[0]), jobs=1).path
         for seeds in ((0, 1), (2, 3))

@@ -14,22 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from compare.test_faults import Here
+from compare.plans import OWN, TINY, Here
 from gonio.compare import Plan, RunRecord, Study, make_plan, make_script_plan, run
 
-COMPARE = Path(__file__).parents[1] / "compare"
 KILLS = int(os.environ.get("GONIO_KILLS", "60"))
 KINDS = ("built-in", "tuned", "script")
 
 
 def plan_of(kind: str) -> Plan:
-    tiny = f"{COMPARE / 'tiny.py'}:task"
+    tiny = f"{TINY}:task"
     if kind == "built-in":
         return make_plan(["orthogonal-init"], task=tiny, seeds=3)
     if kind == "tuned":
         pytest.importorskip("optuna", reason="the extra `tune` is not installed")
         return make_plan(["scale-shift"], task=tiny, seeds=2, tune=3)
-    return make_script_plan(["scale-shift"], script=f"{COMPARE / 'own_training.py'}:noisy", seeds=20)
+    return make_script_plan(["scale-shift"], script=f"{OWN}:noisy", seeds=20)
 
 
 def rows(folder: Path) -> dict[tuple[str, int], RunRecord]:
@@ -96,7 +95,7 @@ def test_kills_lose_nothing(kind: str, tmp_path: Path) -> None:
 
 def test_a_lost_run_is_found(tmp_path: Path) -> None:
     """Negative control."""
-    plan = make_script_plan([], script=f"{COMPARE / 'own_training.py'}:noisy", seeds=2)
+    plan = make_script_plan([], script=f"{OWN}:noisy", seeds=2)
     found = ended(plan, tmp_path / "study")
     assert check_kept(found, tmp_path / "study") == found
     lost = RunRecord("baseline", 7, "finished", 1.0)

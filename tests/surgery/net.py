@@ -1,4 +1,4 @@
-"""Small models: layers with a function as forward, and norms as after training."""
+"""Small models: layers with a function as forward, norms as after training, tied and compiled layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from catalog import seeded
 
-__all__ = ["Net", "trained"]
+__all__ = ["Doubled", "Net", "compiled_in_place", "tied", "trained"]
 
 
 class Net(nn.Module):
@@ -36,3 +36,22 @@ def trained(model: nn.Module, *, spread: float = 0.3) -> nn.Module:
             norm.running_mean.copy_(spread * values[2])
             norm.running_var.copy_((0.5 * values[3]).exp())
     return model.eval()
+
+
+class Doubled(nn.Conv2d):
+    """A subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def tied(*between: nn.Module) -> nn.Sequential:
+    """Two layers with one weight."""
+    model = nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 4))
+    model[-1].weight = model[0].weight
+    return model
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model

@@ -1,12 +1,8 @@
-"""Two gloo processes, and what each does for the tests of edits and of `calibrate_`; results come through files."""
+"""What each of two gloo processes does for the tests of edits and of `calibrate_`."""
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from catalog import VERBS, seeded
@@ -22,55 +17,9 @@ from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import surgery as S
+from processes import WORLD, attempt
 
-__all__ = [
-    "CALIBRATED",
-    "EDITS",
-    "REFUSED",
-    "WORLD",
-    "buffers",
-    "calibrate_on_rank",
-    "edit_on_rank",
-    "group",
-    "joined",
-    "network",
-    "on_rank",
-    "prepared",
-    "spawned",
-]
-
-WORLD = 2
-
-
-@contextmanager
-def group(folder: Path | str, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """A gloo process group; by default of this process alone."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        yield
-        dist.barrier()  # without it, leaving the group aborts now and then
-    finally:
-        dist.destroy_process_group()
-
-
-def on_rank(rank: int, folder: str, work: Callable[[], Any]) -> None:
-    """Save what `work` returns in a process group of two; an exception as its traceback."""
-    torch.set_num_threads(1)
-    with group(folder, rank, WORLD):
-        try:
-            found = work()
-        except Exception:  # the parent reports it
-            found = traceback.format_exc()
-        torch.save(found, Path(folder) / f"{rank}.pt")
-
-
-def spawned(run_rank: Callable[[int, str], None], folder: Path) -> list[Any]:
-    """What `on_rank` saved in each of two processes."""
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
-    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-    assert not any(isinstance(each, str) for each in found), found
-    return found
+__all__ = ["CALIBRATED", "EDITS", "REFUSED", "X", "buffers", "calibrated", "edited", "joined", "network", "prepared"]
 
 
 def batch_norms() -> nn.Module:
@@ -135,13 +84,10 @@ def _calibrated(name: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def _all_calibrated(rank: int) -> dict[str, Any]:
-    refused = {name: _attempt(lambda name=name: S.calibrate_(prepared(name), mine(name, rank))) for name in REFUSED}
+def calibrated() -> dict[str, Any]:
+    rank = dist.get_rank()
+    refused = {name: attempt(lambda name=name: S.calibrate_(prepared(name), mine(name, rank))) for name in REFUSED}
     return {name: _calibrated(name, rank) for name in CALIBRATED} | {k: str(v) for k, v in refused.items()}
-
-
-def calibrate_on_rank(rank: int, folder: str) -> None:
-    on_rank(rank, folder, lambda: _all_calibrated(rank))
 
 
 X = VERBS[0].inputs()
@@ -204,21 +150,10 @@ def undone_after(edit: Callable[[nn.Module], Any]) -> list[Tensor]:
     return []
 
 
-def _edited() -> dict[str, list[Tensor] | str]:
+def edited() -> dict[str, list[Tensor] | str]:
     found: dict[str, list[Tensor] | str] = {}
     for name, edit in EDITS.items():
         for kind, wrap in WRAPPERS.items():
-            found[f"{kind} {name}"] = _attempt(lambda wrap=wrap, edit=edit: edited_after(wrap, edit))
-        found[f"sharded since {name}"] = _attempt(lambda edit=edit: undone_after(edit))
+            found[f"{kind} {name}"] = attempt(lambda wrap=wrap, edit=edit: edited_after(wrap, edit))
+        found[f"sharded since {name}"] = attempt(lambda edit=edit: undone_after(edit))
     return found
-
-
-def _attempt(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except Exception as error:  # the parent decides whether it was expected
-        return f"{type(error).__name__}: {error}"
-
-
-def edit_on_rank(rank: int, folder: str) -> None:
-    on_rank(rank, folder, _edited)

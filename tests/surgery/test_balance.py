@@ -17,7 +17,7 @@ from foreign import torchvision_resnet18
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery import balance_, fold_
 from networks import ResNet18, images
-from surgery.net import Net, trained
+from surgery.net import Net, tied, trained
 
 
 def relu_chain(depth: int = 20, width: int = 12, *, orders: int = 7) -> nn.Sequential:
@@ -121,12 +121,6 @@ def tokens() -> Net:
     return Net(lambda m, x: m.head(m.embed(x).relu().flatten(1)), embed=nn.Linear(3, 4), head=nn.Linear(8, 2))
 
 
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    return model
-
-
 def repeated() -> nn.Module:
     shared = nn.Linear(3, 3)
     return nn.Sequential(shared, nn.ReLU(), shared)
@@ -143,7 +137,7 @@ def hooked() -> nn.Module:
     [
         (doubled, r"tanh .* is not positively homogeneous"),
         (tokens, "head does not read its channels one by one"),
-        (tied, "shares its weight"),
+        (lambda: tied(nn.ReLU()), "shares its weight"),
         (repeated, "runs more than once"),
         (hooked, "0 has forward hooks, which may change its output"),
         (

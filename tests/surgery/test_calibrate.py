@@ -14,7 +14,10 @@ from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import measure
 from gonio.surgery import calibrate_
-from surgery.processes import CALIBRATED, REFUSED, buffers, calibrate_on_rank, joined, prepared, spawned
+from processes import spawned
+from surgery.net import compiled_in_place
+from surgery.processes import CALIBRATED, REFUSED, buffers, joined, prepared
+from surgery.processes import calibrated as in_both
 from tolerances import close, exact
 
 BATCHES = [seeded(8, 3, 4, 4, seed=1), 3 + 2 * seeded(4, 3, 4, 4, seed=2), seeded(2, 3, 4, 4, seed=3)]
@@ -148,11 +151,6 @@ def test_a_layer_may_get_its_input_by_name() -> None:
     assert not torch.equal(model.norm.running_mean, torch.zeros(3))
 
 
-def compiled_in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), compiled_in_place, nn.DataParallel])
 def test_wrapped_models_are_calibrated_as_the_plain_one(wrap) -> None:
     expected, model = (nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))
@@ -186,7 +184,7 @@ def test_nothing_to_average_or_nowhere_to_put_it(norm, batches, options, error, 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return spawned(calibrate_on_rank, tmp_path_factory.mktemp("calibrate"))
+    return spawned(in_both, tmp_path_factory.mktemp("calibrate"))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from gonio.nn import angular, magnitude
 from gonio.surgery import equivalent, fold, fold_
 from laws.snapshot import Snapshot, assert_restored
 from networks import ResNet18, images
-from surgery.net import Net, trained
+from surgery.net import Doubled, Net, tied, trained
 
 X = seeded(3, 6, 8, 8, dtype=torch.float64)
 # A fold may move the outputs by this much, relative. The halves are checked against the float64 model, where both
@@ -181,8 +181,7 @@ def test_a_mistake_of_the_fold_is_found_and_taken_back(make, monkeypatch: pytest
 
 
 def shared() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).double()
-    model[2].weight = model[0].weight
+    model = tied(nn.ReLU()).double()
     gonio.parametrize_(model, P.WeightStandardization(scale="fan_in", gain=1.7))
     return model
 
@@ -202,11 +201,6 @@ def test_a_shared_weight_is_folded_in_all_of_its_layers_or_in_none() -> None:
     with pytest.raises(NotApplicableError, match="it shares its weight with a layer that is not selected"):
         fold_(model, where="0")
     assert P.is_parametrized(model[0])
-
-
-class Doubled(nn.Conv2d):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 class Activated(nn.BatchNorm2d):

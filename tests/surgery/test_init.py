@@ -13,7 +13,7 @@ from catalog import VERBS, seeded
 from gonio import init
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view, singular_values
-from surgery.net import Net
+from surgery.net import Net, tied
 
 network = VERBS[0].model
 
@@ -71,12 +71,6 @@ def test_unknown_options_are_refused() -> None:
 def test_other_functions_are_refused_with_the_one_to_pass(verb, function, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         verb(network(), function)
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    return model
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gonio import parametrizations as P
 from gonio.errors import NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
 from laws.support import first_of_kind, over
+from surgery.net import tied
 from surgery.test_swap import TOKENS, encoder, slow_and_fast
 
 network = VERBS[0].model
@@ -26,12 +27,6 @@ def test_the_template_is_copied_for_each_layer():
     found = [m for m in model.modules() if isinstance(m, P.Parametrization)]
     assert len({id(m) for m in found}) == 3
     assert template not in found
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    return model
 
 
 def test_a_tie_to_an_unselected_layer_is_refused() -> None:

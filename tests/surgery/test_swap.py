@@ -18,12 +18,10 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
-from surgery.net import Net
+from surgery.net import Doubled, Net
 
 TOKENS = seeded(2, 5, 8)
 SPHERE = {"magnitude": gnn.magnitude.Sphere()}
-
-
 network = VERBS[0].model
 
 
@@ -145,11 +143,6 @@ def test_the_fast_path_of_a_transformer_does_not_pass_by_what_was_put_in(argumen
     assert "the fast path of TransformerEncoderLayer is off" in str(edited)
     edited.undo_()
     assert_restored(before, Snapshot.of(model, TOKENS))
-
-
-class Doubled(nn.Conv2d):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def test_a_subclass_that_the_factory_refuses_stays_or_is_an_error_where_it_was_asked_for() -> None:

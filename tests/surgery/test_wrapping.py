@@ -16,19 +16,16 @@ from gonio.surgery import calibrate_
 from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
-from surgery.processes import EDITS, WORLD, X, edit_on_rank, network, spawned
+from processes import WORLD, spawned
+from surgery.net import compiled_in_place
+from surgery.processes import EDITS, X, edited, network
 
 
 def wrapper(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-def method(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
-@pytest.mark.parametrize("compiled", [wrapper, method])
+@pytest.mark.parametrize("compiled", [wrapper, compiled_in_place])
 @over(VERBS)
 def test_an_edit_of_a_compiled_model_acts_on_its_next_call(case: VerbCase, compiled) -> None:
     torch._dynamo.reset()
@@ -63,7 +60,7 @@ def test_wrappers_in_wrappers_are_looked_through() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor] | str]]:
-    return spawned(edit_on_rank, tmp_path_factory.mktemp("gloo"))
+    return spawned(edited, tmp_path_factory.mktemp("gloo"))
 
 
 STRUCTURAL = set(EDITS) - {"init_", "calibrate_"}

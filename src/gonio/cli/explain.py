@@ -52,7 +52,7 @@ def list_names(
         Kind.recipes: [(name, Recipe.load(name).description) for name in built_in_names()],
         Kind.tasks: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
         Kind.models: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
-        Kind.rules: [(rule.code, f"{rule.level:<5}  {rule.title}") for rule in RULES.values()],
+        Kind.rules: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
         Kind.columns: [(column.title, column.explanation) for column in COLUMNS],
         Kind.claims: [(claim.name, claim.claim) for claim in load_claims()],
     }

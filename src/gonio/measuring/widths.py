@@ -73,18 +73,7 @@ def _beyond(interval: tuple[float, float] | None) -> int:
     return int(interval[0] > TOLERANCE) - int(interval[1] < -TOLERANCE)
 
 
-@rule(
-    "G601",
-    "warn",
-    "activations that depend on the width at initialisation",
-    means="The size of this output grows or shrinks with the width: hyper-parameters tuned at one width fit no other. "
-    "The output of the last layer has to shrink (exponent −1/2, or be 0), or its change by training grows later.",
-    chance="an exponent of 0 within ±0.25, of the last layer −0.5; the 95 % interval must lie outside.",
-    do="Set the variance of the weights to 1/fan_in for hidden layers, 1/fan_in² for the last one, and a constant for "
-    "embeddings (gonio.init.mup_).",
-    source="G. Yang et al., 'Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer', "
-    "2022, arXiv 2203.03466, table 3.",
-)
+@rule("G601")
 def _initial(s: WidthScaling) -> str | None:
     interval = s.activation_interval
     if interval is None or not (interval[0] > -TOLERANCE if s.last else _beyond(interval)):
@@ -92,18 +81,7 @@ def _initial(s: WidthScaling) -> str | None:
     return f"its output scales as width^{_fit(s.activation, s.activation_interval)} at initialisation"
 
 
-@rule(
-    "G602",
-    "warn",
-    "changes by training that depend on the width",
-    means="After a few steps the change of this output grows with the width (the learning rate that is stable becomes "
-    "smaller) or shrinks (wide models do not learn here).",
-    chance="an exponent of 0 within ±0.25; the 95 % interval must lie outside.",
-    do="With Adam divide the learning rate of hidden layers and of the last one by the fan_in, and keep that of "
-    "embeddings and biases (gonio.init.mup_groups).",
-    source="G. Yang et al., 'Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer', "
-    "2022, arXiv 2203.03466, table 3 and appendix D.1 (coordinate check).",
-)
+@rule("G602")
 def _trained(s: WidthScaling) -> str | None:
     if not _beyond(s.change_interval):
         return None

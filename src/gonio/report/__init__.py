@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gonio.report.example import example
-from gonio.report.exports import text, to_csv, to_json, to_latex, to_markdown
+from gonio.report.exports import to_csv, to_json, to_latex, to_markdown
 from gonio.report.page import html, write_html
+from gonio.report.tables import text
 
 __all__ = ["example", "html", "text", "to_csv", "to_json", "to_latex", "to_markdown", "write_html"]
 

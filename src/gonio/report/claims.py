@@ -15,11 +15,8 @@ from gonio.claims.claim import Claim
 from gonio.compare.judging.statistics import counted, points
 from gonio.escaping import plain, redact
 from gonio.report.claims_figures import claim_picture
-from gonio.report.exports import rich_table
 from gonio.report.page import environment, write_text
-from gonio.report.tables import Table
-
-__all__ = ["claims_html", "claims_json", "claims_table", "claims_text", "effect_text", "write_claims_html"]
+from gonio.report.tables import Table, rich_table
 
 # Symbol and tone of each verdict, as the page of a comparison has them.
 _MARKS = {

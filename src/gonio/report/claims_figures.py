@@ -17,8 +17,6 @@ from gonio.report import figures
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["claim_picture"]
-
 _WIDTH, _HEIGHT = 420, 230
 _COLORS = ("base", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
 _LOG = 8.0  # ratio of the largest to the smallest level from which their axis is logarithmic

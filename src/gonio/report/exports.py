@@ -1,4 +1,4 @@
-"""The results of one study, or of several over their tasks, as JSON, CSV, markdown, LaTeX and on a terminal."""
+"""The results of one study as JSON, CSV, markdown and LaTeX; of several over their tasks also on a terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.table import Table as RichTable
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gonio.compare.judging.multi_task import PROFILE, Across, across
-from gonio.compare.judging.results import Effect, Ratio, Results, Robust
+from gonio.compare.judging.results import Ratio, Results, Robust
 from gonio.compare.planning.plan import BASELINE
-from gonio.escaping import csv_cell, markdown_cell, plain, redact, tex_cell
-from gonio.report.tables import ATTACKS, Table, attacks, evidence, hidden_gradients, tables, verdicts
-from gonio.report.wording import Scale, count, headline, mark, others, p_value, partial, ratio, rho, seen, verdict_text
+from gonio.escaping import csv_cell, markdown_cell, redact, tex_cell
+from gonio.report.tables import ATTACKS, Scale, Table, headline, partial, rich_table, tables
 
 SCHEMA = "gonio.results/1"
 
@@ -144,101 +142,6 @@ def _latex_table(table: Table) -> list[str]:
     begin = ["% needs \\usepackage{booktabs}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", first, r"\midrule"]
     title, *notes = [f"% {tex_cell(text)}" for text in (table.title, *table.notes)]
     return [title, *begin, *rest, r"\bottomrule", r"\end{tabular}", *notes]
-
-
-# --- terminal --------------------------------------------------------------------------------------------------------
-
-TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
-TABLE_WIDTH = 92  # columns below which a table would break words
-
-
-def text(results: Results) -> RenderableType:
-    """The headline, missing runs and every recipe; print it with a rich Console or `rich.print`.
-
-    A table if the terminal is wide enough, otherwise three lines per recipe. Nothing in a name acts as markup or as
-    an escape sequence.
-
-    Example:
-        >>> import io
-        >>> from rich.console import Console
-        >>> console = Console(file=io.StringIO(), width=100)
-        >>> console.print(gonio.report.text(gonio.report.example()))
-        >>> print(console.file.getvalue().splitlines()[0])
-        decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).
-    """
-    return _Verdicts(results)
-
-
-@dataclass(frozen=True)
-class _Verdicts:
-    results: Results
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        results, scale = self.results, Scale.of(self.results)
-        sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
-        yield from (Text(said, style=style) for sentence, style in sentences if (said := sentence(results)))
-        yield Text("")
-        if options.max_width >= TABLE_WIDTH:
-            table = verdicts(results)
-            head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
-            yield rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
-            yield Text("")
-            yield rich_table(evidence(results))
-        else:
-            for effect in results.effects:
-                yield from _lines(effect, scale)
-        attacked = attacks(results)
-        if attacked.rows:
-            yield from (Text(""), Text(attacked.title, style="dim"), rich_table(attacked))
-        for recipe, signs in hidden_gradients(results).items():
-            yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
-        yield Text("")
-        yield Text(_baseline(results, scale), style="dim")
-
-
-def rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
-    """A table for a rich Console.
-
-    Args:
-        head: other titles of the columns.
-        verdicts: coloured cells of the column `verdict`, by row.
-    """
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, title in enumerate(head or table.head):
-        number = i in table.numbers
-        made.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number and bool(head))
-    for at, row in enumerate(table.rows):
-        cells = [Text(plain(cell)) for cell in row]
-        if verdicts:
-            cells[table.head.index("verdict")] = verdicts[at]
-        made.add_row(*cells)
-    return made
-
-
-def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
-    """One recipe on a narrow terminal."""
-    yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
-    interval = scale.interval(e.low, e.high)
-    effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
-    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
-    correlation = "" if e.rho is None else f", correlation {rho(e)}"
-    detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
-    yield Text(f"  {count(e.n, 'pair')}{correlation}{detectable}")
-
-
-def _verdict(e: Effect) -> Text:
-    symbol, tone = mark(e.verdict)
-    return Text(f"{symbol} {plain(verdict_text(e))}", style=TONES[tone])
-
-
-def _baseline(results: Results, scale: Scale) -> str:
-    plan = results.plan
-    mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
-    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none"
-    return (
-        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd over seeds) · smallest effect of interest {sesoi}"
-        f" · {len(plan.seeds)} seeds" + (f" · {seen(results)}" if seen(results) else "")
-    )
 
 
 # --- several tasks ---------------------------------------------------------------------------------------------------

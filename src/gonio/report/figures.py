@@ -1,4 +1,4 @@
-"""Matplotlib figures as small, deterministic SVG in the colours of the page, and rows of points with intervals.
+"""Matplotlib figures as small, deterministic SVG in the colours of the page, and the figures of a study.
 
 Every colour is drawn as a marker value and then replaced by a CSS variable, so that one SVG is legible on a light
 page, a dark page and paper. No pyplot, no global state: the settings are in force only inside :func:`drawing`.
@@ -11,19 +11,27 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gonio.compare.judging.results import Effect, Results
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gonio.compare.judging.results import Effect, Results, RunRecord
+from gonio.compare.planning.plan import BASELINE
 from gonio.errors import MissingExtraError
 from gonio.escaping import plain, shorten
-from gonio.report.wording import Scale
+from gonio.geometry import random_angle_density
+from gonio.report.tables import Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Floats = NDArray[np.float64]
 
 # Marker value by CSS variable. The variables themselves (Okabe–Ito, light and dark) are in style.css.
 _NAMES = ("ink", "muted", "rule", "base", "band", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
@@ -127,6 +135,9 @@ def _restyle(tag: str, name: str) -> str:
     tag = re.sub(r' transform="rotate\(-0 [^"]*"', "", tag).replace("font-family: 'DejaVu Sans'; ", "")
     tag = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", tag)
     return tag.replace("xlink:href", "href")
+
+
+# --- rows of points with intervals -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -297,3 +308,270 @@ def cost_chart(results: Results, colors: dict[str, str], which: str) -> Any:
     label = f"{what} relative to the baseline: " + "; ".join(f"{plain(row.label)} {row.note}" for row in rows)
     axis = Axis("relative to the baseline", reference=1.0, log=True)
     return intervals(rows, axis, width=350, name=which[0] + "c", label=label, css="fill")
+
+
+# --- learning curves -------------------------------------------------------------------------------------------------
+
+_EQUAL_TIME = (
+    "The same curves with each epoch as long as its measured time per step; the baseline's line ends at the time that "
+    "the baseline took. Each run keeps its own schedule: a shorter training of a slower recipe would not follow this "
+    "curve."
+)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One group of charts on shared axes: an SVG per recipe."""
+
+    title: str
+    note: str
+    charts: Mapping[str, Any]
+
+
+def learning_curves(results: Results, colors: dict[str, str]) -> list[Curves]:
+    """Validation scores and training losses over epochs, and the scores over time."""
+    score, loss = f"Validation score, {plain(results.plan.unit)}", "Training loss (without penalty)"
+    paces = {e.recipe: e.step_time.median for e in results.effects if e.step_time is not None}
+    groups = [
+        Curves(score, "", curve_charts(results.runs, colors, key="val_score", axis=score)),
+        Curves(loss, "", curve_charts(results.runs, colors, key="train_loss", axis=loss)),
+    ]
+    if paces:
+        charts = curve_charts(results.runs, colors, key="val_score", axis=score, paces=paces)
+        groups.append(Curves(f"{score}, at equal time", _EQUAL_TIME, charts))
+    return [group for group in groups if group.charts]
+
+
+def curve_charts(
+    runs: Sequence[RunRecord],
+    colors: Mapping[str, str],
+    *,
+    key: str,
+    axis: str,
+    paces: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """An SVG per recipe: median over seeds with the range of all seeds, in front of the baseline's.
+
+    Args:
+        colors: of each recipe, the baseline left out.
+        key: `val_score` or `train_loss`.
+        paces: time of an epoch divided by the baseline's, by recipe; the curves are then over time, for these
+            recipes. None: over epochs.
+    """
+    by_recipe = {name: [run for run in runs if run.recipe == name] for name in (BASELINE, *colors)}
+    shown = [name for name in colors if paces is None or name in paces]
+    view = _view([_table(by_recipe[name], key) for name in (BASELINE, *shown)], log=key == "train_loss")
+    if view is None:
+        return {}
+    over = "epoch" if paces is None else "time, in epochs of the baseline"
+    made = {}
+    for i, name in enumerate(shown):
+        with drawing():
+            drawn = figure(330, 190)
+            axes = panel(drawn, 46, 36, 8, 8)
+            _style(axes, view, over)
+            _draw(axes, by_recipe[BASELINE], key, "base", 1.0)
+            _draw(axes, by_recipe[name], key, colors[name], 1.0 if paces is None else paces[name])
+            label = f"{axis} over {over}: {shorten(name)} against the baseline, median and range over seeds"
+            prefix = f"{key[0]}{'' if paces is None else 'w'}{i}"
+            made[name] = inline(drawn, name=prefix, label=label, css="fill")
+    return made
+
+
+def _table(runs: Sequence[RunRecord], key: str) -> Floats:
+    """One curve per row, padded with NaN behind its end; a missing value is NaN."""
+    curves = [run.curve.get(key) or [] for run in runs]
+    made = np.full((len(curves), max(map(len, curves), default=0)), np.nan)
+    for row, curve in zip(made, curves, strict=True):
+        row[: len(curve)] = [np.nan if v is None or not math.isfinite(v) else v for v in curve]
+    return made
+
+
+def _view(tables: Sequence[Floats], *, log: bool) -> tuple[float, float, bool] | None:
+    """Limits of the shared vertical axis, and whether it is logarithmic; None without a curve."""
+    kept = [t for t in tables if t.size and np.isfinite(t).any()]
+    if not kept:
+        return None
+    values = np.concatenate([t[np.isfinite(t)] for t in kept])
+    low, high = float(values.min()), float(values.max())
+    if log and low > 0 and high / low > 20:
+        return low / 1.2, high * 1.2, True
+    if not log:
+        # The steep beginning of a score would flatten the rest: only the last four fifths are shown whole.
+        settled = [t[:, t.shape[1] // 5 :] for t in kept]
+        low = min((float(np.nanmin(t)) for t in settled if np.isfinite(t).any()), default=low)
+    pad = 0.06 * ((high - low) or 1.0)
+    return low - pad, high + pad, False
+
+
+def _style(axes: Axes, view: tuple[float, float, bool], label: str) -> None:
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
+    low, high, log = view
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.grid(axis="y", color=COLORS["band"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(label)
+
+
+def _draw(axes: Axes, runs: Sequence[RunRecord], key: str, name: str, pace: float) -> None:
+    """The median and the range of the finished runs; of a recipe, a lost run is a thin line that ends in a cross."""
+    color, base = COLORS[name], name == "base"
+    curves = _table([run for run in runs if run.status == "finished"], key)
+    if curves.size:
+        shown = np.isfinite(curves).any(axis=0)
+        epochs, part = pace * np.arange(1, curves.shape[1] + 1)[shown], curves[:, shown]
+        axes.fill_between(epochs, np.nanmin(part, 0), np.nanmax(part, 0), color=color, alpha=0.2, linewidth=0)
+        style: Any = (0, (4, 2)) if base else "-"
+        axes.plot(epochs, np.nanmedian(part, 0), color=color, linewidth=1.4 if base else 2.0, linestyle=style)
+    for run in runs:
+        (curve,) = _table([run], key)
+        at = np.flatnonzero(np.isfinite(curve))
+        if run.status == "finished" or base or not at.size:
+            continue
+        axes.plot(pace * (at + 1), curve[at], color=color, linewidth=0.9, alpha=0.8)
+        end, x = np.clip(curve[at[-1]], *axes.get_ylim()), pace * (at[-1] + 1)
+        axes.plot([x], [end], "x", color=color, markersize=7, markeredgewidth=1.8, clip_on=False)
+
+
+# --- filters of each layer -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """One layer under one recipe, over the recipe's seeds: angle density per degree and norm quantiles."""
+
+    density: Floats
+    norms: tuple[float, ...]
+    angle_mean: float
+    angle_std: float
+    pairs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer under every recipe that has it; `edges` in degrees."""
+
+    path: str
+    shape: tuple[int, ...]
+    dim: int
+    edges: Floats
+    recipes: Mapping[str, Pooled]
+
+    @property
+    def moved(self) -> float:
+        """Largest change of the layer's angles and norms by any recipe."""
+        base = self.recipes.get(BASELINE)
+        others = [p for name, p in self.recipes.items() if name != BASELINE]
+        if base is None:
+            return math.inf
+        return max((_distance(base, other, self.edges) for other in others), default=0.0)
+
+
+def _distance(a: Pooled, b: Pooled, edges: Floats) -> float:
+    variation = 0.5 * float((np.abs(a.density - b.density) * np.diff(edges)).sum())
+    middles = [p.norms[len(p.norms) // 2] if p.norms else 0.0 for p in (a, b)]
+    return variation + (abs(math.log(middles[0] / middles[1])) if min(middles) > 0 else 0.0)
+
+
+def layers(runs: Sequence[RunRecord]) -> list[Layer]:
+    """The layers of all finished runs in the order of the model, pooled over seeds."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    edges: Floats = np.zeros(0)
+    for run in runs:
+        if run.geometry:
+            edges = np.asarray(run.geometry["angle_edges"], dtype=float)
+            for path, record in run.geometry["layers"].items():
+                found.setdefault(path, {}).setdefault(run.recipe, []).append(record)
+    return [_layer(path, recipes, edges) for path, recipes in found.items()]
+
+
+def _layer(path: str, recipes: Mapping[str, Sequence[Mapping[str, Any]]], edges: Floats) -> Layer:
+    first = next(iter(recipes.values()))[0]
+    pooled = {name: _pool(records, edges) for name, records in recipes.items()}
+    return Layer(path, tuple(first["shape"]), int(first["dim"]), edges, pooled)
+
+
+def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
+    counts = np.sum([np.asarray(r["angle_counts"], dtype=float) for r in records], axis=0)
+    total, width = counts.sum(), np.diff(edges)
+    middle = (edges[1:] + edges[:-1]) / 2
+    mean = float((counts * middle).sum() / total) if total else math.nan
+    spread = float((counts * (middle - mean) ** 2).sum() / total) if total else math.nan
+    norms = np.median([r["norms"] for r in records if r["norms"]] or [[]], axis=0)
+    density = counts / (total * width) if total else counts
+    return Pooled(density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total))
+
+
+def _law(dim: int, edges: Floats) -> Floats:
+    """The random-direction law p(θ) ∝ sin^(d−2) θ as a density per degree, averaged over each bin like a histogram."""
+    fine = 40
+    part = (np.arange(fine) + 0.5) / fine
+    theta = np.deg2rad(edges[:-1, None] + np.diff(edges)[:, None] * part)
+    values = random_angle_density(torch.from_numpy(theta), max(dim, 2)).numpy()
+    return np.asarray(np.deg2rad(1.0) * values.mean(axis=1), dtype=float)
+
+
+def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
+    """Histogram of the angles between the layer's filters, each recipe as a line over the random law."""
+    with drawing():
+        made = figure(width, 240)
+        axes = panel(made, 12, 38, 12, 8)
+        _densities(axes, layer, colors)
+        axes.set_xlim(*_shown(layer))
+        axes.set_ylim(bottom=0)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}°")
+        axes.set_xlabel("angle between two filters")
+        path = shorten(layer.path, longest=60)
+        label = f"Angles between the filters of {path}, each recipe against random directions"
+        return inline(made, name=name, label=label, css="fill")
+
+
+def _densities(axes: Axes, layer: Layer, colors: Mapping[str, str]) -> None:
+    """The baseline filled, recipes as lines, the random law dotted on top."""
+    base, edges = layer.recipes.get(BASELINE), layer.edges
+    if base is not None:
+        axes.stairs(base.density, edges, fill=True, color=COLORS["band"], linewidth=0)
+        axes.stairs(base.density, edges, color=COLORS["base"], linewidth=1.2)
+    for recipe, color in colors.items():
+        if recipe in layer.recipes:
+            density = layer.recipes[recipe].density
+            axes.stairs(density, edges, color=COLORS[color], linewidth=1.7, baseline=None)
+    if layer.dim >= 2:
+        law, ink = _law(layer.dim, edges), COLORS["ink"]
+        axes.stairs(law, edges, color=ink, linewidth=1.3, linestyle=(0, (2, 2)), zorder=5)
+
+
+def _shown(layer: Layer) -> tuple[float, float]:
+    """Limits of the angles: all bins with 0.2 % of any recipe, symmetric about 90°, at least 30° wide."""
+    widths = np.diff(layer.edges)
+    held = np.zeros(len(widths), dtype=bool)
+    for pooled in layer.recipes.values():
+        held |= pooled.density * widths > 0.002
+    if not held.any():
+        return 0.0, 180.0
+    reach = max(abs(90 - layer.edges[:-1][held].min()), abs(layer.edges[1:][held].max() - 90), 15.0)
+    return 90.0 - float(reach), 90.0 + float(reach)
+
+
+def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
+    """Quantiles of the filter norms of one layer, a row per recipe."""
+
+    def row(recipe: str, color: str) -> Row:
+        norms = layer.recipes[recipe].norms
+        if len(norms) < 5:
+            return Row(recipe, color, norms[len(norms) // 2] if norms else None)
+        ends, quartiles = (norms[0], norms[-1]), (norms[1], norms[3])
+        return Row(recipe, color, norms[2], outer=ends, inner=quartiles, note=f"{norms[2]:.3g}")
+
+    rows = [row(recipe, color) for recipe, color in colors.items() if recipe in layer.recipes]
+    axis = Axis("norm of a filter")
+    label = f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
+    return intervals(rows, axis, width=width, name=name, label=label, css="fill", step=31)

@@ -16,12 +16,9 @@ import yaml
 from gonio.compare.judging.results import Results
 from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import plain, redact
-from gonio.report import wording
-from gonio.report.curves import learning_curves
-from gonio.report.figures import cost_chart, forest
-from gonio.report.layers import Layer, angle_chart, layers, norm_chart
-from gonio.report.tables import attacks, costs, evidence, hidden_gradients, tuning
-from gonio.report.wording import Scale
+from gonio.report import tables
+from gonio.report.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
+from gonio.report.tables import Scale, attacks, costs, evidence, hidden_gradients, tuning
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -150,7 +147,7 @@ def environment() -> Environment:
     names = {
         "key": key,
         "style": style,
-        "say": wording,
+        "say": tables,
         "asdict": asdict,
         "BASELINE": BASELINE,
         "yaml_of": _yaml_of,

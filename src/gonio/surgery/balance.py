@@ -15,8 +15,6 @@ from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
 from gonio.surgery.optimizer import check_optimizer, move_state_
 from gonio.surgery.wrapping import refuse_shards
 
-__all__ = ["LeastSum", "balance_", "least_scales"]
-
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision

@@ -21,8 +21,6 @@ from gonio.surgery.kinds import SWITCHABLE_NORMS
 from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import unwrapped
 
-__all__ = ["calibrate_"]
-
 # dimensions of one sample
 _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
 

@@ -19,8 +19,6 @@ from gonio.errors import GonioError, NotApplicableError, listing
 from gonio.surgery.where import Site, sites
 from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
-__all__ = ["Change", "Edit", "Edited", "UndoError"]
-
 
 class UndoError(GonioError, RuntimeError):
     """An edit cannot be undone: it was undone already, or the model was changed since."""

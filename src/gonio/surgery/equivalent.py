@@ -15,8 +15,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.seeding import generator
 from gonio.surgery.wrapping import run_eagerly
 
-__all__ = ["Deviation", "call", "deviation", "equivalent", "evaluating", "generated_example", "outputs"]
-
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
 

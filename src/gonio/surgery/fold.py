@@ -21,8 +21,6 @@ from gonio.surgery.kinds import SWITCHABLE_NORMS, is_batch_norm, norm_tail
 from gonio.surgery.where import Site, Where, as_selector, sites
 from gonio.surgery.wrapping import refuse_shards, unwrapped
 
-__all__ = ["fold_"]
-
 # largest relative deviation of the outputs that is rounding and not a mistake
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
 _ROUNDINGS = 10  # or this many times the rounding of the model's own arithmetic

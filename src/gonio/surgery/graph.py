@@ -31,8 +31,6 @@ from gonio.surgery.kinds import (
 )
 from gonio.surgery.wrapping import unwrapped
 
-__all__ = ["HOMOGENEOUS", "ChannelMap", "Graph", "ScaleVariable", "activation_after", "followed_by_norm", "trace"]
-
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),
     "leaky_relu": (nn.LeakyReLU,),

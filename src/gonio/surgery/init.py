@@ -21,8 +21,6 @@ from gonio.surgery.graph import activation_after
 from gonio.surgery.where import Site, Where, as_selector, select, sites
 from gonio.surgery.wrapping import refuse_flat_shards
 
-__all__ = ["check_function", "init_"]
-
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 
 

@@ -12,17 +12,6 @@ from torch import nn
 
 from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
-__all__ = [
-    "SWITCHABLE_NORMS",
-    "WEIGHTED",
-    "computes_as",
-    "computes_plainly",
-    "is_batch_norm",
-    "is_norm",
-    "norm_tail",
-    "without_tail",
-]
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WEIGHTED = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
 SWITCHABLE_NORMS = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)

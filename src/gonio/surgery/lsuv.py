@@ -21,8 +21,6 @@ from gonio.surgery.kinds import WEIGHTED
 from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import refuse_shards
 
-__all__ = ["lsuv_"]
-
 
 def lsuv_(
     model: nn.Module,

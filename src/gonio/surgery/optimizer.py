@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
 from gonio.surgery.edit import Edit
 
-__all__ = ["check_optimizer", "move_state_", "note_added", "update_optimizer_"]
-
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
     """`id` of each Parameter in an optimizer's groups."""

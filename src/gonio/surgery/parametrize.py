@@ -18,8 +18,6 @@ from gonio.surgery.optimizer import check_optimizer, note_added, update_optimize
 from gonio.surgery.where import Site, Where, select, sites
 from gonio.surgery.wrapping import refuse_shards, unwrapped
 
-__all__ = ["parametrize_"]
-
 
 def parametrize_(
     model: nn.Module,

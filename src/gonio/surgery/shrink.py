@@ -16,8 +16,6 @@ from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import refuse_flat_shards, unwrapped
 
-__all__ = ["shrink_intruders_"]
-
 
 def shrink_intruders_(
     model: nn.Module,

@@ -18,8 +18,6 @@ from gonio.surgery.optimizer import check_optimizer, note_added, update_optimize
 from gonio.surgery.where import Site, Where, as_selector, select
 from gonio.surgery.wrapping import holds_original, refuse_shards
 
-__all__ = ["swap_"]
-
 
 def swap_(
     model: nn.Module,

@@ -13,23 +13,6 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.surgery.wrapping import adds_no_name
 
-__all__ = [
-    "All",
-    "Any_",
-    "Everything",
-    "Not",
-    "OfType",
-    "Path",
-    "Predicate",
-    "Regex",
-    "Selector",
-    "Site",
-    "Where",
-    "as_selector",
-    "select",
-    "sites",
-]
-
 
 class Selector(ABC):
     """A predicate over `(path, module)` that combines with `&`, `|` and `~`.

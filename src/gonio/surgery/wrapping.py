@@ -20,18 +20,6 @@ from torch import nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = [
-    "adds_no_name",
-    "holds_original",
-    "is_replicated",
-    "is_sharded",
-    "refuse_flat_shards",
-    "refuse_shards",
-    "reshard_",
-    "run_eagerly",
-    "unwrapped",
-]
-
 _CONTENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _BEFORE = "Edit the model before it is sharded."
 _PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from gonio.compare.tasks.bytes import bytes_
 from gonio.compare.tasks.digits import digits
 from gonio.compare.tasks.fashion_mnist import fashion_mnist
 from gonio.compare.tasks.images import image_folder, torchvision_dataset
 from gonio.compare.tasks.points import points
-from gonio.compare.tasks.task import Task
-from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.models.user_code import is_user_code, load_function
+from gonio.compare.tasks.task import BUILT_IN, SOURCES, resolve
 
 __all__ = ["BUILT_IN", "bytes_", "digits", "fashion_mnist", "image_folder", "points", "resolve", "torchvision_dataset"]
 
-BUILT_IN: Mapping[str, Callable[[], Task]] = {"bytes": bytes_, "digits": digits, "points": points}
-_SOURCES: Mapping[str, Callable[[str], Task]] = {
-    "fashion-mnist": fashion_mnist,
-    "imagefolder": image_folder,
-    "torchvision": torchvision_dataset,
-}
-_FORMS = ("fashion-mnist:FOLDER", "torchvision:NAME:FOLDER", "imagefolder:FOLDER", "file.py:factory")
-
-
-def resolve(spec: str) -> Task:
-    """The task with a name.
-
-    Args:
-        spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
-            FOLDER or in `data`; `imagefolder:FOLDER`;
-            `fashion-mnist:FOLDER`; or `file.py:factory`, where the factory takes no arguments
-            and returns a :class:`~gonio.compare.Task`.
-
-    Raises:
-        UnknownNameError: no such task; gives the closest names.
-        InvalidArgumentError: the file, function or data are missing, or the factory returns no task.
-        MissingExtraError: a package that the task needs is not installed.
-
-    Example:
-        >>> len(gonio.compare.tasks.resolve("digits").train)
-        200
-    """
-    if is_user_code(spec):
-        task = load_function(spec)()
-        if not isinstance(task, Task):
-            raise InvalidArgumentError(
-                f"{spec!r} must build a task", f"a {type(task).__name__}", "Return a gonio.compare.Task."
-            )
-        return task
-    source, colon, rest = spec.partition(":")
-    if colon and rest and source in _SOURCES:
-        return _SOURCES[source](rest)
-    if spec not in BUILT_IN:
-        raise UnknownNameError("task", spec, [*BUILT_IN, *_FORMS])
-    return BUILT_IN[spec]()
+BUILT_IN.update({"bytes": bytes_, "digits": digits, "points": points})
+SOURCES.update({
+    "fashion-mnist:FOLDER": fashion_mnist,
+    "torchvision:NAME:FOLDER": torchvision_dataset,
+    "imagefolder:FOLDER": image_folder,
+})  # fmt: skip
 
 
 def __dir__() -> list[str]:

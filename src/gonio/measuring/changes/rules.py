@@ -54,17 +54,7 @@ class Pairing:
     kept: float
 
 
-@rule(
-    "G501",
-    "warn",
-    "intruder dimensions",
-    means="Top singular directions of the tuned weight are like none of the base. They are typical of LoRA at high "
-    "rates and low ranks; models with more of them forget more of what the base could do. Full fine-tuning at a usual "
-    "rate has none. The rule needs two more than a random change of the same norm causes.",
-    chance="those that a random change of the same norm causes are counted beside them.",
-    do="Scale them down (gonio.shrink_intruders_), or train again with a higher rank or a lower rate.",
-    source="R. Shuttleworth et al., 'LoRA vs full fine-tuning: an illusion of equivalence', 2024, arXiv 2410.21228.",
-)
+@rule("G501")
 def _intruders(t: TensorDifference) -> str | None:
     if t.intruders is None or t.intruders < (t.intruders_random or 0) + 2:
         return None
@@ -74,34 +64,14 @@ def _intruders(t: TensorDifference) -> str | None:
     )
 
 
-@rule(
-    "G502",
-    "warn",
-    "a change larger than the weight that it changes",
-    means="The difference has a larger norm than the base: little of the base's function can be left in this layer. "
-    "This is normal for a head that was initialised anew, and wrong for most adapters: a scale (alpha/r) that is too "
-    "large, or one that is applied twice.",
-    exact="the norms are compared; a weight that was trained from a small initial value is not left out.",
-    do="Check the adapter's scale (lora_alpha, use_rslora) and its rate; scale it down before merging.",
-    source="E. J. Hu et al., 'LoRA: low-rank adaptation of large language models', 2021, arXiv 2106.09685, section 4.1 "
-    "(the scale alpha/r).",
-)
+@rule("G502")
 def _dwarfed(t: TensorDifference) -> str | None:
     if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2:
         return None
     return f"the change has {t.relative:.3g} times the norm of the base"
 
 
-@rule(
-    "G503",
-    "info",
-    "layers left untouched",
-    means="Some weights are equal to the base in every value while others changed. This is intended for frozen layers, "
-    "and a sign of a layer that received no gradient otherwise. Adapters are left out: they name their layers.",
-    exact="every value is compared.",
-    do="Nothing if they were frozen; otherwise check requires_grad, the optimizer's groups and the graph.",
-    source="the values of both files.",
-)
+@rule("G503")
 def _untouched(change: WholeChange) -> str | None:
     equal = [t.path for t in change.weights if t.status == "equal"]
     few = len(equal) < len(change.weights) or not change.weights
@@ -110,17 +80,7 @@ def _untouched(change: WholeChange) -> str | None:
     return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
 
 
-@rule(
-    "G504",
-    "warn",
-    "changes that cancel in a merge",
-    means="The changes of two models point against each other: their mean keeps less of them than that of two "
-    "unrelated changes would, and the merged model loses both tasks.",
-    chance="cosines of changes with independent entries are 0 with a standard deviation of 1/√d.",
-    do="Merge with weights of one sign per entry (TIES), leave out layers with the lowest cosine, or keep both models.",
-    source="P. Yadav et al., 'TIES-merging: resolving interference when merging models', 2023, arXiv 2306.01708; G. "
-    "Ilharco et al., 'Editing models with task arithmetic', 2023, arXiv 2212.04089, section 5 (cosines of changes).",
-)
+@rule("G504")
 def _cancel(pair: Pairing) -> str | None:
     if pair.cosine > -max(CANCELLED, SIGMAS * pair.chance):
         return None

@@ -11,8 +11,6 @@ from gonio.measuring.showing.columns import number
 from gonio.measuring.showing.page import render
 from gonio.measuring.training.advice import LayerRotation, advice
 
-__all__ = ["training_page"]
-
 
 @dataclass(frozen=True)
 class TrainingRow:

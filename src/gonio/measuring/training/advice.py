@@ -11,8 +11,6 @@ from typing import Any
 from gonio.errors import listing
 from gonio.measuring.training.equilibrium import Equilibrium
 
-__all__ = ["LayerRotation", "advice", "layer_rotations"]
-
 FITS = 1.25  # measured and predicted rotation agree within this factor
 UNEVEN = 10.0  # a layer that turns so many times as fast as the median of the others
 RECENT = 0.5  # the share of the rows, the latest ones, over which a rotation is averaged

@@ -37,8 +37,6 @@ from torch.optim import Optimizer
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["Equilibrium", "equilibrium"]
-
 
 @dataclass(frozen=True)
 class Equilibrium:

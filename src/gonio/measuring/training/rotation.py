@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["StepRotation", "angle_between", "step_rotation"]
-
 
 @dataclass(frozen=True, eq=False)
 class StepRotation:

@@ -24,8 +24,6 @@ from gonio.optim.hold import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
-__all__ = ["TRAINING", "Also", "Figures", "StepFigures", "checked_optimizers", "watch_steps"]
-
 Also = Collection[Literal["filter_rotation", "initial_angle"]]
 ALSO = ("filter_rotation", "initial_angle")
 TRAINING = (  # the columns of a CSV file, in this order
