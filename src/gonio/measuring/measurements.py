@@ -18,7 +18,7 @@ from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
-from gonio.measuring.showing.page import render
+from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, layer_map, measured_lanes, render
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
 from gonio.plots import depth
 
@@ -135,17 +135,24 @@ class Measurements(Table[TensorMeasurement]):
     def _repr_html_(self) -> str:
         return self._page(whole=False)
 
-    def to_html(self) -> str:
-        """One self-contained page without scripts and network access."""
-        return self._page(whole=True)
+    def to_html(self, *, command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
 
-    def _page(self, *, whole: bool) -> str:
+        Args:
+            command, date: shown on the page, so that the same measurement can be made again.
+        """
+        return self._page(whole=True, command=command, date=date)
+
+    def _page(self, *, whole: bool, command: str = "", date: str = "") -> str:
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
             whole=whole,
             m=self,
-            columns=COLUMNS,
+            map=layer_map(self.layers, self.findings, measured_lanes(self.layers)),
+            made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
+            angles=([c for c in COLUMNS if not c.spectral], angle_columns(self.layers)),
+            spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),

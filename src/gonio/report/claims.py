@@ -53,7 +53,7 @@ def claims_html(found: Findings) -> str:
         for at, one in enumerate(found.findings)
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
-    return environment().get_template("claims.html.j2").render(page)
+    return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
 def write_claims_html(found: Findings, path: str | os.PathLike[str]) -> Path:
