@@ -20,7 +20,7 @@ from gonio.pages.charts import line
 
 _WIDTH, _HEIGHT = 180, 120
 _BARS = 40  # of a histogram, at most
-_LAW = 31  # points of the law of random directions
+_LAW = 25  # points of the law of random directions
 _LOG = 30.0  # ratio of norms from which their axis is logarithmic
 
 
