@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 import gonio
+from docs.pages import ROOT
+from gonio.claims import from_data
 from gonio.report import html
+from gonio.report.claims import claims_html
 from report.samples import results
 from report.test_page import PAYLOADS
 
@@ -34,7 +38,10 @@ def network() -> nn.Sequential:
 
 def measured() -> str:
     found = gonio.measure(network(), batch=torch.ones(2, 3, 32, 32))
-    return found.to_html(command="gonio measure nets.py:network --html page.html", date="2026-01-31 12:00")
+    other = gonio.measure(moved(1))
+    return found.to_html(
+        beside=[other], command="gonio measure nets.py:network --html page.html", date="2026-01-31 12:00"
+    )
 
 
 def moved(seed: int) -> nn.Sequential:
@@ -57,6 +64,13 @@ def trained() -> str:
     return tracker.to_html()
 
 
+def claimed() -> str:
+    """The committed results of two claims."""
+    data = json.loads((ROOT / "benchmarks" / "results" / "claims" / "quick.json").read_text(encoding="utf-8"))
+    found = from_data(data)
+    return claims_html(replace(found, findings=found.findings[:2]))
+
+
 def large(layers: int = 1000) -> str:
     """A model of many layers: rows of two real ones, repeated under other names."""
     found = gonio.measure(network()[:2])
@@ -73,6 +87,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
     "changes": lambda: gonio.measure(network(), moved(1), moved(2)).to_html(),
     "training": trained,
+    "claims": claimed,
     "study": lambda: html(results(("orthogonal-init", "a-recipe-with-quite-a-long-name-" * 4), layers=1)),
     "payloads": lambda: html(results(tuple(PAYLOADS[::4]), seeds=1, layers=1)),
     "large": large,

@@ -119,6 +119,19 @@ def test_the_chart_over_depth_reads_out_a_layer_and_opens_it(page: Any) -> None:
     assert page.locator(".readout strong").inner_text() == "stem"
 
 
+def test_models_side_by_side_have_their_figures_in_one_row(page: Any) -> None:
+    table = "#beside table"
+    heads = page.locator(f"{table} thead th").all_inner_texts()
+    assert [head for head in heads if head.startswith("align")] == ["align 1", "align 2"]
+    first, second = numbers(column(page, "norm 1", table)), numbers(column(page, "norm 2", table))
+    assert all(b > a for a, b in zip(first, second, strict=True))  # noise was added
+    assert column(page, "findings 1", table).count("G102") == 1
+    assert "G102" not in column(page, "findings 2", table)
+    page.locator(f"{table} thead th", has_text="norm 2").locator("button").click()
+    values = numbers(column(page, page.locator(f"{table} th[aria-sort]").inner_text(), table))
+    assert values == sorted(values, reverse=True)
+
+
 def test_differences_come_largest_first_and_the_chart_keeps_the_order_of_the_model(visit: Visit) -> None:
     page = visit("differences")
     table = "#tensors table"
@@ -129,6 +142,17 @@ def test_differences_come_largest_first_and_the_chart_keeps_the_order_of_the_mod
     chart = page.get_by_role("slider")
     chart.focus()
     assert page.locator(".readout strong").inner_text() == "stem"
+
+
+def test_a_curve_has_its_values_under_the_pointer(visit: Visit) -> None:
+    page = visit("study")
+    chart = page.locator("svg[data-curve]").first
+    chart.scroll_into_view_if_needed()
+    chart.hover(position={"x": 160, "y": 60})
+    said = page.locator("figure .tip:visible").inner_text()
+    assert "epoch 1" in said
+    assert "baseline 97" in said
+    assert "orthogonal-init 97" in said
 
 
 @pytest.mark.parametrize("action", ["sort", "search"])

@@ -31,6 +31,7 @@ class Lane:
         title, note: its heading and what it shows.
         ranges: smallest and largest value. `middles`: the value, or the median.
         chance: the value for random weights.
+        others: the values of the same layers in other models.
         scale: "linear", or "auto" for a logarithmic one where the values are far apart.
     """
 
@@ -39,6 +40,7 @@ class Lane:
     middles: Sequence[float | None]
     ranges: Sequence[Range | None] = ()
     chance: Sequence[float | None] = ()
+    others: Sequence[Sequence[float | None]] = ()
     scale: Literal["linear", "auto"] = "auto"
 
 
@@ -49,7 +51,7 @@ class Drawn:
     Attributes:
         top, bottom: the values at the edges, as text.
         strokes: path data of ranges (or of bars from the bottom) by level of finding, "" for none.
-        middles, chance: path data.
+        middles, chance: path data. `others`: that of each other model.
         width: of a stroke.
     """
 
@@ -60,6 +62,7 @@ class Drawn:
     strokes: dict[str, str]
     middles: str
     chance: str
+    others: tuple[str, ...]
     width: float
 
 
@@ -71,8 +74,8 @@ def depth_lane(lane: Lane, levels: Sequence[str]) -> Drawn | None:
     """
     ranges = lane.ranges or [None] * len(lane.middles)
     chance = lane.chance or [None] * len(lane.middles)
-    known = [v for v in (*lane.middles, *chance, *(v for r in ranges if r for v in r)) if v is not None]
-    known = [v for v in known if math.isfinite(v)]
+    every = [*lane.middles, *chance, *(v for r in ranges if r for v in r), *(v for other in lane.others for v in other)]
+    known = [value for value in every if value is not None and math.isfinite(value)]
     if not known:
         return None
     scale = _Scale.of(known, lane)
@@ -88,12 +91,25 @@ def depth_lane(lane: Lane, levels: Sequence[str]) -> Drawn | None:
         elif middle is not None and not lane.ranges:
             strokes.setdefault(level, []).append(f"M{x} {HEIGHT}V{min(middle, HEIGHT - 1):g}")
         if middle is not None and lane.ranges:
-            middles.append(f"M{i * step + 0.15 * step:.4g} {middle:g}h{0.7 * step:.3g}")
+            middles.append(_tick(i, middle, step))
         if law is not None:
             steps.append(f"M{i * step:.4g} {law:g}h{step:.4g}")
-    drawn = {level: "".join(paths) for level, paths in strokes.items()}
-    ends = (f"{value:.3g}" for value in (scale.high, scale.low))
-    return Drawn(lane.title, lane.note, *ends, drawn, "".join(middles), "".join(steps), round(0.7 * step, 2))
+    others = ([_tick(i, y, step) for i, v in enumerate(one) if (y := scale.y(v)) is not None] for one in lane.others)
+    return Drawn(
+        lane.title,
+        lane.note,
+        top=f"{scale.high:.3g}",
+        bottom=f"{scale.low:.3g}",
+        strokes={level: "".join(paths) for level, paths in strokes.items()},
+        middles="".join(middles),
+        chance="".join(steps),
+        others=tuple("".join(ticks) for ticks in others),
+        width=round(0.7 * step, 2),
+    )
+
+
+def _tick(i: int, y: float, step: float) -> str:
+    return f"M{(i + 0.15) * step:.4g} {y:g}h{0.7 * step:.3g}"
 
 
 @dataclass(frozen=True)

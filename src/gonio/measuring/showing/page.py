@@ -7,12 +7,13 @@ findings by rule with links to their rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.showing.sparks import angle_spark, norm_sparks, spectrum_spark
+from gonio.measuring.showing.table import Column
 from gonio.pages.charts import Drawn, Lane, depth_lane, marks, stages
 from gonio.pages.page import render as rendered
 
@@ -134,6 +135,46 @@ def measured_lanes(tensors: Sequence[TensorMeasurement]) -> list[Lane]:
              [None if one is None else 1.0 for one in sigmas]),
         Lane("rank", "effective rank over the full rank", ranks, scale="linear"),
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Several models in one table: their names, the columns as (title, explanation), and a row of cells per layer."""
+
+    names: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def lanes_beside(
+    lanes: Sequence[Lane], paths: Sequence[str], others: Sequence[Sequence[TensorMeasurement]]
+) -> list[Lane]:
+    """The lanes of :func:`measured_lanes` with the values of the same layers in other models."""
+    made = []
+    for at, lane in enumerate(lanes):
+        known = [dict(zip((t.path for t in other), measured_lanes(other)[at].middles, strict=True)) for other in others]
+        made.append(replace(lane, others=tuple([values.get(path) for path in paths] for values in known)))
+    return made
+
+
+def side_by_side(
+    names: Sequence[str],
+    models: Sequence[Mapping[str, TensorMeasurement]],
+    findings: Sequence[Sequence[Finding]],
+    columns: Sequence[Column[TensorMeasurement]],
+) -> SideBySide:
+    """Each column of every model beside that of the others, and the codes of their findings; layers of any model."""
+    heads = [(f"{c.title} {i}", f"{c.explanation}; model {i}") for c in columns for i in range(1, len(models) + 1)]
+    heads += [(f"findings {i}", f"codes; model {i}") for i in range(1, len(models) + 1)]
+    codes = [
+        {path: " ".join(sorted({f.code for f in of if f.path == path})) for path in {f.path for f in of}}
+        for of in findings
+    ]
+    rows = []
+    for path in dict.fromkeys(path for model in models for path in model):
+        cells = [c.cell(model[path]) if path in model else "–" for c in columns for model in models]
+        rows.append((path, (*cells, *(found.get(path, "–") for found in codes))))
+    return SideBySide(tuple(names), tuple(heads), tuple(rows))
 
 
 def changed_lanes(tensors: Sequence[Any]) -> list[Lane]:

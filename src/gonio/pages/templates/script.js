@@ -91,7 +91,8 @@
         this.select.addEventListener("change", () => this.filter());
         tools.append(this.select);
       }
-      tools.append(this.status, make("span", {}, make("kbd", {}, "/"), " search ", make("kbd", {}, "↑"), make("kbd", {}, "↓"), " rows ", make("kbd", {}, "Enter"), " open"));
+      tools.append(this.status);
+      if (table.classList.contains("opens")) tools.append(make("span", {}, make("kbd", {}, "/"), " search ", make("kbd", {}, "↑"), make("kbd", {}, "↓"), " rows ", make("kbd", {}, "Enter"), " open"));
       this.search.addEventListener("input", () => this.filter());
       table.closest(".scroll").before(tools);
     }
