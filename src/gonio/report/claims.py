@@ -32,7 +32,7 @@ _TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
 
 
 def claims_html(found: Findings) -> str:
-    """The claims as one self-contained page without scripts, which loads nothing.
+    """The claims as one self-contained page, which loads nothing.
 
     The headline counts the verdicts. Each claim has its sentence, verdict, effect with interval, picture, cost, what
     the source measured, what differs from it, and the command that repeats it.

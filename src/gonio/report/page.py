@@ -1,4 +1,4 @@
-"""The results as one HTML file that needs no network, no script and no other file."""
+"""The results as one HTML file that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def html(results: Results) -> str:
     """The comparison as one self-contained page.
 
     Verdicts, effects, costs, learning curves, angles and norms of the layers, the changes of each recipe, and
-    everything that is needed to repeat the study. The page has no script, loads nothing (with a content security
-    policy) and follows the reader's light or dark setting. The same results give the same bytes.
+    everything that is needed to repeat the study. The page loads nothing, runs only its own script (with a content
+    security policy), is complete without it, and follows the reader's light or dark setting. The same results give
+    the same bytes.
 
     Names, errors and notes come from other people's files: every value is escaped, without control and
     bidirectional characters, home directories and credentials in URLs.
