@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test test-slow soak versions sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow soak versions sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -15,6 +15,10 @@ reproduce: $(VENV)/.lab
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+# What tests/browser needs besides Chromium; without it `make test` skips them.
+browser: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow

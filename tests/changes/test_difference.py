@@ -180,9 +180,11 @@ def test_the_exports_hold_every_tensor_and_escape_its_name() -> None:
     assert [row["status"] for row in rows] == ["compared", "not compared"]
     assert rows[1]["path"] == "'=cmd"
     assert float(rows[0]["norm_ratio"]) == 2
+    assert len(Page(found.to_html()).may_run()) == 1
     for html in (found.to_html(), found._repr_html_()):
         read = Page(html)
-        assert "script" not in read.names()
+        assert "<script>alert(1)</script>" in read.text
+        assert "alert(1)" not in "".join(text for tag, text in read.texts if tag == "script")
         assert found.coverage in read.text
     assert "&lt;script&gt;" in found.to_markdown()
     frame = found.to_frame()

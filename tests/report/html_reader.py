@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from html.parser import HTMLParser
 
 __all__ = ["Page"]
@@ -40,7 +42,17 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return "".join(text for tag, text in self.texts if tag not in ("style", "title"))
+        return "".join(text for tag, text in self.texts if tag not in ("style", "title", "script"))
+
+    def may_run(self) -> list[str]:
+        """The scripts whose hash is in the page's own security policy; raises for any other."""
+        (policy,) = (value for value in self.values("content") if "default-src" in value)
+        scripts = [text for tag, text in self.texts if tag == "script"]
+        for script in scripts:
+            digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+            if f"script-src 'sha256-{digest}';" not in policy:
+                raise ValueError(f"a script that the page does not allow: {script[:80]}")
+        return scripts
 
     def names(self) -> set[str]:
         return {tag for tag, _ in self.tags}

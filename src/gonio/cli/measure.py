@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
 from itertools import count
 from json import dumps
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -114,7 +118,9 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
 
 def _write(found: Measurements | Differences | Changes, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
-    writers = {"html": found.to_html, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
+    command, date = shlex.join(["gonio", *sys.argv[1:]]), f"{datetime.now():%Y-%m-%d %H:%M}"
+    page = partial(found.to_html, command=command, date=date)
+    writers = {"html": page, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
     saved = save_formats(targets, writers)
     if not saved:
         show(found)

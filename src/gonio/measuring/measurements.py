@@ -18,7 +18,15 @@ from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
-from gonio.measuring.showing.page import render
+from gonio.measuring.showing.page import (
+    SPECTRUM_COLUMNS,
+    angle_columns,
+    lanes_beside,
+    layer_map,
+    measured_lanes,
+    render,
+    side_by_side,
+)
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
 from gonio.plots import depth
 
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BESIDE = ("norm", "angle", "alignment", "coherence", "sigma", "stable_rank")  # columns of several models side by side
 SCHEMA = "gonio.measurements/1"
 TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -135,17 +144,35 @@ class Measurements(Table[TensorMeasurement]):
     def _repr_html_(self) -> str:
         return self._page(whole=False)
 
-    def to_html(self) -> str:
-        """One self-contained page without scripts and network access."""
-        return self._page(whole=True)
+    def to_html(self, *, beside: Sequence[Measurements] = (), command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
 
-    def _page(self, *, whole: bool) -> str:
+        Args:
+            beside: measurements of other models, whose layers of the same paths are shown beside these.
+            command, date: shown on the page, so that the same measurement can be made again.
+        """
+        return self._page(whole=True, beside=beside, command=command, date=date)
+
+    def _page(self, *, whole: bool, beside: Sequence[Measurements] = (), command: str = "", date: str = "") -> str:
+        paths, models = [layer.path for layer in self.layers], (self, *beside)
+        lanes = lanes_beside(measured_lanes(self.layers), paths, [other.layers for other in beside])
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
             whole=whole,
             m=self,
-            columns=COLUMNS,
+            map=layer_map(self.layers, self.findings, lanes),
+            beside=side_by_side(
+                [model.source for model in models],
+                [{layer.path: layer for layer in model.layers} for model in models],
+                [model.findings for model in models],
+                [column for column in COLUMNS if column.name in BESIDE],
+            )
+            if beside
+            else None,
+            made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
+            angles=([c for c in COLUMNS if not c.spectral], angle_columns(self.layers)),
+            spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),

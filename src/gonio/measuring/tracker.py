@@ -170,7 +170,7 @@ class Tracker:
         return layer_rotations(self.rows, invariant, {} if self.training is None else self.training.predictions)
 
     def to_html(self) -> str:
-        """The page "how this training turned": one self-contained page without scripts and network access.
+        """The page "how this training turned": one self-contained page that loads nothing.
 
         Raises:
             InvalidArgumentError: without measured steps.

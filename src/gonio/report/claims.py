@@ -30,7 +30,7 @@ _TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
 
 
 def claims_html(found: Findings) -> str:
-    """The claims as one self-contained page without scripts, which loads nothing.
+    """The claims as one self-contained page, which loads nothing.
 
     The headline counts the verdicts. Each claim has its sentence, verdict, effect with interval, picture, cost, what
     the source measured, what differs from it, and the command that repeats it.
@@ -51,7 +51,7 @@ def claims_html(found: Findings) -> str:
         for at, one in enumerate(found.findings)
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
-    return environment().get_template("claims.html.j2").render(page)
+    return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
 def write_claims_html(found: Findings, path: str | os.PathLike[str]) -> Path:

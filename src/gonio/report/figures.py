@@ -7,6 +7,7 @@ page, a dark page and paper. No pyplot, no global state: the settings are in for
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import threading
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from gonio.compare.judging.results import Effect, Results, RunRecord
 from gonio.compare.planning.plan import BASELINE
 from gonio.errors import MissingExtraError
-from gonio.escaping import plain, shorten
+from gonio.escaping import plain, redact, shorten
 from gonio.geometry import random_angle_density
 from gonio.report.tables import Scale
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-# Marker value by CSS variable. The variables themselves (Okabe–Ito, light and dark) are in style.css.
+_CURVE = (330, 190, 46, 36, 8, 8)  # width and height of a chart of curves; its margins: left, bottom, right, top
+# Marker value by CSS variable. The variables themselves (Okabe–Ito, light and dark) are in style.css of gonio.pages.
 _NAMES = ("ink", "muted", "rule", "base", "band", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
 COLORS = {name: f"#{i:02x}{i:02x}{i:02x}" for i, name in enumerate(_NAMES, start=1)}
 _VARIABLES = {value: f"var(--{name})" for name, value in COLORS.items()}
@@ -102,13 +104,14 @@ def panel(made: Figure, left: float, bottom: float, right: float, top: float) ->
     return axes
 
 
-def inline(made: Figure, *, name: str, label: str, css: str = "") -> Any:
+def inline(made: Figure, *, name: str, label: str, css: str = "", values: Mapping[str, Any] | None = None) -> Any:
     """The figure as an `<svg>` element for an HTML page.
 
     Args:
         name: prefix of every id, unique on the page.
         label: what the figure shows, for readers who do not see it.
         css: classes of the element.
+        values: of a chart of curves, which the page's script shows under the pointer, see :func:`_values`.
     """
     from markupsafe import Markup, escape
 
@@ -121,6 +124,7 @@ def inline(made: Figure, *, name: str, label: str, css: str = "") -> Any:
     width, height = (round(float(size) * 72.0) for size in made.get_size_inches())
     body = re.sub(r"\s*\n\s*", "\n", body)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="--w:{width}px"'
+    size += f' data-curve="{escape(json.dumps(values))}"' if values else ""
     # Safe as markup: the figure is drawn by this package, and every label in it was escaped.
     return Markup(f'<svg class="{escape(css)}" role="img" aria-label="{escape(label)}" {size}>{body}</svg>')
 
@@ -367,15 +371,30 @@ def curve_charts(
     made = {}
     for i, name in enumerate(shown):
         with drawing():
-            drawn = figure(330, 190)
-            axes = panel(drawn, 46, 36, 8, 8)
+            drawn = figure(*_CURVE[:2])
+            axes = panel(drawn, *_CURVE[2:])
             _style(axes, view, over)
             _draw(axes, by_recipe[BASELINE], key, "base", 1.0)
             _draw(axes, by_recipe[name], key, colors[name], 1.0 if paces is None else paces[name])
             label = f"{axis} over {over}: {shorten(name)} against the baseline, median and range over seeds"
             prefix = f"{key[0]}{'' if paces is None else 'w'}{i}"
-            made[name] = inline(drawn, name=prefix, label=label, css="fill")
+            values = None if paces else _values(axes, over, key, {BASELINE: by_recipe[BASELINE], name: by_recipe[name]})
+            made[name] = inline(drawn, name=prefix, label=label, css="fill", values=values)
     return made
+
+
+def _values(axes: Axes, over: str, key: str, runs: Mapping[str, Sequence[RunRecord]]) -> dict[str, Any]:
+    """The medians of these curves, and where the axis lies in the picture: margins in pixels, limits."""
+    tables = {name: _table([run for run in of if run.status == "finished"], key) for name, of in runs.items()}
+    series = {
+        redact(name): [float(f"{np.nanmedian(at):.4g}") if np.isfinite(at).any() else None for at in table.T]
+        for name, table in tables.items()
+    }
+    low, high = axes.get_xlim()
+    epochs = max((len(values) for values in series.values()), default=0)
+    left, right = _CURVE[2], _CURVE[4]
+    return {"x": [*range(1, epochs + 1)], "series": series, "left": left, "right": right, "low": low, "high": high,
+            "over": over}  # fmt: skip
 
 
 def _table(runs: Sequence[RunRecord], key: str) -> Floats:
@@ -397,8 +416,8 @@ def _view(tables: Sequence[Floats], *, log: bool) -> tuple[float, float, bool] |
     if log and low > 0 and high / low > 20:
         return low / 1.2, high * 1.2, True
     if not log:
-        # The steep beginning of a score would flatten the rest: only the last four fifths are shown whole.
-        settled = [t[:, t.shape[1] // 5 :] for t in kept]
+        # The steep beginning of a score would flatten the part in which recipes differ: the later half is shown whole.
+        settled = [t[:, t.shape[1] // 2 :] for t in kept]
         low = min((float(np.nanmin(t)) for t in settled if np.isfinite(t).any()), default=low)
     pad = 0.06 * ((high - low) or 1.0)
     return low - pad, high + pad, False

@@ -1,4 +1,4 @@
-"""The results as one HTML file that needs no network, no script and no other file."""
+"""The results as one HTML file that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import tempfile
 from dataclasses import asdict
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,8 @@ import yaml
 
 from gonio.compare.judging.results import Results
 from gonio.compare.planning.plan import BASELINE
-from gonio.escaping import plain, redact
+from gonio.escaping import plain
+from gonio.pages import page as pages
 from gonio.report import tables
 from gonio.report.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
 from gonio.report.tables import Scale, attacks, costs, evidence, hidden_gradients, tuning
@@ -30,8 +30,9 @@ def html(results: Results) -> str:
     """The comparison as one self-contained page.
 
     Verdicts, effects, costs, learning curves, angles and norms of the layers, the changes of each recipe, and
-    everything that is needed to repeat the study. The page has no script, loads nothing (with a content security
-    policy) and follows the reader's light or dark setting. The same results give the same bytes.
+    everything that is needed to repeat the study. The page loads nothing, runs only its own script (with a content
+    security policy), is complete without it, and follows the reader's light or dark setting. The same results give
+    the same bytes.
 
     Names, errors and notes come from other people's files: every value is escaped, without control and
     bidirectional characters, home directories and credentials in URLs.
@@ -41,7 +42,7 @@ def html(results: Results) -> str:
 
     Example:
         >>> page = gonio.report.html(gonio.report.example())
-        >>> "decoupled-tanh helps" in page, "<script" in page, len(page) < 200_000
+        >>> "decoupled-tanh helps" in page, "http:" in page, len(page) < 200_000
         (True, False, True)
     """
     colors = {effect.recipe: f"c{i % 7 + 1}" for i, effect in enumerate(results.effects)}
@@ -62,7 +63,7 @@ def html(results: Results) -> str:
         "curves": learning_curves(results, colors),
         **_layer_figures(results, {BASELINE: "base"} | colors),
     }
-    return environment().get_template("page.html.j2").render(page)
+    return environment().get_template("page.html.j2").render(page, whole=True)
 
 
 def _layer_figures(results: Results, colors: dict[str, str]) -> dict[str, Any]:
@@ -117,12 +118,8 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
 
 @cache
 def environment() -> Environment:
-    """Jinja with autoescape, in which every value goes through :func:`redact` first."""
-    import jinja2  # only a page needs it
+    """The templates of all pages, with the words, colours and recipes that pages of studies show."""
     from markupsafe import Markup
-
-    def shown(value: object) -> object:
-        return value if isinstance(value, (Markup, int, jinja2.Undefined)) else redact(value)
 
     def key(color: str, *, dotted: bool = False) -> Markup:
         """The line with the colour of a recipe; decoration, the name stands beside it."""
@@ -132,27 +129,14 @@ def environment() -> Environment:
             'stroke="var(--{})" stroke-width="{}"{}/></svg>'
         ).format(plain(color), "2" if dotted else "4.5", dash)
 
-    folder = resources.files("gonio.report") / "templates"
-    made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        finalize=shown,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    # The package's own file, so it may stand in the page as it is.
-    style = Markup((folder / "style.css").read_text(encoding="utf-8"))
     names = {
         "key": key,
-        "style": style,
         "say": tables,
         "asdict": asdict,
         "BASELINE": BASELINE,
         "yaml_of": _yaml_of,
-        "plain": plain,
     }
+    made = pages.environment("gonio.report")
     made.globals.update(names)
     return made
 

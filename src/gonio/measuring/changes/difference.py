@@ -19,7 +19,7 @@ from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair,
 from gonio.measuring.findings.rules import Finding
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
-from gonio.measuring.showing.page import render
+from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, markdown_table, number, reasons, tensor_table
 
 
@@ -130,12 +130,21 @@ class Differences(Table[TensorDifference]):
         table = markdown_table("tensor", self.largest, COLUMNS)
         return "\n".join([head, "", *told, *[""] * bool(told), *table, "", markdown_cell(self.coverage), ""])
 
-    def to_html(self) -> str:
-        """One self-contained page without scripts and network access."""
-        return render("differences.html.j2", whole=True, d=self, columns=COLUMNS)
+    def to_html(self, *, command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
+
+        Args:
+            command, date: shown on the page, so that the same comparison can be made again.
+        """
+        return self._page(whole=True, made=(("Date", date), ("Command", command)))
 
     def _repr_html_(self) -> str:
-        return render("differences.html.j2", whole=False, d=self, columns=COLUMNS)
+        return self._page(whole=False, made=())
+
+    def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
+        rows = self.moved
+        shown = layer_map(rows, self.findings, changed_lanes(rows))
+        return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
         return f"<Differences of {len(self.tensors)} tensors>"

@@ -20,7 +20,7 @@ from gonio.measuring.changes.rules import Pairing, findings_of_pairs, told
 from gonio.measuring.changes.sources import base_entries, tuned
 from gonio.measuring.findings.rules import LEVELS, Finding
 from gonio.measuring.reading.source import Source, name_of
-from gonio.measuring.showing.page import render
+from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, bare_table, markdown_table, number, tensor_table
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
@@ -151,15 +151,20 @@ class Changes(Table[Agreement]):
         table = markdown_table("tensor", [self.whole, *self.tensors], COLUMNS)
         return "\n".join([head, "", *told, *[""] * bool(told), *table, "", markdown_cell(self.coverage), ""])
 
-    def to_html(self) -> str:
-        """One self-contained page without scripts and network access."""
-        return self._page(whole=True)
+    def to_html(self, *, command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
+
+        Args:
+            command, date: shown on the page, so that the same comparison can be made again.
+        """
+        return self._page(whole=True, made=(("Date", date), ("Command", command)))
 
     def _repr_html_(self) -> str:
-        return self._page(whole=False)
+        return self._page(whole=False, made=())
 
-    def _page(self, *, whole: bool) -> str:
-        return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS)
+    def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
+        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors))
+        return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
         return f"<Changes of {len(self.models)} models, {len(self.tensors)} tensors>"

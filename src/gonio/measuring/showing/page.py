@@ -1,83 +1,221 @@
-"""Measurements and differences as HTML: a page of its own, or the part that a notebook shows.
+"""Measurements, differences and trainings as HTML: a page of its own, or the part that a notebook shows.
 
-The markup is in the templates; this file computes their curves. Jinja escapes every value.
+The markup is in the templates; this file arranges what they show: the map of layers over the depth of the model, and
+findings by rule with links to their rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from gonio.escaping import plain
-from gonio.geometry import random_angle_density
 from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.findings.rules import LEVELS, RULES, Finding
+from gonio.measuring.showing.sparks import angle_spark, norm_sparks, spectrum_spark
+from gonio.measuring.showing.table import Column
+from gonio.pages.charts import Drawn, Lane, depth_lane, marks, stages
+from gonio.pages.page import render as rendered
+
+More = tuple[str, str, str, Callable[[Any], Any]]  # title, explanation, class and cell of a column that only a page has
+
+
+@dataclass(frozen=True)
+class Place:
+    """One finding on the page: its id, the id of the row that it is about (empty for none), and what was found."""
+
+    id: str
+    row: str
+    path: str
+    found: str
+
+
+@dataclass(frozen=True)
+class RuleFindings:
+    """All findings of one rule: what is the same for all of them once, and where they are."""
+
+    code: str
+    level: str
+    title: str
+    do: str
+    chance: str
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """What a page shows of all layers together.
+
+    Attributes:
+        order: the place of each tensor in the model, by name.
+        rules: the findings, by rule. `codes`: of each path (code, level, id of the finding).
+        lanes, marks: charts over depth. `stages`: the parts of the model below them.
+    """
+
+    order: Mapping[str, int]
+    rules: tuple[RuleFindings, ...]
+    codes: Mapping[str, list[tuple[str, str, str]]]
+    lanes: tuple[Drawn, ...]
+    marks: Mapping[str, str]
+    stages: Sequence[tuple[str, int]]
+    counts: str
 
 
 def render(template: str, *, whole: bool, **values: Any) -> str:
     """A template of this folder with these values: one self-contained page, or a fragment with its own style."""
-    made: str = _environment().get_template(template).render(whole=whole, **values)
-    return made
+    return rendered("gonio.measuring.showing", template, whole=whole, **values)
 
 
-@cache
-def _environment() -> Any:
-    import jinja2  # only a page needs it
+def layer_map(tensors: Sequence[Any], findings: Sequence[Finding], lanes: Sequence[Lane]) -> LayerMap:
+    """The map of these tensors, which are in the order of the model.
 
-    folder = resources.files("gonio.measuring.showing") / "templates"
-    made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        finalize=lambda value: plain(value) if type(value) is str else value,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    Args:
+        tensors: rows with a `name` and a `path`.
+        lanes: figures with one entry per tensor.
+    """
+    rows = {tensor.path: f"t{i}" for i, tensor in enumerate(tensors)}
+    rules = _by_rule(findings, rows)
+    codes: dict[str, list[tuple[str, str, str]]] = {}
+    for rule in rules:
+        for place in rule.places:
+            codes.setdefault(place.path, []).append((rule.code, rule.level, place.id))
+    levels = [max((level for _, level, _ in codes.get(t.path, ())), key=LEVELS.index, default="") for t in tensors]
+    flagged = ", ".join(f"{n} {level}" for level in reversed(LEVELS) if (n := levels.count(level)))
+    return LayerMap(
+        order={tensor.name: i for i, tensor in enumerate(tensors)},
+        rules=rules,
+        codes=codes,
+        lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels)) is not None) if levels else (),
+        marks=marks(levels) if any(levels) else {},
+        stages=stages([tensor.path for tensor in tensors]),
+        counts=f"findings over depth: {len(levels)} layers, worst level of each: {flagged or 'none'}",
     )
-    made.globals["curve_of"] = curve_of
-    return made
+
+
+def _by_rule(findings: Sequence[Finding], rows: Mapping[str, str]) -> tuple[RuleFindings, ...]:
+    places: dict[tuple[str, str, str, str], list[Place]] = {}
+    for i, one in enumerate(findings):
+        key = (one.code, one.level, one.do, one.chance)
+        places.setdefault(key, []).append(Place(f"f{i}", rows.get(one.path, ""), one.path, one.found))
+    return tuple(
+        RuleFindings(code, level, RULES[code].title if code in RULES else "", do, chance, tuple(found))
+        for (code, level, do, chance), found in places.items()
+    )
+
+
+def measured_lanes(tensors: Sequence[TensorMeasurement]) -> list[Lane]:
+    """Norms, angles and spectra along the depth of a model."""
+    norms, quantiles = ([getattr(t, name) for t in tensors] for name in ("norm_quantiles", "spectrum_quantiles"))
+    spread = [
+        None
+        if t.angle_mean is None or t.angle_std is None
+        else (max(t.angle_mean - t.angle_std, 0.0), min(t.angle_mean + t.angle_std, 180.0))
+        for t in tensors
+    ]
+    sigmas = [
+        (five[0] / t.sigma_random, five[-1] / t.sigma_random) if five and t.sigma_random else None
+        for t, five in zip(tensors, quantiles, strict=True)
+    ]
+    medians = [five[len(five) // 2] / t.sigma_random if five and t.sigma_random else None for t, five in
+               zip(tensors, quantiles, strict=True)]  # fmt: skip
+    ranks = [
+        t.effective_rank / ((t.groups or 1) * min(t.filters, t.dim))
+        if t.effective_rank is not None and t.filters and t.dim
+        else None
+        for t in tensors
+    ]
+    return [
+        Lane("norm", "of a filter: smallest, median, largest",
+             [five[2] if five else None for five in norms], [(five[0], five[-1]) if five else None for five in norms]),
+        Lane("angle", "between filters, degrees: mean ± standard deviation", [t.angle_mean for t in tensors], spread,
+             scale="linear"),
+        Lane("alignment", "d · mean cos², dashed: random weights", [t.alignment for t in tensors],
+             chance=[None if t.alignment is None else 1.0 for t in tensors]),
+        Lane("spectrum", "singular values over the largest of random weights (dashed)", medians, sigmas,
+             [None if one is None else 1.0 for one in sigmas]),
+        Lane("rank", "effective rank over the full rank", ranks, scale="linear"),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The histogram of a layer's angles and the law of random directions on the same scale, as SVG path data."""
+class SideBySide:
+    """Several models in one table: their names, the columns as (title, explanation), and a row of cells per layer."""
 
-    label: str
-    histogram: str
-    law: str
+    names: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def curve_of(tensor: TensorMeasurement) -> Curve | None:
-    """The curve of a layer; None for one without angles."""
-    counts = tensor.angle_histogram
-    if not counts or not tensor.pairs or not tensor.dim or tensor.dim < 2:
-        return None
-    density = [count / tensor.pairs for count in counts]
-    law = _law(tensor.dim)
-    top = max(max(density), max(law)) * 1.05
-    label = (
-        f"angles {tensor.angle_mean:.1f} ± {tensor.angle_std:.1f} degrees, by chance 90 ± {tensor.angle_std_random:.1f}"
+def lanes_beside(
+    lanes: Sequence[Lane], paths: Sequence[str], others: Sequence[Sequence[TensorMeasurement]]
+) -> list[Lane]:
+    """The lanes of :func:`measured_lanes` with the values of the same layers in other models."""
+    made = []
+    for at, lane in enumerate(lanes):
+        known = [dict(zip((t.path for t in other), measured_lanes(other)[at].middles, strict=True)) for other in others]
+        made.append(replace(lane, others=tuple([values.get(path) for path in paths] for values in known)))
+    return made
+
+
+def side_by_side(
+    names: Sequence[str],
+    models: Sequence[Mapping[str, TensorMeasurement]],
+    findings: Sequence[Sequence[Finding]],
+    columns: Sequence[Column[TensorMeasurement]],
+) -> SideBySide:
+    """Each column of every model beside that of the others, and the codes of their findings; layers of any model."""
+    heads = [(f"{c.title} {i}", f"{c.explanation}; model {i}") for c in columns for i in range(1, len(models) + 1)]
+    heads += [(f"findings {i}", f"codes; model {i}") for i in range(1, len(models) + 1)]
+    codes = [
+        {path: " ".join(sorted({f.code for f in of if f.path == path})) for path in {f.path for f in of}}
+        for of in findings
+    ]
+    rows = []
+    for path in dict.fromkeys(path for model in models for path in model):
+        cells = [c.cell(model[path]) if path in model else "–" for c in columns for model in models]
+        rows.append((path, (*cells, *(found.get(path, "–") for found in codes))))
+    return SideBySide(tuple(names), tuple(heads), tuple(rows))
+
+
+def changed_lanes(tensors: Sequence[Any]) -> list[Lane]:
+    """The change of every tensor along the depth of a model."""
+    return [
+        Lane("change", "norm of the difference over the norm before", [t.relative for t in tensors]),
+        Lane("angle", "of the filters before and after, degrees: mean", [t.angle_mean for t in tensors]),
+        Lane("norm ratio", "norm after over before; dashed: 1", [t.norm_ratio for t in tensors],
+             chance=[None if t.norm_ratio is None else 1.0 for t in tensors]),
+    ]  # fmt: skip
+
+
+def agreement_lanes(tensors: Sequence[Any]) -> list[Lane]:
+    """How far several changes agree along the depth of a model."""
+    ranges = [
+        None if not (known := [value for value in t.relative if value is not None]) else (min(known), max(known))
+        for t in tensors
+    ]
+    return [
+        Lane("change", "over the norm of the base, smallest and largest of the models", [None] * len(ranges), ranges),
+        Lane("cosine", "of two changes, mean; dashed: by chance", [t.cosine_mean for t in tensors],
+             chance=[None if t.cosine_mean is None else 0.0 for t in tensors]),
+    ]  # fmt: skip
+
+
+def angle_columns(tensors: Sequence[TensorMeasurement]) -> tuple[More, ...]:
+    """The columns of norms and angles that only a page has."""
+    norms = norm_sparks(tensors)
+
+    def closest(t: TensorMeasurement) -> str:
+        return "–" if t.closest is None else "{}, {}".format(*t.closest)
+
+    box = "minimum, quartiles and maximum of the norms, all layers on one scale"
+    histogram = "histogram on ±4 standard deviations of chance, wider where the layer is; the line: random directions"
+    return (
+        ("closest", "the two filters with the largest |cos|", "", closest),
+        ("norms", box, "spark", lambda t: norms.get(t.name)),
+        ("angles", histogram, "spark", angle_spark),
+        ("type", "of the layer", "text", lambda t: t.kind),
     )
-    return Curve(label, _path(density, top), _path(law, top))
 
 
-def _path(values: list[float] | tuple[float, ...], top: float) -> str:
-    """SVG line commands through the middle of each bin, leaving out points on a straight line."""
-    heights = [round(40 - 38 * value / top, 1) for value in values]
-    points = []
-    for i, y in enumerate(heights):
-        flat = 0 < i < len(heights) - 1 and heights[i - 1] == y == heights[i + 1]
-        if not flat:
-            points.append(f"L{i + 0.5:g} {y:g}")
-    return "".join(points)
-
-
-@cache
-def _law(dim: int) -> tuple[float, ...]:
-    """Share of the law of random directions in each degree."""
-    fine = torch.deg2rad((torch.arange(1800, dtype=torch.float64) + 0.5) / 10)
-    share = random_angle_density(fine, dim).view(180, 10).mean(1) * torch.pi / 180
-    return tuple(share.tolist())
+_EXPLAINED = "all singular values in increasing order; the line: those of a random matrix (Marchenko–Pastur)"
+SPECTRUM_COLUMNS: tuple[More, ...] = (("spectrum", _EXPLAINED, "spark", spectrum_spark),)

@@ -4,83 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log10
 from typing import Any
 
-from gonio.measuring.showing.columns import number
-from gonio.measuring.showing.page import render
+from gonio.measuring.showing.page import More, layer_map, render
+from gonio.measuring.showing.sparks import Spark, training_line
+from gonio.measuring.showing.table import Column, number
 from gonio.measuring.training.advice import LayerRotation, advice
+from gonio.pages.charts import Lane
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One layer on the page: its figures as text, and its curves as SVG path data on one logarithmic scale."""
+    """One layer on the page: its figures as text, and its curve over time on a scale that all layers share."""
 
-    layer: str
+    name: str
+    path: str
     rotation: str
     predicted: str
     ratio: str
     reason: str
-    curve: str
-    law: str
-    bar: float
-    label: str
+    curve: Spark
+
+
+COLUMNS: tuple[Column[TrainingRow], ...] = (
+    Column("rotation", "rotation", "root mean square of the angle per step, over the later half of the measured steps",
+           9, lambda row: row.rotation),
+    Column("predicted", "predicted", "at which weight decay and learning rate hold a weight before a normalisation "
+           "layer in the long run", 9, lambda row: row.predicted),
+    Column("ratio", "ratio", "rotation over the prediction", 6, lambda row: row.ratio),
+)  # fmt: skip
+MORE: tuple[More, ...] = (
+    ("over time", "on one logarithmic scale for all layers; thin: the prediction", "spark", lambda row: row.curve),
+    ("why", "fits, or the reason why rotation and prediction differ", "text", lambda row: row.reason),
+)
 
 
 def training_page(rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotation], *, whole: bool) -> str:
-    """The page as HTML without scripts: a table of layers in the order of the model, advice above it.
+    """The page as HTML: advice, and a table of layers in the order of the model.
 
-    Curves and bars share one logarithmic scale over all layers, so that layers can be compared.
+    Curves share one logarithmic scale over all layers, so that layers can be compared.
     """
     everything = [value for layer in layers for value in (*layer.rotations, *layer.predictions) if value]
     low, high = (min(everything), max(everything)) if everything else (1.0, 10.0)
-    scale = _Scale(log10(low), max(log10(high), log10(low) + 0.3))
     steps = [row["step"] for row in rows if "rotation" in row]
+    shown = [_row(layer, low, max(high, 2 * low)) for layer in layers]
     return render(
         "training.html.j2",
         whole=whole,
-        layers=[_row(layer, scale) for layer in layers],
+        layers=shown,
+        columns=COLUMNS,
+        more=MORE,
+        map=layer_map(shown, (), _lanes(layers)),
         advice=advice(layers, rows),
         first=min(steps, default=0),
         last=max(steps, default=0),
-        low=number(low),
-        high=number(high),
         fits=sum(layer.reason == "fits" for layer in layers),
         predicted=sum(layer.predicted is not None for layer in layers),
     )
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """Decimal logarithms from `low` to `high` on a height of 40."""
-
-    low: float
-    high: float
-
-    def share(self, value: float) -> float:
-        return (log10(value) - self.low) / (self.high - self.low)
-
-    def path(self, values: Sequence[float | None]) -> str:
-        """SVG line commands over a width of 180; missing values interrupt the line."""
-        width = 180 / max(len(values) - 1, 1)
-        made, pen = [], "M"
-        for index, value in enumerate(values):
-            if value:
-                made.append(f"{pen}{index * width:.1f} {39 - 38 * self.share(value):.1f}")
-            pen = "L" if value else "M"
-        return "".join(made)
-
-
-def _row(layer: LayerRotation, scale: _Scale) -> TrainingRow:
-    ratio = layer.ratio
+def _row(layer: LayerRotation, low: float, high: float) -> TrainingRow:
+    ratio, label = layer.ratio, f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
+    ends = f"first step|rotation per step, {number(low)} to {number(high)} rad|last step"
+    course, law = (training_line(values, low, high) for values in (layer.rotations, layer.predictions))
     return TrainingRow(
+        layer.layer,
         layer.layer,
         number(layer.rotation),
         number(layer.predicted),
         "–" if ratio is None else f"{ratio:.2f}",
         layer.reason,
-        scale.path(layer.rotations),
-        scale.path(layer.predictions),
-        180 * max(scale.share(layer.rotation), 0.01) if layer.rotation else 0.0,
-        f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}",
+        Spark(label, ends, dots=course, law=law),
     )
+
+
+def _lanes(layers: Sequence[LayerRotation]) -> list[Lane]:
+    turned = [layer.rotation or None for layer in layers]
+    return [
+        Lane("rotation", "radians per step; dashed: predicted", turned, chance=[layer.predicted for layer in layers]),
+        Lane("ratio", "rotation over the prediction; dashed: 1", [layer.ratio for layer in layers],
+             chance=[None if layer.ratio is None else 1.0 for layer in layers]),
+    ]  # fmt: skip

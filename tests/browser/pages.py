@@ -1,0 +1,94 @@
+"""The pages that the tests open in a browser: one of each kind, each with something to show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import gonio
+from docs.pages import ROOT
+from gonio.claims import from_data
+from gonio.report import html
+from gonio.report.claims import claims_html
+from report.samples import results
+from report.test_page import PAYLOADS
+
+__all__ = ["FLAWED", "PAGES", "large"]
+
+FLAWED = {"body.2": "G203", "body.4": "G102"}  # layer → rule that it breaks
+
+
+def network() -> nn.Sequential:
+    """Ten layers of two types; two of them are flawed as FLAWED says."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.stem = nn.Conv2d(3, 16, 3)
+    model.body = nn.Sequential(*(nn.Conv2d(16, 16, 3, bias=False) for _ in range(8)))
+    model.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.head = nn.Linear(16, 10)
+    with torch.no_grad():
+        model.body[2].weight[3] = model.body[2].weight[4]
+        model.body[4].weight[7] = 0
+    return model
+
+
+def measured() -> str:
+    found = gonio.measure(network(), batch=torch.ones(2, 3, 32, 32))
+    other = gonio.measure(moved(1))
+    return found.to_html(
+        beside=[other], command="gonio measure nets.py:network --html page.html", date="2026-01-31 12:00"
+    )
+
+
+def moved(seed: int) -> nn.Sequential:
+    model, generator = network(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for i, weight in enumerate(model.parameters(), start=1):
+            weight += 0.01 * i * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def trained() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+    return tracker.to_html()
+
+
+def claimed() -> str:
+    """The committed results of two claims."""
+    data = json.loads((ROOT / "benchmarks" / "results" / "claims" / "quick.json").read_text(encoding="utf-8"))
+    found = from_data(data)
+    return claims_html(replace(found, findings=found.findings[:2]))
+
+
+def large(layers: int = 1000) -> str:
+    """A model of many layers: rows of two real ones, repeated under other names."""
+    found = gonio.measure(network()[:2])
+    rows = [
+        replace(found.layers[i % 9], name=f"blocks.{i // 4}.layer{i % 4}.weight", path=f"blocks.{i // 4}.layer{i % 4}")
+        for i in range(layers)
+    ]
+    findings = [replace(found.findings[0], path=rows[i].path) for i in range(0, layers, 9)]
+    return replace(found, tensors=tuple(rows), findings=tuple(findings)).to_html()
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "measurements": measured,
+    "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
+    "changes": lambda: gonio.measure(network(), moved(1), moved(2)).to_html(),
+    "training": trained,
+    "claims": claimed,
+    "study": lambda: html(results(("orthogonal-init", "a-recipe-with-quite-a-long-name-" * 4), layers=1)),
+    "payloads": lambda: html(results(tuple(PAYLOADS[::4]), seeds=1, layers=1)),
+    "large": large,
+}
