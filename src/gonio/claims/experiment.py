@@ -191,6 +191,7 @@ def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
         "model": arguments if own else {},
         "training": arm.training.model_dump(exclude_none=True),
         "measure": arm.measure,
+        "lsuv": {"examples": arm.lsuv} if arm.lsuv else {},
         "draw": {"name": arm.name} if arm.redraw else {},
     }
     return RecipeEntry.of(arm.made, {"arm": {"name": arm.name}, **{key: part for key, part in parts.items() if part}})
