@@ -101,8 +101,8 @@ def builds(vectors: Vectors) -> dict[str, Build]:
     """Every candidate by name, the exact search first; those of FAISS where it is installed."""
     found: dict[str, Build] = {
         "exact": exact,
-        "SignIndex 256, 20": functools.partial(signs, bits=256, candidates=20),
-        "SignIndex 64, 50": functools.partial(signs, bits=64, candidates=50),
+        "gonio, 256 signs": functools.partial(signs, bits=256, candidates=20),
+        "gonio, 64 signs": functools.partial(signs, bits=64, candidates=50),
     }
     if library() is not None:
         lists = max(1, min(1024, vectors.n // 40))
