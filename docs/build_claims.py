@@ -1,4 +1,7 @@
-"""Writes docs/claims/*.md and their pictures from the committed results in benchmarks/results/claims/*.json.
+"""Writes docs/claims/*.md, pictures and two tables from the committed results in benchmarks/results/claims/*.json.
+
+The table of methods in README.md and that of all claims in docs/index.md lie between the comments `<!-- claims -->` and
+`<!-- /claims -->`. docs/claims/corrections.md is written by hand.
 
 `python docs/build_claims.py` writes the pages; with `--check` it fails if a page differs from what it would write.
 The full results of a claim replace its quick ones.
@@ -50,12 +53,22 @@ def pages() -> dict[Path, str]:
             svg = _svg(found.get(claim.name))
             written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
         written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
-    written[PAGES / "README.md"] = _table(found)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    written[ROOT / "README.md"] = re.sub(
-        r"(<!-- claims -->\n).*?(<!-- /claims -->)", lambda m: f"{m[1]}{_methods(found)}{m[2]}", readme, flags=re.S
-    )
+    head = [HEAD, "# What the papers claim, tried here", ""]
+    written[PAGES / "README.md"] = "\n".join([*head, _counts(found), "", _CORRECTIONS, "", *_table(found)]) + "\n"
+    written |= {path: _between(path, text) for path, text in (
+        (ROOT / "README.md", _methods(found)),
+        (ROOT / "docs" / "index.md", "\n".join([_counts(found), "", *_table(found, folder="claims/")]) + "\n"),
+    )}  # fmt: skip
     return written
+
+
+_CORRECTIONS = "[Errors of the sources, with proof](corrections.md) lists what stands there and what is right."
+
+
+def _between(path: Path, table: str) -> str:
+    """The file with the table between its comments."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"(<!-- claims -->\n).*?(<!-- /claims -->)", lambda m: f"{m[1]}{table}{m[2]}", text, flags=re.S)
 
 
 def _methods(found: dict[str, Finding]) -> str:
@@ -128,29 +141,25 @@ def _svg(one: Finding | None) -> str:
     return coloured.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1) + "\n"
 
 
-def _table(found: dict[str, Finding]) -> str:
-    rows = []
-    for claim in load_claims():
-        one = found.get(claim.name)
-        verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
-        effect = effect_text(one) if one else ""
-        rows.append(f"| [{claim.name}]({claim.seed}.md#{claim.name}) | {claim.claim} | {verdict} | {effect} |")
+def _counts(found: dict[str, Finding]) -> str:
     counts = ", ".join(
         f"{count} {name}"
         for name in ("reproduced", "contradicted", "no useful effect", "undecided")
         if (count := sum(one.verdict == name for one in found.values()))
     )
-    head = [
-        HEAD,
-        "# What the papers claim, tried here",
-        "",
-        f"{len(load_claims())} claims; {len(found)} were tried: {counts}. "
-        "`gonio reproduce` tries the quick ones on your machine.",
-        "",
-        "| claim | sentence | verdict | effect (95 % interval) |",
-        "|---|---|---|---|",
-    ]
-    return "\n".join([*head, *rows]) + "\n"
+    tried = f"{len(load_claims())} claims; {len(found)} were tried: {counts}."
+    return f"{tried} `gonio reproduce` tries the quick ones on your machine."
+
+
+def _table(found: dict[str, Finding], folder: str = "") -> list[str]:
+    """All claims with their verdicts; `folder` leads from the page to those of the claims."""
+    rows = ["| claim | sentence | verdict | effect (95 % interval) |", "|---|---|---|---|"]
+    for claim in load_claims():
+        one = found.get(claim.name)
+        verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
+        effect = effect_text(one) if one else ""
+        rows.append(f"| [{claim.name}]({folder}{claim.seed}.md#{claim.name}) | {claim.claim} | {verdict} | {effect} |")
+    return rows
 
 
 def main() -> None:

@@ -259,6 +259,20 @@ LAYERS += [
         sensitivities=_LENGTHS,
     ),
     _decoupled(
+        "DecoupledConv2d, convolution with ReLU",
+        lambda: gnn.DecoupledConv2d(
+            *(3, 4, 3),
+            padding=1,
+            bias=False,
+            magnitude=gnn.magnitude.Linear(),
+            angular=gnn.angular.RectifiedCosine(),
+            weighted="linear",
+        ),
+        *(2, 3, 5, 4),
+        invariances={},
+        sensitivities=_LENGTHS,
+    ),
+    _decoupled(
         "DecoupledConv2d, depthwise, tanh of the product",
         lambda: gnn.DecoupledConv2d(4, 4, 3, padding=1, groups=4, weighted="tanh_product"),
         *(2, 4, 5, 5),

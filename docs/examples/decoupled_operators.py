@@ -17,7 +17,8 @@ from gonio.nn import angular, magnitude
 from gonio.plots import on_plane
 
 MAGNITUDES = {name: getattr(magnitude, name)() for name in magnitude.__all__ if name != "Magnitude"}
-ANGULAR = {name: getattr(angular, name)() for name in angular.__all__ if name != "Angular"}
+# without RectifiedCosine, which is the upper half of Cosine
+ANGULAR = {name: getattr(angular, name)() for name in ("Cosine", "Linear", "Sigmoid", "SquaredCosine")}
 BANDS = mpl.colormaps["RdBu_r"].resampled(17)  # whose edges are level lines
 IMAGES = Path(__file__).parents[1] / "images"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gonio import compare
-from gonio.claims import Choice, Claim, as_data, findings, from_data, try_claims
+from gonio.claims import Choice, Claim, as_data, findings, from_data, plan_claim, try_claims
 from gonio.claims.claim import read_claim
 from gonio.errors import PlanChangedError
 from gonio.report.claims import claims_html, claims_json, claims_text
@@ -119,6 +119,21 @@ def test_settings_of_an_arm_reach_its_runs(tmp_path: Path) -> None:
     )
     one = try_claims([longer], tmp_path, jobs=2).findings[0]
     assert {arm: list(values.values()) for arm, values in one.scores.items()} == {"short": [2.0], "long": [4.0]}
+
+
+def test_an_arm_may_start_with_lsuv() -> None:
+    """Its first layer has outputs of variance 1 on the examples; the other arm keeps torch's own, which are smaller."""
+    from gonio.compare.running.training import build
+    from gonio.compare.tasks import resolve
+
+    arms = [{"name": "plain"}, {"name": "lsuv", "lsuv": 64}]
+    plan = plan_claim(claim(quick={"model": SMALL, "arms": arms, "seeds": 3}))
+    task = resolve("digits")
+    examples = task.outputs(lambda x: x, task.train.inputs[:64])
+    plain, started = (build(plan, task, entry, 0)[0][:2](examples).std().item() for entry in plan.recipes)
+    assert started == pytest.approx(1, abs=0.01)  # lsuv_'s own tolerance
+    assert plain < 0.8
+    assert "lsuv" not in plan.recipes[0].setting
 
 
 def test_a_measure_of_the_start_trains_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from gonio.claims import claim_names
+from gonio.claims import claim_names, load_claim
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +45,14 @@ def test_a_changed_number_makes_a_page_stale(
         (tmp_path / path.name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(builder, "RESULTS", tmp_path)
     assert any(path.read_text(encoding="utf-8") != text for path, text in builder.pages().items())
+
+
+def test_the_page_of_corrections_names_tests_and_claims_that_exist() -> None:
+    text = (ROOT / "docs" / "claims" / "corrections.md").read_text(encoding="utf-8")
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) >= 25
+    assert [name for name in sorted(named) if f"def {name}(" not in sources] == []
+    linked = re.findall(r"\((\d+)\.md#([\w-]+)\)", text)
+    assert linked
+    assert [name for seed, name in linked if load_claim(name).seed != seed] == []

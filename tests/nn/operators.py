@@ -28,7 +28,9 @@ MAGNITUDES = (
 )
 _KINDS = {getattr(magnitude, name) for name in magnitude.__all__} - {magnitude.Magnitude, *map(type, MAGNITUDES)}
 MAGNITUDES += tuple(kind() for kind in _KINDS)  # those that are added later
-ANGULARS = (angular.Cosine(), angular.Linear(), angular.Sigmoid(k=0.4), angular.SquaredCosine())
+ANGULARS = (
+    angular.Cosine(), angular.Linear(), angular.Sigmoid(k=0.4), angular.SquaredCosine(), angular.RectifiedCosine(),
+)  # fmt: skip
 
 
 def _operators() -> Iterator[dict[str, Any]]:

@@ -15,7 +15,8 @@ from gonio.nn.angular import FLOOR, bounded_asin
 from references import decoupled as reference
 from tolerances import close, exact
 
-ALL = (angular.Cosine(), angular.Linear(), angular.Sigmoid(), angular.Sigmoid(k=0.7), angular.SquaredCosine())
+ODD = (angular.Cosine(), angular.Linear(), angular.Sigmoid(), angular.Sigmoid(k=0.7), angular.SquaredCosine())
+ALL = (*ODD, angular.RectifiedCosine())
 by_name = pytest.mark.parametrize("g", ALL, ids=repr)
 ANGLES = torch.linspace(0.01, math.pi - 0.01, 50, dtype=torch.float64)
 
@@ -25,7 +26,7 @@ def test_values_are_the_papers(g: angular.Angular) -> None:
     torch.testing.assert_close(g(ANGLES), reference.angular(g, ANGLES), **close(torch.float64))
 
 
-@by_name
+@pytest.mark.parametrize("g", ODD, ids=repr)
 def test_fixed_points_and_symmetry(g: angular.Angular) -> None:
     ends = g(torch.tensor([0.0, math.pi / 2, math.pi], dtype=torch.float64))
     torch.testing.assert_close(ends, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), **exact(torch.float64))
@@ -44,6 +45,12 @@ def test_combine_is_h_times_g(g: angular.Angular) -> None:
     slope = torch.linspace(2, 1, 50, dtype=torch.float64)
     combined = g.combine(norm * ANGLES.cos(), norm, slope)
     torch.testing.assert_close(combined, slope * norm * reference.angular(g, ANGLES), **close(torch.float64))
+
+
+def test_the_rectified_cosine_is_zero_beyond_the_right_angle() -> None:
+    """Negative control of the symmetry: it is the one activation that is not odd."""
+    ends = angular.RectifiedCosine()(torch.tensor([0.0, math.pi / 2, 2.0, math.pi], dtype=torch.float64))
+    torch.testing.assert_close(ends, torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64), **exact(torch.float64))
 
 
 def test_a_narrow_sigmoid_does_not_overflow() -> None:

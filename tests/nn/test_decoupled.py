@@ -73,6 +73,31 @@ def test_one_choice_is_the_torch_layer() -> None:
             torch.testing.assert_close(found, wanted, **EXACT)
 
 
+@uneven
+def test_a_layer_without_bias_and_its_relu_are_one_operator() -> None:
+    """Weighted linear magnitude with the rectified cosine: max(0, ⟨w, x⟩) to 1e-12, and so are the gradients."""
+    for name, plain, convert, x in conversions():
+        plain.bias = None
+        layer = convert(plain, magnitude=magnitude.Linear(), angular=angular.RectifiedCosine(), weighted="linear")
+        x.requires_grad_()
+        output, expected = layer(x), plain(x).relu()
+        torch.testing.assert_close(output, expected, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
+        for found, wanted in zip(
+            gradients(output, [x, layer.weight]), gradients(expected, [x, plain.weight]), strict=True
+        ):
+            torch.testing.assert_close(found, wanted, **EXACT)
+
+
+def test_with_a_bias_a_relu_is_not_part_of_the_operator() -> None:
+    """Negative control: relu(⟨w, x⟩ + b) is not relu(⟨w, x⟩) + b."""
+    plain = torch.nn.Conv2d(3, 4, 3).double()
+    x = seeded(2, 3, 5, 5, dtype=torch.float64)
+    layer = gnn.DecoupledConv2d.from_conv(
+        plain, magnitude=magnitude.Linear(), angular=angular.RectifiedCosine(), weighted="linear"
+    )
+    assert float((layer(x) - plain(x).relu()).detach().abs().max()) > 1e-2
+
+
 @pytest.mark.parametrize("h", [h for h in MAGNITUDES if h.bounded], ids=repr)
 @pytest.mark.parametrize("weighted", [None, "tanh_product", "tanh_each"])
 def test_bounded_outputs(h: magnitude.Magnitude, weighted: Any) -> None:

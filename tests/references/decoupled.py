@@ -43,6 +43,8 @@ def angular(kind: object, theta: Tensor) -> Tensor:
         return torch.cos(theta)
     if name == "Linear":
         return 1 - 2 * theta / math.pi
+    if name == "RectifiedCosine":
+        return torch.cos(theta).clamp_min(0)
     if name == "SquaredCosine":
         return torch.sign(torch.cos(theta)) * torch.cos(theta) ** 2
     assert name == "Sigmoid"

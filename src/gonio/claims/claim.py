@@ -58,6 +58,7 @@ class Arm(BaseModel):
         series: name of the curve that the arm belongs to, if there are several levels.
         recipe: the rules of a recipe by verb, or the name of a built-in recipe; nothing for the plain model.
         model, training, measure: what differs from the setting of the claim.
+        lsuv: number of training examples on which :func:`gonio.lsuv_` initialises the model; 0 for none.
         redraw: draw other random numbers than the other arms, for a control.
 
     Example:
@@ -74,6 +75,7 @@ class Arm(BaseModel):
     model: dict[str, Any] = {}
     training: _TrainingFields = _TrainingFields()
     measure: dict[str, Any] = {}
+    lsuv: Annotated[int, Field(ge=0)] = 0
     redraw: bool = False
 
     @property

@@ -27,7 +27,8 @@ from gonio.models.user_code import code_digest
 __all__ = ["Choice", "Finding", "Findings", "as_data", "findings", "from_data", "plan_claim", "try_claims"]
 
 _FOLDER_TASK = "fashion-mnist"
-_SCORES = ("accuracy", "calibrated_accuracy")  # measures for which a model at chance level says nothing
+# measures for which models at chance level say nothing
+_SCORES = ("accuracy", "accuracy_after", "calibrated_accuracy", "trains")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +192,7 @@ def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
         "model": arguments if own else {},
         "training": arm.training.model_dump(exclude_none=True),
         "measure": arm.measure,
+        "lsuv": {"examples": arm.lsuv} if arm.lsuv else {},
         "draw": {"name": arm.name} if arm.redraw else {},
     }
     return RecipeEntry.of(arm.made, {"arm": {"name": arm.name}, **{key: part for key, part in parts.items() if part}})
@@ -324,7 +326,9 @@ def _obstacle(claim: Claim, setting: Setting, plan: Plan, scores: Mapping[tuple[
         return ""
     guess = 100.0 / max(2, resolve_task(plan.task).sizes.get("num_classes", 2))
     best = max((score for (arm, _), score in scores.items() if arm in setting.decisive), default=guess)
-    return f"No arm trains: the best accuracy is {best:.3g} %." if best <= 1.5 * guess else ""
+    if best > 1.5 * guess:
+        return ""
+    return "No arm trains." if claim.measure == "trains" else f"No arm trains: the best accuracy is {best:.3g} %."
 
 
 def _histograms(setting: Setting, runs: Sequence[RunRecord]) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
-from gonio.models.deep import deep_cnn, deep_mlp
+from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
 from gonio.models.resolve import ModelFactory, resolve
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "deep_mlp",
     "digits_cnn",
     "pointnet",
+    "residual_mlp",
     "resolve",
 ]
 

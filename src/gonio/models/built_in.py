@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gonio.models.deep import deep_cnn, deep_mlp
+from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
 
 __all__ = ["BUILT_IN", "ByteTransformer", "byte_transformer", "digits_cnn", "pointnet"]
 
@@ -151,4 +151,5 @@ BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
     "deep-mlp": deep_mlp,
     "digits-cnn": digits_cnn,
     "pointnet": pointnet,
+    "residual-mlp": residual_mlp,
 }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from gonio.errors import UnknownNameError
 from gonio.nn import SwitchableNorm2d
 
-__all__ = ["deep_cnn", "deep_mlp"]
+__all__ = ["Residual", "deep_cnn", "deep_mlp", "residual_mlp"]
 
 _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -64,6 +64,49 @@ def deep_mlp(
     for index in range(depth):
         layers += [nn.Linear(width if index else pixels, width), act()]
         layers += [made(width)] if norm != "none" else []
+    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+
+
+class Residual(nn.Module):
+    """A branch with a skip connection around it: x + branch(x).
+
+    Example:
+        >>> from gonio.models.deep import Residual
+        >>> Residual(nn.Identity())(torch.ones(2))
+        tensor([2., 2.])
+    """
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = x + self.branch(x)
+        return mixed
+
+
+def residual_mlp(
+    num_classes: int = 10, *, pixels: int = 64, blocks: int = 3, width: int = 64, activation: str = "relu"
+) -> nn.Module:
+    """A linear layer, `blocks` residual blocks of two linear layers with an activation between, and a classifier.
+
+    Args:
+        pixels: numbers per example.
+        activation: relu, tanh, gelu or none.
+
+    Shape: :math:`(N, ...)` with `pixels` numbers each → :math:`(N, K)` logits.
+
+    Raises:
+        UnknownNameError: another activation.
+
+    Example:
+        >>> model = gonio.models.residual_mlp(blocks=2)
+        >>> [type(layer).__name__ for layer in model], model(torch.zeros(2, 1, 8, 8)).shape
+        (['Flatten', 'Linear', 'Residual', 'Residual', 'Linear'], torch.Size([2, 10]))
+    """
+    act = _named("activation", activation, _ACTIVATIONS)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(pixels, width)]
+    layers += [Residual(nn.Sequential(nn.Linear(width, width), act(), nn.Linear(width, width))) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Linear(width, num_classes))
 
 

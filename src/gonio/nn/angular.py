@@ -1,8 +1,8 @@
 r"""Angular activations :math:`g(\theta)`: how a decoupled operator depends on the angle.
 
-Every :math:`g` here falls from 1 at :math:`\theta = 0` through 0 at :math:`\pi/2` to −1 at
-:math:`\pi` and is odd about the right angle, :math:`g(\pi - \theta) = -g(\theta)`. Each is a frozen
-dataclass: data and pure functions, no state.
+Every :math:`g` here falls from 1 at :math:`\theta = 0` to 0 at :math:`\pi/2`. All but :class:`RectifiedCosine`, which
+stays 0 from there on, are odd about the right angle, :math:`g(\pi - \theta) = -g(\theta)`. Each is a frozen dataclass:
+data and pure functions, no state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Angular", "Cosine", "Linear", "Sigmoid", "SquaredCosine"]
+__all__ = ["Angular", "Cosine", "Linear", "RectifiedCosine", "Sigmoid", "SquaredCosine"]
 
 # Note [Bounded arcsine]
 # The derivative of the arcsine, 1/√(1 − c²), is infinite at c = ±1, and a clamp of c would cut it to 0 beyond. A
@@ -101,6 +101,34 @@ class Cosine(Angular):
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
         return cosine
+
+
+@dataclass(frozen=True)
+class RectifiedCosine(Angular):
+    r"""The positive part of the cosine, :math:`g(\theta) = \max(0, \cos\theta)`: a layer and its ReLU in one operator.
+
+    With :math:`h = \lVert w \rVert \lVert x \rVert` (`magnitude.Linear()`, `weighted="linear"`) the operator is
+    :math:`\max(0, \langle w, x \rangle)`, a layer without bias followed by a ReLU. With a bias it is another function,
+    because a decoupled layer adds the bias behind :math:`h\,g`.
+
+    Example:
+        >>> layer = gonio.nn.DecoupledLinear(8, 4, bias=False, weighted="linear",
+        ...     magnitude=gonio.nn.magnitude.Linear(), angular=gonio.nn.angular.RectifiedCosine())
+        >>> x = torch.randn(3, 8)
+        >>> torch.allclose(layer(x), torch.relu(x @ layer.weight.T), atol=1e-6)
+        True
+
+    References: W. Liu et al., "Decoupled Networks", CVPR 2018, discussion of the unified view.
+        https://arxiv.org/abs/1804.08071
+
+    Differs: the paper lists no such activation; it states the identity for an ordinary layer with ReLU.
+    """
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        return cosine.relu()
+
+    def combine(self, product: Tensor, norm: Tensor, slope: float | Tensor) -> Tensor:
+        return slope * widen(product).relu()  # no division: exact for h = ‖x‖
 
 
 class _OfArcsine(Angular):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,8 +98,9 @@ def effect_text(found: Finding) -> str:
     seen = found.judgement
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
-    shares = found.unit == "% of runs" or (found.unit == "%" and found.claim.measure != "penalty_change")
-    unit = "points" if shares else found.unit
+    weights = found.setting.decisive.values() if found.setting else ()
+    difference = math.isclose(sum(weights), 0.0, abs_tol=1e-9)  # of percentages; one arm's own number is a percentage
+    unit = "points" if difference and found.unit in ("%", "% of runs") else found.unit
     text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
     return text.replace("-", "−").replace("e−", "e-")
 

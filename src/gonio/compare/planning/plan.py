@@ -101,8 +101,9 @@ class RecipeEntry:
 
     Attributes:
         setting: what differs from the plan for this recipe alone: `model` (arguments of the model's factory),
-            `training` (fields of :class:`Training`), `measure` (options of the plan's measure). Empty for a recipe of
-            a comparison, where everything but the recipe is equal.
+            `training` (fields of :class:`Training`), `measure` (options of the plan's measure), `lsuv` (how many
+            `examples` of the training split LSUV reads first). Empty for a recipe of a comparison, where everything but
+            the recipe is equal.
     """
 
     name: str

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.compare.planning.plan import Measure, Training
-from gonio.compare.running.training import batches, evaluate
+from gonio.compare.running.training import batches, evaluate, fit
 from gonio.compare.tasks.task import Split, Task
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnknownNameError
 from gonio.geometry import (
@@ -30,9 +30,11 @@ from gonio.geometry import (
     matrix_view,
     singular_values,
 )
-from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
-from gonio.seeding import generator
-from gonio.surgery import balance_, calibrate_, equivalent
+from gonio.models.deep import Residual
+from gonio.nn import DecoupledConv2d, SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d, angular, magnitude
+from gonio.recipes import Recipe
+from gonio.seeding import derive_seed, generator
+from gonio.surgery import balance_, calibrate_, equivalent, swap_
 
 __all__ = ["MEASURES", "Kind", "Subject", "kind_of"]
 
@@ -146,6 +148,40 @@ def calibrated_accuracy(subject: Subject, *, average: str = "moving") -> float:
 def robust_accuracy(subject: Subject, *, attack: str = "worst") -> float:
     """Accuracy on attacked test examples; `worst` counts an example as correct only if no attack misled the model."""
     return float(subject.robustness[attack])
+
+
+def hidden_gradients(subject: Subject) -> float:
+    """Points by which PGD is weaker than noise, transferred examples or PGD on smoothed gradients: hidden gradients.
+
+    It is 0 where PGD is the most harmful of them, and then the accuracy under PGD can be taken at its word.
+    """
+    others = (subject.robustness[name] for name in ("noise", "transfer", "smoothed") if name in subject.robustness)
+    return max(0.0, float(subject.robustness["pgd"]) - min(others))
+
+
+def accuracy_after(subject: Subject, *, epochs: int, recipe: Mapping[str, Any] | None = None) -> float:
+    """Accuracy on the test split after the trained model was changed by a recipe and trained for `epochs` more.
+
+    The second training has the learning rate, decay and schedule of the first one, and chooses its own best epoch.
+    """
+    changed = Recipe.from_dict({**(recipe or {}), "name": "later"})
+    applied = changed.apply_(subject.model, seed=subject.seed)
+    training, seed = replace(subject.training, epochs=epochs), derive_seed(subject.seed, "later")
+    done = fit(subject.model, subject.task, training=training, seed=seed, penalty=applied.penalty)
+    if done.diverged or done.state is None:
+        return math.nan
+    subject.model.load_state_dict(done.state)
+    return _score(subject)
+
+
+def bits_per_byte(subject: Subject) -> float:
+    """Bits per byte of the text on the test split, at the epoch with the best validation score."""
+    return _score(subject)
+
+
+def overfit(subject: Subject) -> float:
+    """Points by which the accuracy on the training split exceeds that on the test split."""
+    return _score(subject, split=subject.task.train) - _score(subject)
 
 
 def _score(subject: Subject, model: nn.Module | None = None, split: Split | None = None) -> float:
@@ -289,12 +325,11 @@ def int8_accuracy(subject: Subject, *, spread: float = 0.0, balance: bool = Fals
 def _moved(model: nn.Module, subject: Subject, *, move: str, level: str, spread: float) -> None:
     """Move scale in place, and check that the function is the same."""
     before = copy.deepcopy(model)
-    inputs = subject.task.outputs(nn.Identity(), subject.task.test.inputs[:_PROBES]).double()
     if move == "balance":
         balance_(model, level="layer" if level == "layer" else "neuron")
     else:
         _shift(model, level, spread, generator(subject.seed, "shift"))
-    found = equivalent(before, model, example=inputs)
+    found = equivalent(before, model, example=_standardised(subject))
     if found.relative > _SAME:
         raise NotApplicableError("moving scale", "", f"its outputs change ({found})", "Use a chain with ReLU.")
 
@@ -312,6 +347,39 @@ def _shift(model: nn.Module, level: str, spread: float, draw: torch.Generator) -
         later.mul_(inverse.view(1, -1, *(1,) * (later.ndim - 2)))
 
 
+def shift_deviation(subject: Subject) -> float:
+    """Largest change of the outputs, in percent, when random factors with product 1 move between the layers.
+
+    It is 0 to rounding where the activations are positively homogeneous.
+    """
+    model = copy.deepcopy(subject.model).double().eval()
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        _shift(model, "layer", 1.0, generator(subject.seed, "shift"))
+    return 100 * equivalent(before, model, example=_standardised(subject)).relative
+
+
+def rectified_deviation(subject: Subject, *, biases: str = "kept") -> float:
+    """Largest change of the outputs, in percent, when every convolution becomes the operator ‖w‖‖x‖·max(0, cos θ).
+
+    Args:
+        biases: of the convolutions, `kept` or set to `zero` first.
+    """
+    model = copy.deepcopy(subject.model).double().eval()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is not None and biases == "zero":
+            nn.init.zeros_(module.bias)
+    changed = copy.deepcopy(model)
+    parts = {"magnitude": magnitude.Linear(), "angular": angular.RectifiedCosine(), "weighted": "linear"}
+    swap_(changed, DecoupledConv2d.from_conv, where=nn.Conv2d, **parts)
+    return 100 * equivalent(model, changed, example=_standardised(subject)).relative
+
+
+def _standardised(subject: Subject) -> Tensor:
+    """The first test examples in float64, as the model sees them."""
+    return subject.task.outputs(nn.Identity(), subject.task.test.inputs[:_PROBES]).double()
+
+
 # --- spectral norms ---------------------------------------------------------------------------------------
 
 
@@ -325,15 +393,30 @@ def largest_sigma(subject: Subject) -> float:
 
 
 @torch.no_grad()
-def lipschitz_bound(subject: Subject) -> float:
-    """Decades of the product of all layers' operator norms, which bounds the gradient of the logits by the input.
+def lipschitz_bound(subject: Subject, *, norm: str = "spectral") -> float:
+    """Decades of the product of all layers' norms, which bounds the gradient of the logits by the input.
 
-    For a chain of linear and convolutional layers and activations of slope at most 1, without normalisation.
+    A residual block counts with 1 + the product of its branch. For chains of linear and convolutional layers, such
+    blocks, and activations of slope at most 1, without normalisation.
+
+    Args:
+        norm: `spectral`, the operator norm; or `frobenius`, which is never smaller, the one of a scale-shift-invariant
+            penalty, whose sum of logarithms is the logarithm of this bound.
     """
-    return sum(math.log10(_operator_norm(weight.double(), layout_of(m))) for m, weight in _weights(subject.model))
+    return math.log10(_bound(subject.model, norm))
 
 
-def _operator_norm(weight: Tensor, layout: Layout) -> float:
+def _bound(module: nn.Module, norm: str) -> float:
+    if isinstance(module, Residual):
+        return 1 + _bound(module.branch, norm)
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        return _operator_norm(module.weight.detach().double(), layout_of(module), norm)
+    return math.prod(_bound(child, norm) for child in module.children())
+
+
+def _operator_norm(weight: Tensor, layout: Layout, norm: str) -> float:
+    if norm == "frobenius":  # a patch holds each input at most once per tap, so the map's norm is that much larger
+        return float(weight.norm()) * math.sqrt(math.prod(weight.shape[2:]))
     if weight.ndim == 2:
         return float(singular_values(weight).max())
     return float(conv_spectral_norm_bound(weight, layout=layout))
@@ -348,9 +431,33 @@ def input_gradient(subject: Subject) -> float:
     return math.log10(max(float(torch.linalg.matrix_norm(flat, 2).max()), 1e-300))
 
 
-def lipschitz_slack(subject: Subject) -> float:
+def lipschitz_slack(subject: Subject, *, norm: str = "spectral") -> float:
     """Decades by which the product of the layers' norms exceeds the largest gradient over test examples."""
-    return lipschitz_bound(subject) - input_gradient(subject)
+    return lipschitz_bound(subject, norm=norm) - input_gradient(subject)
+
+
+def gradient_change(subject: Subject, *, steps: int = 20) -> float:
+    """Mean change of the gradient by a step, in percent: ‖∇L(w − η∇L) − ∇L(w)‖ / ‖∇L(w)‖ on the batch of the step.
+
+    The steps are plain gradient steps from the start with the plan's learning rate.
+    """
+    model, rate, found = subject.model.train(), subject.training.lr, []
+    order = batches(subject.task, subject.training.batch_size, seed=subject.seed, epoch=0)
+    for batch, _ in zip(order, range(steps), strict=False):
+        before = _flat_gradient(subject, batch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * _grad(parameter))
+        after = _flat_gradient(subject, batch)
+        found.append(float((after - before).norm() / before.norm().clamp_min(1e-300)))
+    return 100 * sum(found) / len(found)
+
+
+def _flat_gradient(subject: Subject, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The gradient of the loss on one batch by all parameters, which stays in their `.grad`."""
+    subject.model.zero_grad()
+    subject.task.loss(subject.task.outputs(subject.model, batch[0]), batch[1]).backward()
+    return torch.cat([_grad(parameter).double().flatten() for parameter in subject.model.parameters()])
 
 
 def norm_growth_error(subject: Subject, *, steps: int = 20) -> float:
@@ -388,13 +495,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
 
 MEASURES: Mapping[str, Kind] = {
     "accuracy": Kind(accuracy, "%", worst=0.0),
+    "accuracy_after": Kind(accuracy_after, "%", worst=0.0),
     "angle_bias": Kind(angle_bias, "degrees"),
     "angle_error": Kind(angle_error, "degrees"),
     "angle_spread": Kind(angle_spread, "degrees"),
     "batch_share": Kind(batch_share, "%"),
+    "bits_per_byte": Kind(bits_per_byte, "bits", worst=8.0),
     "calibrated_accuracy": Kind(calibrated_accuracy, "%", worst=0.0),
     "curve_roughness": Kind(curve_roughness, "% of the fall"),
     "epochs_to": Kind(epochs_to, "epochs"),
+    "gradient_change": Kind(gradient_change, "%", start=True),
+    "hidden_gradients": Kind(hidden_gradients, "%", attacked=True),
     "input_gradient": Kind(input_gradient, "decades"),
     "int8_accuracy": Kind(int8_accuracy, "%", worst=0.0),
     "largest_sigma": Kind(largest_sigma, ""),
@@ -402,8 +513,11 @@ MEASURES: Mapping[str, Kind] = {
     "lipschitz_slack": Kind(lipschitz_slack, "decades"),
     "loss_after": Kind(loss_after, "nats"),
     "norm_growth_error": Kind(norm_growth_error, "%", start=True),
+    "overfit": Kind(overfit, "%"),
     "penalty_change": Kind(penalty_change, "%"),
+    "rectified_deviation": Kind(rectified_deviation, "%", start=True),
     "robust_accuracy": Kind(robust_accuracy, "%", worst=0.0, attacked=True),
+    "shift_deviation": Kind(shift_deviation, "%"),
     "signal_gain": Kind(signal_gain, "decades", start=True),
     "trains": Kind(trains, "% of runs", worst=0.0),
 }

@@ -22,6 +22,7 @@ from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed, generator
+from gonio.surgery import lsuv_
 
 OPTIMIZERS = ("sgd", "adamw")
 _EVALUATION_BATCH = 512
@@ -62,6 +63,9 @@ def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Mod
     seed_everything(derive_seed(seed, "model"))
     factory = resolve_model(plan.model)
     model = replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**task.sizes)
+    if "lsuv" in entry.setting:  # before the recipe, whose own initialisation would win
+        examples = task.train.inputs[: entry.setting["lsuv"]["examples"]]
+        lsuv_(model, task.outputs(nn.Identity(), examples), seed=seed)
     if entry == plan.baseline and entry.unchanged:
         return model, Recipe(BASELINE).apply_(model, seed=seed), ""
     recipe = Recipe.from_dict(entry.content)

@@ -1,0 +1,139 @@
+"""Measures of claims against values computed by other means, each with a case in which it must differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gonio.compare.planning.plan import Measure, Training
+from gonio.compare.running.measures import MEASURES, Subject, kind_of
+from gonio.compare.tasks import resolve
+from gonio.errors import InvalidArgumentError
+from gonio.models import deep_cnn, deep_mlp, residual_mlp
+from gonio.nn import DecoupledConv2d
+
+TRAINING = Training(epochs=1, batch_size=50, lr=0.05)
+
+
+def subject(model: nn.Module, **fields: Any) -> Subject:
+    return Subject(model.eval(), resolve("digits"), TRAINING, 3, **fields)
+
+
+def measured(name: str, model: nn.Module, *, robustness: Any = None, **options: Any) -> float:
+    return kind_of(Measure(name, options)).function(subject(model, robustness=robustness or {}), **options)
+
+
+@pytest.fixture(autouse=True)
+def fixed_draws() -> None:
+    torch.manual_seed(0)
+
+
+def test_every_measure_says_in_one_sentence_what_it_is() -> None:
+    for name, kind in MEASURES.items():
+        assert kind.summary.endswith("."), name
+        assert kind.unit or name == "largest_sigma"
+    assert list(MEASURES) == sorted(MEASURES)
+
+
+def spectral(layer: nn.Module) -> float:
+    return float(np.linalg.norm(layer.weight.detach().double().numpy(), 2))
+
+
+def test_the_bound_of_a_chain_is_the_product_of_its_norms() -> None:
+    model = deep_mlp(depth=2, width=8)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    assert measured("lipschitz_bound", model) == pytest.approx(sum(math.log10(spectral(layer)) for layer in layers))
+    frobenius = sum(math.log10(float(np.linalg.norm(layer.weight.detach().double().numpy()))) for layer in layers)
+    assert measured("lipschitz_bound", model, norm="frobenius") == pytest.approx(frobenius)
+
+
+def test_a_residual_block_counts_with_one_more_than_its_branch() -> None:
+    model = residual_mlp(blocks=2, width=8)
+    first, *blocks, last = [layer for layer in model if not isinstance(layer, nn.Flatten)]
+    expected = spectral(first) * spectral(last)
+    for block in blocks:
+        expected *= 1 + spectral(block.branch[0]) * spectral(block.branch[2])
+    assert measured("lipschitz_bound", model) == pytest.approx(math.log10(expected))
+
+
+@pytest.mark.parametrize("norm", ["spectral", "frobenius"])
+@pytest.mark.parametrize("make", [lambda: deep_mlp(depth=3, width=16), lambda: residual_mlp(width=16)])
+def test_no_gradient_is_above_the_bound(make: Any, norm: str) -> None:
+    model = make()
+    assert measured("lipschitz_slack", model, norm=norm) > 0
+    assert measured("lipschitz_bound", model, norm=norm) > measured("input_gradient", model)
+
+
+def test_the_frobenius_bound_is_never_below_the_spectral_one_for_convolutions() -> None:
+    model = deep_cnn(depth=2, width=8, norm="none")
+    assert measured("lipschitz_bound", model, norm="frobenius") >= measured("lipschitz_bound", model)
+
+
+def test_moved_scale_shows_for_gelu_alone() -> None:
+    assert measured("shift_deviation", deep_mlp(depth=3, width=16)) < 1e-9
+    assert measured("shift_deviation", deep_mlp(depth=3, width=16, activation="gelu")) > 0.1
+
+
+def test_a_relu_is_part_of_the_operator_without_a_bias_alone() -> None:
+    model = deep_cnn(depth=2, width=8, norm="none")
+    assert measured("rectified_deviation", model, biases="zero") < 1e-9
+    assert measured("rectified_deviation", model, biases="kept") > 1e-3
+
+
+def test_the_change_of_a_gradient_by_one_step() -> None:
+    """Against a step made by torch.func on the same batch."""
+    from gonio.compare.running.training import batches
+
+    model = deep_mlp(depth=1, width=4)
+    task = resolve("digits")
+    inputs, targets = next(batches(task, 50, seed=3, epoch=0))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        call = lambda x: torch.func.functional_call(model, parameters, (x,))  # noqa: E731
+        return task.loss(task.outputs(call, inputs), targets)
+
+    def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([g.double().flatten() for g in gradient.values()])
+
+    before = torch.func.grad(loss)(start)
+    after = torch.func.grad(loss)({name: p - TRAINING.lr * before[name] for name, p in start.items()})
+    expected = 100 * float((flat(after) - flat(before)).norm() / flat(before).norm())
+    assert measured("gradient_change", model, steps=1) == pytest.approx(expected, rel=1e-4)  # float32 steps
+
+
+def test_hidden_gradients_are_the_points_by_which_another_attack_is_stronger() -> None:
+    scores = {"noise": 90.0, "transfer": 50.0, "smoothed": 58.0}
+    model = deep_mlp(depth=1, width=4)
+    assert measured("hidden_gradients", model, robustness={**scores, "pgd": 60.0}) == 10.0
+    assert measured("hidden_gradients", model, robustness={**scores, "pgd": 40.0}) == 0.0
+
+
+def test_a_trained_model_is_changed_and_trained_further() -> None:
+    model = deep_cnn(depth=2, width=8)
+    recipe = {"swap": [{"where": "stem", "use": "keep"}, {"where": "type:Conv2d", "use": "DecoupledConv2d.from_conv"}]}
+    weights = [p.detach().clone() for p in model.parameters()]
+    score = measured("accuracy_after", model, epochs=1, recipe=recipe)
+    assert 0 <= score <= 100
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Conv2d)] == [nn.Conv2d, DecoupledConv2d]
+    assert all(not torch.equal(p, was) for p, was in zip(model.parameters(), weights, strict=False))
+
+
+def test_the_gap_is_that_between_two_accuracies() -> None:
+    model = deep_mlp(depth=1, width=16).eval()
+    task = resolve("digits")
+    shares = [
+        100 * float((task.outputs(model, split.inputs).argmax(1) == split.targets).double().mean())
+        for split in (task.train, task.test)
+    ]
+    assert measured("overfit", model) == pytest.approx(shares[0] - shares[1])
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="'lipschitz_bound' has the options norm; found size"):
+        kind_of(Measure("lipschitz_bound", {"size": 1}))
