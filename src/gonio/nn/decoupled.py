@@ -367,7 +367,7 @@ class Decoupled(RunningStatistics):
         totals = patches.sum_in_groups(norm)
         count: int | Tensor = norm.numel() // totals.numel()
         if self.synchronize and several_ranks():
-            joined = total(torch.cat([totals, totals.new_tensor([count])]))
+            joined = total(torch.cat([totals, totals.new_full((1,), count)]))
             totals, count = joined[:-1], joined[-1].detach()
             mean = totals / count.clamp_min(1)
         else:

@@ -131,9 +131,9 @@ def mixing_weights(logits: tuple[Tensor, Tensor], defined: Sequence[bool], kind:
     """Softmax over the statistics that are defined, (kinds, 2, 1, 1): of instance, layer and perhaps batch, for
     means and variances."""
     both = torch.stack(logits, 1).to(kind)
-    if not all(defined[: len(both)]):
-        undefined = torch.tensor([[not d] for d in defined[: len(both)]], device=both.device)
-        both = both.masked_fill(undefined, -torch.inf)
+    if not all(defined[: len(both)]):  # row by row: a mask would be copied to the device in every step
+        rows = zip(both, defined, strict=False)
+        both = torch.stack([row if known else torch.full_like(row, -torch.inf) for row, known in rows])
     return both.softmax(0)[..., None, None]
 
 
