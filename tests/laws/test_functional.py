@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
+from gonio.errors import SecondDerivativeError
 from laws.support import MODULES, ModuleCase, assert_near, clone, control, over, parametrized
 from tolerances import exact
 
@@ -95,8 +96,24 @@ def test_module(case: ModuleCase, check: Callable[[Problem], None]) -> None:
 
 @each
 @over(REGULARIZERS)
-def test_regularizer(case: RegularizerCase, check: Callable[[Problem], None]) -> None:
+def test_regularizer(case: RegularizerCase, check: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is refused: a transform gets the plain form."""
+    monkeypatch.setattr("laws.test_functional.REFUSALS", ())
     check(regularizer_problem(case))
+
+
+@over([case for case in REGULARIZERS if case.smooth])
+def test_second_derivatives_of_a_regularizer(case: RegularizerCase) -> None:
+    """Forward over reverse, as `torch.func.hessian`; or a refusal in one sentence."""
+    function, point = regularizer_problem(case)
+    try:
+        found = torch.func.hessian(function)(point)
+    except SecondDerivativeError as error:
+        assert "is held fixed" in str(error)
+        assert type(case.make()).__name__ == "SRIP"
+        return
+    expected = torch.autograd.functional.hessian(function, point)
+    assert_near(found, expected, torch.float64, what="hessian")
 
 
 @each
