@@ -59,6 +59,7 @@ def check(recorded: Found, name: str) -> None:
             assert not waits, f"{form}, {phase}: {waits}"
 
 
+@pytest.mark.matrix("fake accelerator")
 @pytest.mark.parametrize("name", NAMES)
 def test_on_another_device(name: str, recorded: Found) -> None:
     check(recorded, name)

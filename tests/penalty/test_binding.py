@@ -272,5 +272,5 @@ def test_outputs_of_attention(inner: bool) -> None:
     (model(torch.randn(5, 2, 8)).sum() + penalty()).backward()
     assert {key.split(".output")[0].split(".")[-1] for key in penalty.values()} == {"linear1", "linear2"}
     penalty.undo_()
-    with pytest.raises(NoMatchError, match="out_proj .nn.MultiheadAttention uses its weight without calling it"):
+    with pytest.raises(NoMatchError, match=r"out_proj \(nn\.MultiheadAttention uses its weight without calling"):
         Penalty(model, [("*out_proj", R.SelfOrthogonality(1.0))])

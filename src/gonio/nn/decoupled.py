@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
+from gonio.execution import ProcessGroup, inside_backward, is_sharded, ordinary_eager, several_ranks, total
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
 from gonio.geometry.norms import least_norm, widen
@@ -368,6 +368,11 @@ class Decoupled(RunningStatistics):
         totals = patches.sum_in_groups(norm)
         count: int | Tensor = norm.numel() // totals.numel()
         if self.synchronize and several_ranks(self.process_group):
+            if is_sharded(totals):
+                why = "tensor parallelism gives every process the whole batch, whose mean norms need no joining"
+                raise NotApplicableError(
+                    f"{type(self).__name__}.forward", "", why, "Construct it with synchronize=False."
+                )
             joined = total(torch.cat([totals, totals.new_full((1,), count)]), self.process_group)
             totals, count = joined[:-1], joined[-1].detach()
             mean = totals / count.clamp_min(1)
