@@ -40,7 +40,7 @@ STEPS = 3
 
 
 def check_module(case: ModuleCase, dtype: torch.dtype, device: str) -> None:
-    """Output, gradients and buffers of a training step are those of the CPU in float64; in half precision the output."""
+    """Output, gradients and buffers of a step are those of the CPU in float64; in half precision the output is."""
     reference = case.make().double()
     module, x = clone(reference).to(device, dtype), seeded(*case.shape, dtype=dtype)
     found = run(module, x.to(device))
