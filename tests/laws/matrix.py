@@ -82,11 +82,13 @@ def _row(item: pytest.Item) -> str | None:
 
 
 class Recorder:
-    """The worst outcome of each cell: one failing test fails it, one refusal is said."""
+    """The worst outcome of each cell: one failing test fails it, one refusal is said. Others stay as they were."""
 
     def __init__(self, path: Path) -> None:
+        before = json.loads(path.read_text())["cells"] if path.exists() else {}
         self.path = path
-        self.cells: Cells = {row: {} for row in ROWS}
+        self.cells: Cells = {row: dict(before.get(row, {})) for row in ROWS}
+        self.run: set[tuple[str, str]] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)
@@ -94,22 +96,17 @@ class Recorder:
             return
         row, setting = properties["cell"]
         refusal = properties.get("refused")
-        now = (
-            f"{report.outcome}: {report.nodeid}"
-            if not report.passed
-            else f"refused: {refusal}"
-            if refusal
-            else "passed"
-        )
-        before = self.cells[row].get(setting, "passed")
+        now = "passed" if refusal is None else f"refused: {refusal}"
+        now = now if report.passed else f"{report.outcome}: {report.nodeid}"
+        before = self.cells[row][setting] if (row, setting) in self.run else "passed"
+        self.run.add((row, setting))
         order = ["passed", "refused", "skipped", "failed"]
         self.cells[row][setting] = max(before, now, key=lambda cell: order.index(cell.split(":")[0]))
 
     def pytest_sessionfinish(self) -> None:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        self.path.write_text(
-            json.dumps({"versions": versions, "cells": self.cells}, indent=1, ensure_ascii=False) + "\n"
-        )
+        document = {"versions": versions, "cells": self.cells}
+        self.path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
