@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
+from gonio.geometry.norms import whole
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
 from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
@@ -121,7 +122,7 @@ class SwitchableNorm(RunningStatistics):
     def mixture(self) -> dict[str, dict[str, float]]:
         """The share of each statistic in the mean and in the variance; each sums to 1."""
         return {
-            what: dict(zip(KINDS, logits.detach().double().softmax(0).tolist(), strict=False))
+            what: dict(zip(KINDS, whole(logits.detach()).double().softmax(0).tolist(), strict=False))
             for what, logits in (("mean", self.mean_logits), ("var", self.var_logits))
         }
 
