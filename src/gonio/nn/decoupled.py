@@ -366,18 +366,19 @@ class Decoupled(RunningStatistics):
         if not self.training:
             return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
         totals = patches.sum_in_groups(norm)
-        count: int | Tensor = norm.numel() // totals.numel()
+        own = norm.numel() // totals.numel()
+        count: int | Tensor = own
         if self.synchronize and several_ranks(self.process_group):
             if is_sharded(totals):
                 why = "tensor parallelism gives every process the whole batch, whose mean norms need no joining"
                 raise NotApplicableError(
                     f"{type(self).__name__}.forward", "", why, "Construct it with synchronize=False."
                 )
-            joined = total(torch.cat([totals, totals.new_full((1,), count)]), self.process_group)
+            joined = total(torch.cat([totals, totals.new_full((1,), own)]), self.process_group)
             totals, count = joined[:-1], joined[-1].detach()
             mean = totals / count.clamp_min(1)
         else:
-            mean = totals / max(count, 1)
+            mean = totals / max(own, 1)
         if not inside_backward():  # a checkpointed forward is computed again in backward, and counts once
             self._track_(mean_norm, mean, count)
         return mean

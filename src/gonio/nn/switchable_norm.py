@@ -150,7 +150,8 @@ class SwitchableNorm(RunningStatistics):
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once
         if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
-            self._track_(batch.squeeze(1), (count - 1).clamp_min(0) if single else count)
+            alone = single and isinstance(count, Tensor)  # then one sample is a single value, which is no statistic
+            self._track_(batch.squeeze(1), torch.as_tensor(count - 1).clamp_min(0) if alone else count)
         return out if x.dim() > 2 else out.squeeze(-1)
 
     @torch.no_grad()
