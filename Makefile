@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow soak versions sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow test-cuda matrix soak versions sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -22,6 +22,17 @@ browser: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
+
+# The laws with real tensors on a CUDA device; one message where there is none.
+test-cuda: $(VENV)/.dev
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then $(BIN)/pytest -q -m cuda tests/laws; \
+	else echo "there is no CUDA device: the laws on real accelerators were not run"; fi
+
+# Every method in every setting of training: run the tests, write the page from their results.
+matrix: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/pytest -q -p laws.matrix -m matrix --matrix docs/matrix.json -n $(WORKERS) --dist loadfile tests/laws
+	PYTHONPATH=tests $(BIN)/python -m laws.matrix docs/matrix.json docs/matrix.md
 
 # The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.
 soak: $(VENV)/.dev

@@ -23,15 +23,20 @@ logging.getLogger("torch.__trace").propagate = False  # hundreds of empty record
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; run by `make test-slow`, not by `make test`")
+    config.addinivalue_line("markers", "matrix(setting): fills cells of docs/matrix.md; recorded by `make matrix`")
+    config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless `-m` says which are wanted."""
+    """Leave slow tests, and those for CUDA, out unless `-m` says which are wanted."""
     if config.option.markexpr:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (left if item.get_closest_marker("slow") or item.get_closest_marker("cuda") else kept).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,17 @@ that tell them apart. In a training of several processes, :func:`total` sums ove
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+else:  # recipes read annotations; a torch that was built without `torch.distributed` has no such class
+    ProcessGroup = getattr(dist, "ProcessGroup", type("ProcessGroup", (), {}))
 
 
 def ordinary_eager(*tensors: Tensor) -> bool:
@@ -48,25 +53,26 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "device_mesh")
 
 
-def several_ranks() -> bool:
-    """Whether the default process group has been started with more than one process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def several_ranks(group: ProcessGroup | None = None) -> bool:
+    """Whether a process group, by default the one of all processes, has been started with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def total(x: Tensor) -> Tensor:
-    """The sum of `x` over all processes, with the gradient; each must call it, in the same order."""
-    result: Tensor = _Total.apply(x)
+def total(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The sum of `x` over a group (all processes), with the gradient; each must call it, in the same order."""
+    result: Tensor = _Total.apply(x, group)
     return result
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
         result = x.clone()
-        dist.all_reduce(result)
+        dist.all_reduce(result, group=group)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # every process's loss depends on every process's summand
-        return total(grad)
+        return total(grads[0], ctx.group), None

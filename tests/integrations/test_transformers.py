@@ -125,6 +125,28 @@ def test_a_tracker_measures_at_optimizer_steps(
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
+def test_a_resumed_training_goes_on_with_the_penalty(transformers: Any, tmp_path: Path) -> None:
+    """`every` and schedules count from the checkpoint; without its file a warning says that they do not."""
+    penalties = []
+    for _ in range(2):
+        model = Plain()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trainer_of(transformers, model, tmp_path, accumulate=1)
+            trainer.args.save_strategy, trainer.args.save_steps = "steps", 5
+            penalty = gonio.Penalty(model.net, [(None, R.SRIP(STRENGTH, every=3))])
+            add_penalty_(trainer, penalty)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5") if penalties else None)
+        penalties.append(penalty)
+    assert [penalty.step for penalty in penalties] == [12, 12]
+    (tmp_path / "checkpoint-5" / "gonio_penalty.pt").unlink()
+    trainer = trainer_of(transformers, Plain(), tmp_path, accumulate=1)
+    add_penalty_(trainer, gonio.Penalty(trainer.model.net, [(None, R.L2(STRENGTH))]))
+    with pytest.warns(UserWarning, match="the training resumes at step 5, but the penalty at step 0"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
 # --- without the library ---------------------------------------------------------------------------
 
 

@@ -85,12 +85,14 @@ def check_reading(module: nn.Module) -> None:
     assert_all_equal(differentiate(module.weight, trainable(module)), gradient, "gradient of a second read")
 
 
+@pytest.mark.matrix("checkpoint")
 @REENTRANT
 @over(MODULES)
 def test_module_under_checkpoint(case: ModuleCase, reentrant: bool) -> None:
     check_module(case, reentrant)
 
 
+@pytest.mark.matrix("checkpoint")
 @REENTRANT
 @over(REGULARIZERS)
 def test_regularizer_under_checkpoint(case: RegularizerCase, reentrant: bool) -> None:

@@ -109,7 +109,7 @@ def check_autocast_keeps(value: Tensor, expected: Tensor) -> None:
     assert_near(value, expected, torch.float32, what="value under autocast")
 
 
-test_compile = law(check_compiled, MODULES, by=split_slow)
+test_compile = pytest.mark.matrix("compile")(law(check_compiled, MODULES, by=split_slow))
 
 
 @pytest.mark.slow
@@ -118,11 +118,12 @@ def test_inductor(case: ModuleCase) -> None:
     check_compiled(case, "inductor")
 
 
-test_compile_regularizer = law(check_compiled_regularizer, REGULARIZERS, by=split_slow)
-test_export = law(check_exported, MODULES, by=split_slow)
-test_autocast = law(check_autocast, [case for case in MODULES if case.halves])
+test_compile_regularizer = pytest.mark.matrix("compile")(law(check_compiled_regularizer, REGULARIZERS, by=split_slow))
+test_export = pytest.mark.matrix("export")(law(check_exported, MODULES, by=split_slow))
+test_autocast = pytest.mark.matrix("autocast")(law(check_autocast, [case for case in MODULES if case.halves]))
 
 
+@pytest.mark.matrix("autocast")
 @over(REGULARIZERS)
 def test_autocast_keeps_the_precision_of_a_penalty(case: RegularizerCase) -> None:
     """Norms and Grams of float32 tensors are computed in float32: bfloat16 noise would be the signal."""
@@ -132,6 +133,7 @@ def test_autocast_keeps_the_precision_of_a_penalty(case: RegularizerCase) -> Non
     check_autocast_keeps(value, case.make().value(x))
 
 
+@pytest.mark.matrix("autocast")
 @over(PARAMETRIZATIONS)
 def test_autocast_keeps_the_precision_of_a_weight(case: ParametrizationCase) -> None:
     layer = parametrized(case)

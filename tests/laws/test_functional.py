@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase, seeded
+from gonio.errors import SecondDerivativeError
 from laws.support import MODULES, ModuleCase, assert_near, clone, control, over, parametrized
 from tolerances import exact
 
@@ -87,18 +88,37 @@ CHECKS = [check_grad, check_jvp, check_vmap]
 each = pytest.mark.parametrize("check", CHECKS, ids=["grad", "jvp", "vmap"])
 
 
+@pytest.mark.matrix("func")
 @each
 @over([case for case in MODULES if not case.couples_batch])
 def test_module(case: ModuleCase, check: Callable[[Problem], None]) -> None:
     check(module_problem(case))
 
 
+@pytest.mark.matrix("func")
 @each
 @over(REGULARIZERS)
-def test_regularizer(case: RegularizerCase, check: Callable[[Problem], None]) -> None:
+def test_regularizer(case: RegularizerCase, check: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is refused: a transform gets the plain form."""
+    monkeypatch.setattr("laws.test_functional.REFUSALS", ())
     check(regularizer_problem(case))
 
 
+@pytest.mark.matrix("func")
+@over([case for case in REGULARIZERS if case.smooth])
+def test_second_derivatives_of_a_regularizer(case: RegularizerCase) -> None:
+    """Forward over reverse, as `torch.func.hessian`; or a refusal in one sentence."""
+    function, point = regularizer_problem(case)
+    if type(case.make()).__name__ == "SRIP":
+        with pytest.raises(SecondDerivativeError, match="the vector of the power iteration is held fixed"):
+            torch.func.hessian(function)(point)
+        return
+    found = torch.func.hessian(function)(point)
+    expected = torch.autograd.functional.hessian(function, point)
+    assert_near(found, expected, torch.float64, what="hessian")
+
+
+@pytest.mark.matrix("func")
 @each
 @over(PARAMETRIZATIONS)
 def test_parametrization(case: ParametrizationCase, check: Callable[[Problem], None]) -> None:

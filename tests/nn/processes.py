@@ -23,6 +23,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
     "empty": (lambda: gnn.SwitchableNorm2d(3), (4, 3, 4, 4), (4, 0)),
     "one value each": (lambda: gnn.SwitchableNorm1d(3), (2, 3), (1, 1)),
     "one value in all": (lambda: gnn.SwitchableNorm1d(3), (1, 3), (1, 0)),
+    "one value in the first": (lambda: gnn.SwitchableNorm1d(3), (3, 3), (1, 2)),
     "decoupled": (lambda: gnn.DecoupledConv2d(4, 6, 3, groups=2), (6, 4, 5, 5), (4, 2)),
     "decoupled radii": (
         lambda: gnn.DecoupledConv2d(4, 6, 3, groups=2, magnitude=magnitude.Segmented(learn_radius=True)),
@@ -32,6 +33,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
     "decoupled empty": (lambda: gnn.DecoupledLinear(4, 3), (4, 4), (0, 4)),
 }
 LOCAL = (lambda: gnn.SwitchableNorm2d(3, synchronize=False), (6, 3, 4, 4), (5, 1))
+GROUPED = {
+    "switchable": lambda group: gnn.SwitchableNorm2d(3, process_group=group),
+    "decoupled": lambda group: gnn.DecoupledConv2d(3, 4, 3, process_group=group),
+}
 EACH = 2  # samples per process in the trainings
 
 
@@ -57,6 +62,12 @@ def single(name: str, rank: int | None = None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     layer = make().double()
     return _step(layer, *((x, weights) if rank is None else (t.split(counts)[rank] for t in (x, weights))))
+
+
+def grouped(name: str, group: dist.ProcessGroup | None, rank: int) -> Tensor:
+    """The output of a layer with a process group for the samples of one process."""
+    torch.manual_seed(0)
+    return GROUPED[name](group).double()(joined((4, 3, 4, 4)).chunk(2)[rank]).detach()
 
 
 def _network() -> nn.Module:
@@ -123,6 +134,12 @@ def everything() -> dict[str, object]:
             if key.startswith("grad of"):
                 dist.all_reduce(value)  # a gradient of the sum over processes
         found[name] = of_case
+    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    for name in GROUPED:
+        found[f"group {name}"] = grouped(name, alone, rank)
+        found[f"all {name}"] = grouped(name, None, rank)
+    if rank == 0:  # the others do not run this layer, as in pipeline parallel training
+        found["one stage"] = GROUPED["switchable"](alone).double()(joined((2, 3, 4, 4))).detach()
     rows = slice(EACH * rank, EACH * (rank + 1))
     for name, (around, loss) in TRAININGS.items():
         model = _network()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nn.processes import CASES, TRAININGS, alone, everything, single
+from nn.processes import CASES, GROUPED, TRAININGS, alone, everything, grouped, single
 from processes import spawned
 from tolerances import close
 
@@ -33,6 +33,19 @@ def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
     assert_same([rank[name] for rank in ranks], single(name))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_process_group_takes_the_place_of_all_processes(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank, found in enumerate(ranks):
+        expected = grouped(name, None, rank)  # here in one process, so of these samples alone
+        torch.testing.assert_close(found[f"group {name}"], expected, **CLOSE)
+        assert not torch.allclose(found[f"all {name}"], expected, rtol=1e-3)
+
+
+def test_a_layer_of_one_stage_waits_for_no_other_process(ranks: list[dict[str, Any]]) -> None:
+    assert "one stage" in ranks[0]
+    assert "one stage" not in ranks[1]
 
 
 def test_local_statistics_differ(ranks: list[dict[str, Any]]) -> None:

@@ -261,3 +261,16 @@ def test_check_refuses_steps_past_zero() -> None:
     with pytest.raises(InvalidArgumentError, match=r"5\.weight/ScaleShift holds a weight above norm .* found lr=0.1"):
         penalty.check(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert penalty.check(torch.optim.Adam(model.parameters(), lr=0.1)) == []
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_outputs_of_attention(inner: bool) -> None:
+    """`nn.MultiheadAttention` never calls its output projection, so a rule for every layer leaves it out."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) if inner else layer
+    penalty = Penalty(model, [(None, R.SelfOrthogonality(1.0))])
+    (model(torch.randn(5, 2, 8)).sum() + penalty()).backward()
+    assert {key.split(".output")[0].split(".")[-1] for key in penalty.values()} == {"linear1", "linear2"}
+    penalty.undo_()
+    with pytest.raises(NoMatchError, match=r"out_proj \(nn\.MultiheadAttention uses its weight without calling"):
+        Penalty(model, [("*out_proj", R.SelfOrthogonality(1.0))])

@@ -126,10 +126,10 @@ def test_nothing_seen_is_an_error(prepare: Callable[[nn.Module, Penalty], object
 
 
 def test_a_layer_whose_weight_is_used_without_calling_it_is_said() -> None:
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    penalty = Penalty(model, [("out_proj", SOM)])
-    model(*[seeded(2, 3, 8)] * 3)
-    with pytest.raises(NoActivationError, match=r"out_proj.* without calling it .* exclude in `where` layers"):
+    model = nn.ModuleDict({"dt_proj": nn.Linear(8, 8)})  # as in Mamba
+    penalty = Penalty(model, [("dt_proj", SOM)])
+    nn.functional.linear(seeded(2, 8), model["dt_proj"].weight)
+    with pytest.raises(NoActivationError, match=r"dt_proj.* without calling it .* exclude in `where` layers"):
         penalty()
 
 

@@ -29,18 +29,20 @@ class AddedPenalty:
         (tensor([1.]), tensor([0.]))
     """
 
-    def __init__(self, owner: Any, **methods: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, *, on_undo: Callable[[], object] = lambda: None, **methods: Any) -> None:
         if any(hasattr(getattr(owner, name, None), _MARK) for name in methods):
             raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
         for name, new in methods.items():
             setattr(new, _MARK, True)
             setattr(owner, name, new)
-        self._owner, self._methods = owner, tuple(methods)
+        self._owner, self._methods, self._on_undo = owner, tuple(methods), on_undo
 
     def undo_(self) -> None:
         """Restore the methods of the object's class. A second call has no effect."""
         for name in self._methods:
             vars(self._owner).pop(name, None)
+        self._on_undo()
+        self._on_undo = lambda: None
 
 
 def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenalty:

@@ -7,9 +7,12 @@ it loads the trained tensors, reports the keys of the parametrizations as unexpe
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gonio.errors import MissingExtraError, NotApplicableError
@@ -25,7 +28,8 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
     The penalty counts once per optimizer step for any number of micro-batches: if the Trainer does not divide the
     loss of a micro-batch by their number (because it is normalised over the whole batch), this function divides the
     penalty. The evaluation loss does not change; the training loss that the Trainer logs includes the penalty. The
-    Trainer's checkpoints do not contain the state of the penalty; save `penalty.state_dict()` beside them.
+    state of a :class:`gonio.Penalty` (its step, on which schedules and `every` depend) is saved in the Trainer's
+    checkpoints as `gonio_penalty.pt`, and restored when a training resumes from one in its `output_dir`.
 
     Args:
         trainer: a Trainer, or a subclass with its own `compute_loss`.
@@ -62,7 +66,37 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
         extra = penalty() / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
-    return AddedPenalty(trainer, compute_loss=_with_penalty)
+    if not hasattr(penalty, "state_dict") or not hasattr(trainer, "add_callback"):
+        return AddedPenalty(trainer, compute_loss=_with_penalty)
+    state = _state_callback(penalty)
+    added = AddedPenalty(trainer, on_undo=lambda: trainer.remove_callback(state), compute_loss=_with_penalty)
+    trainer.add_callback(state)
+    return added
+
+
+def _state_callback(penalty: Any) -> Any:
+    """Saves the state of a penalty in the Trainer's checkpoints and restores it."""
+    base: Any = _callback_class("add_penalty_()")
+
+    def path(args: Any, state: Any) -> Path:
+        return Path(args.output_dir, f"checkpoint-{state.global_step}", "gonio_penalty.pt")
+
+    class PenaltyState(base):
+        def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.is_world_process_zero and path(args, state).parent.is_dir():
+                torch.save(penalty.state_dict(), path(args, state))
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if not state.global_step:
+                return
+            if path(args, state).is_file():
+                penalty.load_state_dict(torch.load(path(args, state), weights_only=True))
+                return
+            text = f"the training resumes at step {state.global_step}, but the penalty at step {penalty.step}, because "
+            text += f"{path(args, state)} does not exist. Call penalty.load_state_dict() with its state."
+            warnings.warn(text, stacklevel=2)
+
+    return PenaltyState()
 
 
 def _share(trainer: Any, num_items_in_batch: Tensor | int | None) -> int:
@@ -83,14 +117,20 @@ def tracker_callback(tracker: Tracker) -> Any:
     Steps are the trainer's `global_step`, which counts optimizer steps also if gradients are accumulated.
     Raises: MissingExtraError if `transformers` is not installed.
     """
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise MissingExtraError("tracker_callback()", "transformers", "models") from error
-    base: Any = TrainerCallback
+    base: Any = _callback_class("tracker_callback()")
 
     class TrackerCallback(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
 
     return TrackerCallback()
+
+
+def _callback_class(what: str) -> type:
+    """`transformers.TrainerCallback`, or a MissingExtraError."""
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise MissingExtraError(what, "transformers", "models") from error
+    found: type = TrainerCallback
+    return found

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.execution import inside_backward, ordinary_eager, several_ranks, total
+from gonio.execution import ProcessGroup, inside_backward, is_sharded, ordinary_eager, several_ranks, total
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
 from gonio.geometry.norms import autocast_is_on, full_precision, least_norm, widen
@@ -267,6 +267,7 @@ class Decoupled(RunningStatistics):
     weighted: Weighted | None
     gradient: Gradient
     synchronize: bool
+    process_group: ProcessGroup | None
     weight: Tensor
     log_radius: Tensor | None
     alpha: Tensor | None
@@ -364,13 +365,19 @@ class Decoupled(RunningStatistics):
         if not self.training:
             return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
         totals = patches.sum_in_groups(norm)
-        count: int | Tensor = norm.numel() // totals.numel()
-        if self.synchronize and several_ranks():
-            joined = total(torch.cat([totals, totals.new_tensor([count])]))
+        own = norm.numel() // totals.numel()
+        count: int | Tensor = own
+        if self.synchronize and several_ranks(self.process_group):
+            if is_sharded(totals):
+                why = "tensor parallelism gives every process the whole batch, whose mean norms need no joining"
+                raise NotApplicableError(
+                    f"{type(self).__name__}.forward", "", why, "Construct it with synchronize=False."
+                )
+            joined = total(torch.cat([totals, totals.new_full((1,), own)]), self.process_group)
             totals, count = joined[:-1], joined[-1].detach()
             mean = totals / count.clamp_min(1)
         else:
-            mean = totals / max(count, 1)
+            mean = totals / max(own, 1)
         if not inside_backward():  # a checkpointed forward is computed again in backward, and counts once
             self._track_(mean_norm, mean, count)
         return mean
@@ -396,11 +403,12 @@ class Decoupled(RunningStatistics):
         gradient: Gradient,
         momentum: float | None,
         synchronize: bool,
+        process_group: ProcessGroup | None,
     ) -> None:
         """Check and store the options, and create the operator's parameters and buffers on the weight's device."""
         _check_operator(type(self).__name__, magnitude, angular, weighted, gradient)
         self.magnitude, self.angular, self.weighted, self.gradient = magnitude, angular, weighted, gradient
-        self.momentum, self.synchronize = momentum, synchronize
+        self.momentum, self.synchronize, self.process_group = momentum, synchronize, process_group
         filters, groups, _ = self._sizes
         device, dtype = self.weight.device, self.weight.dtype
         for name in ("radius", "alpha", "beta"):

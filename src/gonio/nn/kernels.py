@@ -23,7 +23,6 @@ from gonio.nn.switchable_function import (
     Logits,
     Mixed,
     Settings,
-    accumulator,
     at_least_one,
     mix,
     mixed_from,
@@ -245,9 +244,9 @@ def _normalised(x: Tensor, logits: Logits, affine: Affine, running: Tensor | Non
             slope = slope_of(mixed, affine[0])
             line = torch.stack([value_at(None, mixed, slope, affine[1]), slope])
             return rows.scale(x, line), weights, None, mixed, 0 if running is not None else len(x)
-    pivot, weights = pivot_of(x), mixing_weights(logits, settings.defined, accumulator(x))
+    pivot = pivot_of(x)
     out = x - spread(pivot, x)
-    mixed, count = mixed_from(moments(*_means(out), pivot), weights, running, settings)
+    mixed, weights, count = mixed_from(moments(*_means(out), pivot), logits, running, settings)
     slope = slope_of(mixed, affine[0])
     return _scale_(out, slope, value_at(pivot, mixed, slope, affine[1])), weights, pivot, mixed, count
 
@@ -291,7 +290,7 @@ def _through_mixture(ctx: Any, mixed: Mixed, weights: Tensor, by_mixed: Tensor) 
     line = _about_zero_(by_mixed.mul_(w_instance), mixed.instance)
     line.add_(_about_zero_(of_layer * (w_layer / by_mixed.shape[2]), mixed.layer))
     if w_batch and not ctx.fixed:
-        of_batch = total(of_batch) if ctx.settings.join else of_batch
+        of_batch = total(of_batch, ctx.settings.process_group) if ctx.settings.join else of_batch
         line.add_(_about_zero_(of_batch * (w_batch[0] / at_least_one(ctx.count)), mixed.batch))
     return by_logits, line
 

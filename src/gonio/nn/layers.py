@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gonio.execution import ProcessGroup
 from gonio.nn.angular import Angular
 from gonio.nn.conversion import annotate_, check_plain, share_, with_weight_
 from gonio.nn.decoupled import COSINE, TANH, ConvMap, ConvTransposeMap, Decoupled, DenseMap, Gradient, Weighted
@@ -62,9 +63,10 @@ class DecoupledLinear(Decoupled, nn.Linear):
         gradient: Gradient = "exact",
         momentum: float | None = 0.1,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
+        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize, process_group)
 
     @classmethod
     def from_linear(
@@ -77,11 +79,12 @@ class DecoupledLinear(Decoupled, nn.Linear):
         gradient: Gradient = "exact",
         momentum: float | None = 0.1,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> Self:
         """A decoupled layer on the same Parameter objects; the options are those of the constructor."""
         check_plain(linear, nn.Linear, verb="from_linear")
         new = share_(cls(linear.in_features, linear.out_features, linear.bias is not None, "meta"), linear)
-        new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
+        new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize, process_group)
         return new
 
     def to_linear(self) -> nn.Linear:
@@ -128,11 +131,12 @@ class _DecoupledConvNd(Decoupled, nn.modules.conv._ConvNd):
         gradient: Gradient = "exact",
         momentum: float | None = 0.1,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> Self:
         """A decoupled layer on the same Parameter objects; the options are those of :class:`DecoupledConv2d`."""
         check_plain(conv, cls.plain, verb="from_conv")
         new = share_(cls(**cls._arguments(conv)), conv)
-        new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
+        new._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize, process_group)
         return new
 
     @classmethod
@@ -182,10 +186,11 @@ class _DecoupledConv(_DecoupledConvNd):
         gradient: Gradient = "exact",
         momentum: float | None = 0.1,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         torch_arguments: tuple[Any, ...] = (kernel_size, stride, padding, dilation, groups, bias, padding_mode)
         super().__init__(in_channels, out_channels, *torch_arguments, device, dtype)  # type: ignore[call-arg]  # the torch layer's
-        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
+        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize, process_group)
 
     @property
     def _padding_ahead(self) -> tuple[int, ...]:
@@ -255,6 +260,8 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d, plain=nn.Conv2d):
             norm and so removes its dependence on that norm; for ``weighted=None`` only.
         momentum: of the running mean norm, torch's convention; None averages all batches.
         synchronize: take the mean norm over all processes of a data-parallel training.
+        process_group: the processes that share a batch, if they are not all. A layer with a group cannot be copied or
+            pickled; its state dict can.
 
     Shape: input (N, in_channels, H, W) or (in_channels, H, W); output as `torch.nn.Conv2d`.
 
@@ -330,10 +337,11 @@ class _DecoupledConvTranspose(_DecoupledConvNd):
         gradient: Gradient = "exact",
         momentum: float | None = 0.1,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         sizes: tuple[Any, ...] = (kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode)
         super().__init__(in_channels, out_channels, *sizes, device, dtype)  # type: ignore[call-arg]  # the torch layer's
-        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize)
+        self._set_operator(magnitude, angular, weighted, gradient, momentum, synchronize, process_group)
 
     def _map_with(self, output_padding: tuple[int, ...]) -> ConvTransposeMap:
         padding: Any = self.padding  # a transposed convolution takes no "same"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gonio.execution import total
+from gonio.execution import ProcessGroup, total
 from gonio.geometry.norms import widen
 
 __all__ = [
@@ -51,6 +51,8 @@ class Settings:
     eps: float
     join: bool  # batch statistics are taken over all processes
     defined: tuple[bool, bool, bool]  # which statistics are over more than one value
+    single: bool = False  # whether those of the batch are over more than one only if it has more than one sample
+    process_group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor |
     pivot = pivot_of(values)
     centred = values - spread(pivot, values)
     instance = moments(centred.mean(dims), (centred * centred).mean(dims), pivot)
-    weights = mixing_weights(logits, settings.defined, instance.dtype)
-    mixed, count = mixed_from(instance, weights, running, settings)
+    mixed, _, count = mixed_from(instance, logits, running, settings)
     slope = slope_of(mixed, affine[0])
     out = centred * spread(slope, values) + spread(value_at(pivot, mixed, slope, affine[1]), values)
     return out.to(x.dtype), mixed.batch if running is None else None, count
@@ -108,11 +109,11 @@ def layer_statistics(instance: Tensor) -> Tensor:
     return torch.stack([center, torch.addcmul(var, around, around).mean(1, keepdim=True)])
 
 
-def batch_statistics(instance: Tensor, *, join: bool) -> tuple[Tensor, Tensor | int]:
-    """Over the samples, of all processes if `join`, (2, 1, C), and how many samples; zeros of an empty batch."""
+def batch_statistics(instance: Tensor, *, join: bool, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor | int]:
+    """Over the samples, of a group's processes if `join`, (2, 1, C), and how many; zeros of an empty batch."""
     mean, var = instance
     if join:
-        sums = total(torch.cat([mean.sum(0, keepdim=True), mean.new_full((1, 1), mean.shape[0])], 1))
+        sums = total(torch.cat([mean.sum(0, keepdim=True), mean.new_full((1, 1), mean.shape[0])], 1), group)
         count: Tensor | int = sums[0, -1].detach()
         center = sums[:, :-1] / at_least_one(count)
     else:
@@ -120,7 +121,7 @@ def batch_statistics(instance: Tensor, *, join: bool) -> tuple[Tensor, Tensor | 
         center = mean.sum(0, keepdim=True) / at_least_one(count)
     around = mean - center
     variance = torch.addcmul(var, around, around).sum(0, keepdim=True)
-    return torch.stack([center, (total(variance) if join else variance) / at_least_one(count)]), count
+    return torch.stack([center, (total(variance, group) if join else variance) / at_least_one(count)]), count
 
 
 def at_least_one(count: Tensor | int) -> Tensor | int:
@@ -131,9 +132,9 @@ def mixing_weights(logits: tuple[Tensor, Tensor], defined: Sequence[bool], kind:
     """Softmax over the statistics that are defined, (kinds, 2, 1, 1): of instance, layer and perhaps batch, for
     means and variances."""
     both = torch.stack(logits, 1).to(kind)
-    if not all(defined[: len(both)]):
-        undefined = torch.tensor([[not d] for d in defined[: len(both)]], device=both.device)
-        both = both.masked_fill(undefined, -torch.inf)
+    if not all(defined[: len(both)]):  # row by row: a mask would be copied to the device in every step
+        rows = zip(both, defined, strict=False)
+        both = torch.stack([row if known else torch.full_like(row, -torch.inf) for row, known in rows])
     return both.softmax(0)[..., None, None]
 
 
@@ -147,14 +148,18 @@ def mix(instance: Tensor, layer: Tensor, batch: Tensor, weights: Tensor, eps: fl
 
 
 def mixed_from(
-    instance: Tensor, weights: Tensor, running: Tensor | None, settings: Settings
-) -> tuple[Mixed, Tensor | int]:
-    """The mixture from the statistics of the instances, and the number of samples in the batch's own statistics."""
+    instance: Tensor, logits: Logits, running: Tensor | None, settings: Settings
+) -> tuple[Mixed, Tensor, Tensor | int]:
+    """The mixture from the statistics of the instances, its weights, and the number of samples of the batch."""
+    weights = mixing_weights(logits, settings.defined, instance.dtype)
     if running is None:
-        batch, count = batch_statistics(instance, join=settings.join)
+        batch, count = batch_statistics(instance, join=settings.join, group=settings.process_group)
+        if settings.single:
+            alone = mixing_weights(logits, (*settings.defined[:2], False), instance.dtype)
+            weights = torch.where(torch.as_tensor(count == 1), alone, weights)
     else:
         batch, count = running.to(instance.dtype), 0
-    return mix(instance, layer_statistics(instance), batch, weights, settings.eps), count
+    return mix(instance, layer_statistics(instance), batch, weights, settings.eps), weights, count
 
 
 def slope_of(mixed: Mixed, gamma: Tensor | None) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import inside_backward, ordinary_eager, several_ranks, total
+from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
+from gonio.geometry.norms import whole
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
 from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
@@ -42,10 +43,12 @@ class SwitchableNorm(RunningStatistics):
         *,
         use_batch: bool = True,
         synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum, self.affine = num_features, eps, momentum, affine
         self.track_running_stats, self.use_batch, self.synchronize = track_running_stats, use_batch, synchronize
+        self.process_group = process_group
         for name in ("weight", "bias"):
             new = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if affine else None
             self.register_parameter(name, new)
@@ -86,18 +89,26 @@ class SwitchableNorm(RunningStatistics):
 
     @classmethod
     def from_batch_norm(
-        cls, norm: nn.modules.batchnorm._BatchNorm, *, use_batch: bool = True, synchronize: bool = True
+        cls,
+        norm: nn.modules.batchnorm._BatchNorm,
+        *,
+        use_batch: bool = True,
+        synchronize: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> Self:
         """A switchable norm on the same scale and shift, with a copy of the running statistics.
 
         The mixture starts equal, so the output is another one than the batch norm's; it is frozen if scale and
-        shift are. Other norms become batch norms first: :func:`gonio.nn.to_batch_norm`.
+        shift are. The process group is by default that of an `nn.SyncBatchNorm`. Other norms become batch norms first:
+        :func:`gonio.nn.to_batch_norm`.
         """
         kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else cls.torchs
         check_plain(norm, kind, verb="from_batch_norm")
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         like = next((t for t in (norm.weight, norm.running_mean) if t is not None), torch.empty(0))
-        new = cls(*same, like.device, like.dtype, use_batch=use_batch, synchronize=synchronize)
+        group = process_group or getattr(norm, "process_group", None)
+        options = {"use_batch": use_batch, "synchronize": synchronize}
+        new = cls(*same, like.device, like.dtype, **options, process_group=group)
         for name in ("weight", "bias"):
             new._parameters[name] = norm._parameters[name]
         if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters()):
@@ -111,7 +122,7 @@ class SwitchableNorm(RunningStatistics):
     def mixture(self) -> dict[str, dict[str, float]]:
         """The share of each statistic in the mean and in the variance; each sums to 1."""
         return {
-            what: dict(zip(KINDS, logits.detach().double().softmax(0).tolist(), strict=False))
+            what: dict(zip(KINDS, whole(logits.detach()).double().softmax(0).tolist(), strict=False))
             for what, logits in (("mean", self.mean_logits), ("var", self.var_logits))
         }
 
@@ -128,16 +139,19 @@ class SwitchableNorm(RunningStatistics):
         self._check(x)
         positions = x if x.dim() > 2 else x.unsqueeze(-1)
         fixed = self.running_mean is not None and not self.training
-        join = self.training and self.use_batch and self.synchronize and several_ranks()
+        join = self.training and self.use_batch and self.synchronize and several_ranks(self.process_group)
         defined = self._defined(positions, fixed=fixed, join=join)
+        # with one position, the number of samples of all processes tells whether batch statistics are defined
+        single = join and math.prod(positions.shape[2:]) <= 1
         function = kernels.switchable_norm_by_rows if ordinary_eager(x) else switchable_norm
         logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
         running = self._running(accumulator(x), fixed=fixed)
-        settings = Settings(self.eps, join, defined)
+        settings = Settings(self.eps, join, defined, single, self.process_group)
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once
         if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
-            self._track_(batch.squeeze(1), count)
+            alone = single and isinstance(count, Tensor)  # then one sample is a single value, which is no statistic
+            self._track_(batch.squeeze(1), torch.as_tensor(count - 1).clamp_min(0) if alone else count)
         return out if x.dim() > 2 else out.squeeze(-1)
 
     @torch.no_grad()
@@ -164,13 +178,16 @@ class SwitchableNorm(RunningStatistics):
         """Which statistics are over more than one value; the others would erase the input."""
         area = math.prod(x.shape[2:])
         own = x.shape[0]
-        batch = self.use_batch and (fixed or area > 1 or (int(total(x.new_tensor(float(own)))) if join else own) != 1)
+        batch = self.use_batch and (fixed or area > 1 or join or own != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
-        if not any(defined):
+        if not any(defined) or (join and area * self.num_features == 1 and self._is_alone(x)):
             problem = f"{type(self).__name__}: cannot normalise a single value"
             do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
             raise InvalidArgumentError(problem, f"shape {tuple(x.shape)} in training", do)
         return defined
+
+    def _is_alone(self, x: Tensor) -> bool:
+        return int(total(x.new_full((), float(x.shape[0])), self.process_group)) == 1
 
     def _running(self, kind: torch.dtype, *, fixed: bool) -> Tensor | None:
         """Batch statistics that are given, (2, 1, C): the running ones, or anything if they have no weight."""
@@ -219,6 +236,8 @@ class SwitchableNorm2d(SwitchableNorm, torchs=nn.BatchNorm2d):
         use_batch: if False, mix instance and layer statistics alone: no state, no coupling of samples.
         synchronize: take batch statistics over all processes of a data-parallel training, weighted by the
             samples of each; a process may have none.
+        process_group: the processes that share a batch, as in `nn.SyncBatchNorm`, if they are not all (pipeline or
+            model parallel training). A layer with a group cannot be copied or pickled; its state dict can.
 
     Shape: (N, C, H, W).
 

@@ -7,7 +7,6 @@ other format is converted to its effective weight, to which the parametrization 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ _TORCH_FORMATS: tuple[dict[str, str], ...] = (
 def translate_(parametrization: Parametrization, state_dict: dict[str, Any], prefix: str, name: str) -> None:
     """Convert the entries of one weight, whatever their format, to the parametrization's own."""
     weight_key, own = prefix + name, prefix + name + _OWN
-    fresh = copy.deepcopy(parametrization)
+    fresh = parametrization.unbound()  # no copy: FSDP 2 has freed the storage of gradients that a copy would read
     weight: Any
     if any(key.startswith(own) for key in state_dict):
         if own + "_extra_state" not in state_dict:

@@ -204,9 +204,22 @@ def _parametrization(layer: Any, name: str) -> Parametrization:
 # --- the classes of parametrized layers -----------------------------------------------------------
 
 
+class _NoTensorParallelism:
+    """The answer to whether a layer is distributed already, which `parallelize_module` asks before anything else."""
+
+    def __bool__(self) -> bool:
+        raise NotApplicableError(
+            "parallelize_module()",
+            "weight",
+            "it is parametrized, and tensor parallelism splits Parameters that it looks up by name",
+            "Fold the model first: gonio.fold_(model), or leave the layer out of the plan.",
+        )
+
+
 class Parametrized:
     """The behaviour of a layer with parametrized tensors; a mixin before the layer's own class."""
 
+    _distribute_module_applied = _NoTensorParallelism()
     parametrized_base: type[nn.Module]
     parametrized_names: tuple[str, ...]
 
@@ -245,9 +258,10 @@ class Parametrized:
         return NotApplicableError(
             "removing or replacing a Parameter",
             f"{self.parametrized_base.__name__}.{name}",
-            f"gonio's {type(parametrization).__name__} parametrizes it, and torch's parametrizations, norms and "
-            "pruning cannot be added",
-            f"Fold it first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight').",
+            f"gonio's {type(parametrization).__name__} parametrizes it, and torch's parametrizations, norms, pruning "
+            "and FullyShardedDataParallel (FSDP 1) cannot be added",
+            f"Fold it first: gonio.fold_(model), or detach(layer, {name!r}, keep='weight'). FSDP 2 (fully_shard) "
+            "shards it as it is.",
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -138,6 +138,8 @@ def _explanation(live: bool, ignored: set[str]) -> tuple[str, str]:
 def data_parallel_group(model: nn.Module) -> ProcessGroup | None:
     """The process group of DistributedDataParallel, or of a one-dimensional FSDP2 mesh; else None.
 
+    Under tensor parallelism alone every process has the whole batch.
+
     Raises:
         InvalidArgumentError: for a mesh of several dimensions: over which the batch is spread is not known.
     """
@@ -147,6 +149,10 @@ def data_parallel_group(model: nn.Module) -> ProcessGroup | None:
     meshes: Iterator[Any] = (p.device_mesh for p in model.parameters() if is_sharded(p))  # type: ignore[attr-defined]
     mesh = next(meshes, None)
     if mesh is None:
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    if mesh.ndim == 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
     if mesh.ndim > 1:
         raise InvalidArgumentError(

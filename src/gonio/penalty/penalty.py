@@ -15,6 +15,7 @@ from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
+from gonio.surgery.wrapping import refuse_flat_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,6 +53,7 @@ class Penalty:
 
     Raises:
         NoMatchError: if a rule reads no tensor, with the reasons.
+        NotApplicableError: for a model in FSDP 1, whose weights are slices of one flat tensor; use FSDP 2.
         InvalidArgumentError: if a rule is not such a pair, ``accumulate`` is below 1, or a rule reads outputs of a
             model on a mesh of several dimensions and ``process_group`` is not given.
 
@@ -77,6 +79,7 @@ class Penalty:
             raise InvalidArgumentError(
                 "Penalty(accumulate=…) needs at least 1 call per step", f"{accumulate}", "Leave it out for 1."
             )
+        refuse_flat_shards(model, "Penalty", do="Shard it by fully_shard (FSDP 2) instead.", action="")
         bindings, self._remarks = bind(model, rules)
         if process_group is None and any(isinstance(b.regularizer, OutputRegularizer) for b in bindings):
             process_group = data_parallel_group(model)

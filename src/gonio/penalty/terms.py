@@ -176,6 +176,8 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context:
             return "it is a lookup table; name it in `where` to include it"
         if reads_outputs and not isinstance(module, _WITH_OUTPUTS):
             return "it is no linear or convolution layer"
+        if reads_outputs and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention uses its weight without calling it, so it has no output"
         return None if _layouts(module) else "it has no weight with filters"
 
     owners: dict[tuple[int, ...], str] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded, ordinary_eager
-from gonio.geometry.norms import full_precision, widen
+from gonio.geometry.norms import full_precision, whole, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
@@ -279,6 +279,7 @@ class OutputRegularizer(Regularizer):
             f"shape {tuple(outputs.shape)}",
             "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
         )
+        outputs = whole(outputs)  # under tensor parallelism each process has a part of the channels
         with full_precision(outputs):
             return self._evaluate(outputs, groups, generator, process_group)
 

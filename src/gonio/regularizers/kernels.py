@@ -285,7 +285,7 @@ def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
     flat = t.view(*groups, channels // pairs.groups, images * positions)
     samples = None
     if pairs.process_group is not None:
-        samples = total(x.new_tensor(float(images * positions)), pairs.process_group)
+        samples = total(x.new_full((), float(images * positions)), pairs.process_group)
     if pairs.center:
         torch.sub(x.transpose(0, 1), first_sample(x, pairs.process_group).transpose(0, 1), out=t)
         mean = _mean(flat, samples, pairs.process_group)

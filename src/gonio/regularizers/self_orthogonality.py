@@ -153,13 +153,14 @@ class SelfOrthogonality(OutputRegularizer):
                 "Pass generator=torch.Generator().manual_seed(…); gonio.Penalty has its own.",
             )
         chosen = torch.randperm(count, generator=generator, device=generator.device)[: self.samples]
-        chosen, x = chosen.to(x.device), x.flatten(2)
+        # drawn on the CPU, so that a training is the same on every device; a device does not wait for the copy
+        chosen, x = chosen.to(x.device, non_blocking=True), x.flatten(2)
         return x[chosen // x.shape[2], :, chosen % x.shape[2]].unsqueeze(2)
 
 
 def _samples(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
     """The number of samples of outputs (N, k, P), 1 at least."""
-    return total(x.new_tensor(float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
+    return total(x.new_full((), float(x.shape[0] * x.shape[2])), process_group).clamp_min(1)
 
 
 def _centred(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
@@ -184,7 +185,7 @@ def _soft_signs(x: Tensor, pairs: Pairs) -> Tensor:
 
 def _terms_of_signs(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     """The value, its mean term and its spread term, from soft signs (groups, k/groups, samples)."""
-    samples = total(t.new_tensor(float(t.shape[-1])), pairs.process_group)
+    samples = total(t.new_full((), float(t.shape[-1])), pairs.process_group)
     square = total((t * t).sum(-1, keepdim=True), pairs.process_group)
     dead = square <= ((pairs.gamma * pairs.least) ** 2 * samples).clamp_min(torch.finfo(t.dtype).tiny)
     unit = t * square.masked_fill(dead, 1).rsqrt().masked_fill(dead, 0)

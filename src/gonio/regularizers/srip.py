@@ -62,7 +62,9 @@ class SRIP(WeightRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))
         vector = self._iterated(a.detach(), state)
-        image = _image(_Held.apply(a), vector)
+        # Compilers take no functions with forward-mode derivatives, and refuse second derivatives themselves.
+        held = a if torch.compiler.is_compiling() else _Held.apply(a)
+        image = _image(held, vector)
         following = _following(image.detach(), vector).unsqueeze(-1)
         local: Any = following.to_local() if is_sharded(following) else following  # type: ignore[attr-defined]
         return Evaluation(safe_norm(image, -1).sum(), {}, local)

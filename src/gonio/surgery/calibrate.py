@@ -168,7 +168,8 @@ class _RunningMoments:
         self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
         switchable = isinstance(module, SWITCHABLE_NORMS) and module.use_batch and module.synchronize
         # whether the layer takes the statistics of its batches over all processes
-        self.joins = several_ranks() and (switchable or isinstance(module, nn.SyncBatchNorm))
+        self.group = getattr(module, "process_group", None)
+        self.joins = several_ranks(self.group) and (switchable or isinstance(module, nn.SyncBatchNorm))
         self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64)
 
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -182,7 +183,8 @@ class _RunningMoments:
         means, variances = flat.mean(2), flat.var(2, correction=0)
         n: Tensor = x.new_tensor(float(flat.shape[2]))
         if not isinstance(self.site.module, _InstanceNorm):
-            (means, variances), samples = batch_statistics(torch.stack([means, variances]), join=self.joins)
+            both = torch.stack([means, variances])
+            (means, variances), samples = batch_statistics(both, join=self.joins, group=self.group)
             n = n * samples
         if self.unbiased and self.of_batches and n > 1:
             variances = variances * (n / (n - 1))

@@ -75,6 +75,8 @@ def parametrize_(
         if len(shared) < len(found) and hasattr(unwrapped(model), "tie_weights"):
             methods = "tie_weights(), resize_token_embeddings() and init_weights() of transformers"
             edit.note(f"{methods} fail while a tied weight is parametrized: call them before this edit, or undo it")
+        if hasattr(unwrapped(model), "save_pretrained"):
+            edit.note("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit")
         if optimizer is None:
             note_added(edit)
     return edit.done()

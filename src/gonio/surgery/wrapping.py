@@ -65,11 +65,11 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def refuse_flat_shards(model: nn.Module, verb: str) -> None:
+def refuse_flat_shards(model: nn.Module, verb: str, *, do: str = _BEFORE, action: str = "change") -> None:
     """Raise for a model in FSDP 1."""
     if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
         why = "its parameters are slices of one flat tensor (FSDP 1)"
-        raise NotApplicableError(verb, "", why, _BEFORE, action="change")
+        raise NotApplicableError(verb, "", why, do, action=action)
 
 
 def refuse_shards(model: nn.Module, verb: str) -> None:

@@ -1,0 +1,86 @@
+"""Law: on another device nothing mixes devices, and no training step waits for the CPU.
+
+See `laws.accelerator`. What may wait: a table that is made once per geometry, a check when something is built, and
+what a caller asks for (values of a penalty, a measurement).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from catalog import PARAMETRIZATIONS
+from laws.accelerator import CONTROLS, PENALTIES, TICKS
+from laws.support import MODULES
+
+Found = dict[str, dict[str, list[str]] | str]
+ONCE = {"spectral_views.py to"}
+ALLOWED = {
+    "build": {*ONCE, "scale_shift.py reason_to_skip"},
+    "first tick": ONCE,
+    "values": {"penalty.py <dictcomp>", "penalty.py values"},
+    "measurement": {"blocks.py count_nonfinite", "tensor.py _filters"},
+}  # by phase; in all others nothing
+NAMES = [
+    *(f"module {case.name}" for case in MODULES),
+    *(f"penalty {case.name}" for case in PENALTIES),
+    "penalty of samples",
+    "penalty of two runs",
+    *(f"tick {case.name}" for case in TICKS),
+    *(f"attach {case.name}" for case in PARAMETRIZATIONS),
+    "Tracker",
+    "Muon",
+    "hold_",
+]
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each case did on the device, from a process of its own."""
+    path = tmp_path_factory.mktemp("accelerator") / "events.json"
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-m", "laws.accelerator", str(path)], env=environment, check=True, timeout=500)
+    return json.loads(path.read_text())
+
+
+def check(recorded: Found, name: str) -> None:
+    for form in (name, f"{name}, fast"):
+        found = recorded[form]
+        assert not isinstance(found, str), f"{form} raised:\n{found}"
+        for phase, events in found.items():
+            waits = [event for event in events if event.split(": ")[1] not in ALLOWED.get(phase, ())]
+            assert not waits, f"{form}, {phase}: {waits}"
+
+
+@pytest.mark.matrix("fake accelerator")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_another_device(name: str, recorded: Found) -> None:
+    check(recorded, name)
+
+
+# --- negative controls ----------------------------------------------------------------------------
+
+
+def test_the_law_accepts_a_plain_linear_layer(recorded: Found) -> None:
+    check(recorded, f"module {CONTROLS[0].name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("_Reading", "reads a number: outside gonio"),
+        ("_Mixing", "Expected all tensors to be on the same device"),
+        ("_Listing", "copies between devices: outside gonio"),
+        ("_Backward", "reads a number: outside gonio"),
+    ],
+)
+def test_the_law_refuses(name: str, problem: str, recorded: Found) -> None:
+    with pytest.raises(AssertionError, match=problem):
+        check(recorded, f"module {name}")
