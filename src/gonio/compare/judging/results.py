@@ -49,6 +49,8 @@ class RunRecord:
         settings: tuned values of the recipe, by name; empty without tuning.
         robustness: accuracy in percent on disturbed inputs, see
             :func:`gonio.compare.judging.robustness.robustness`; empty if the study does not attack models.
+        metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
+        costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
         error: why the run diverged or failed.
         seconds: CPU seconds of the run's process; ignored when records are compared.
     """
@@ -65,6 +67,8 @@ class RunRecord:
     seconds: float | None = field(default=None, compare=False)
     settings: Mapping[str, float] = field(default_factory=dict)
     robustness: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-able data."""

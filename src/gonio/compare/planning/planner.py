@@ -19,9 +19,10 @@ from gonio.compare.planning.plan import (
     installed_versions,
 )
 from gonio.compare.running.scripts import probe_script
-from gonio.compare.running.training import OPTIMIZERS
+from gonio.compare.running.training import check_training
 from gonio.compare.running.tuning import require_optuna
 from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.tasks.data import paired
 from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
@@ -44,6 +45,8 @@ def make_plan(
     sesoi: float | None = None,
     tune: int = 0,
     robust: bool = False,
+    device: str = "cpu",
+    workers: int | None = None,
     command: str = "gonio compare",
 ) -> Plan:
     """Plan a comparison: recipes × seeds on one task and model, the baseline included.
@@ -60,6 +63,8 @@ def make_plan(
         sesoi: smallest effect of interest in the metric's unit; None is the task's own.
         tune: tuning trials of every recipe, the baseline included, over its strengths and the learning rate.
         robust: attack the trained models, as the task configures it.
+        device: kind of device on which the runs compute: `cpu`, `cuda` or `mps`.
+        workers: processes that load the items of data sets in each run; None is the task's own number.
         command: the command line that reproduces the study, for the record.
 
     Raises:
@@ -74,7 +79,9 @@ def make_plan(
     """
     data, found = resolve_task(task), seeds_of(seeds)
     chosen, spec = training or data.training, model or data.model
-    _check_training(chosen, data)
+    check_training(chosen, data, device=device)
+    workers = data.workers if workers is None else workers
+    _check_paired(data, chosen, workers)
     if robust and data.threat is None:
         raise InvalidArgumentError(
             f"--robust needs a task whose inputs have small disturbances; {data.name!r} does not configure any",
@@ -109,12 +116,15 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=_code(task, spec),
-        notes=(*data.notes, *left_out, *confounded),
+        notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
         tuning=Tuning(trials=tune) if tune else None,
         threat=data.threat if robust else None,
         chance=chance,
+        device=device,
+        metrics={metric.name: metric.unit for metric in data.metrics},
+        workers=workers,
     )
 
 
@@ -262,7 +272,7 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
     """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
-    inputs, targets = task.train.inputs[:2], task.train.targets[:2]
+    inputs, targets = task.train.take(range(2))
     try:
         with torch.no_grad():
             outputs = task.outputs(model.eval(), inputs)
@@ -283,7 +293,10 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     None if the metric cannot be computed for constant outputs.
     """
     constants = [torch.zeros_like(outputs[0])]
-    targets = task.test.targets
+    try:
+        targets = task.test.targets
+    except InvalidArgumentError:  # a data set that must be read for them
+        return None
     if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
         constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
     try:
@@ -294,15 +307,23 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     return float(max(scores) if task.metric.direction == "max" else min(scores))
 
 
-def _check_training(training: Training, task: Task) -> None:
-    for name in ("epochs", "batch_size", "lr"):
-        _positive(name, getattr(training, name))
-    if training.optimizer not in OPTIMIZERS:
-        names = f"optimizer must be one of {', '.join(OPTIMIZERS)}"
-        raise InvalidArgumentError(names, repr(training.optimizer), "Choose one of them.")
-    if training.batch_size > len(task.train):
-        most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
-        raise InvalidArgumentError(most, str(training.batch_size), "Choose a smaller one.")
+def _check_paired(task: Task, training: Training, workers: int) -> None:
+    if not paired(task.train, training.batch_size, workers=workers):
+        raise InvalidArgumentError(
+            f"the training examples of {task.name!r} must be the same for all recipes of a seed",
+            "another first batch when it was read again with the same seed",
+            "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded.",
+        )
+
+
+def _notes_on(device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ()
+    return (
+        f"The runs computed on {device}. Initial weights, the order of the examples and their augmentation are drawn "
+        "on the CPU and are bit-equal on every device; sums are not, so scores may differ in their last digits from "
+        "those of another device, and between two runs of an operation that has no deterministic form.",
+    )
 
 
 def _positive(name: str, value: float) -> float:

@@ -17,6 +17,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gonio.compare.engines.devices import Devices
 from gonio.compare.engines.local import Engine, Future, Local, NodeLost, call_apart
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
@@ -48,7 +49,7 @@ def run(
 
     Args:
         path: the study's folder; created if absent, resumed if it contains the same plan.
-        jobs: how many runs at a time on this machine; None is one per core.
+        jobs: how many runs at a time on this machine; None is one per core, or one per accelerator.
         engine: where the runs are computed; None is this machine. It is closed at the end.
         watcher: receives the progress; see :func:`watcher_for`.
         run_timeout: seconds after which a run or trial is stopped and counts as failed; None: never. Without it the
@@ -78,7 +79,7 @@ def run(
         )
     if run_timeout is not None and not run_timeout > 0:
         raise InvalidArgumentError("run_timeout must be a positive number of seconds", repr(run_timeout), "Give 3600.")
-    engine = engine or Local(jobs)
+    engine = engine or Local(jobs, Devices.named(plan.device))
     require_scipy()
     watcher = watcher or Quiet()
     folder = Path(path)
