@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from gonio.compare.planning.plan import (
     ATTACK_SEED,
     BASELINE,
     TUNING_SEED,
+    AttackConfig,
     Plan,
     RecipeEntry,
     Training,
@@ -41,7 +44,7 @@ def make_plan(
     task: str = "digits",
     model: str | None = None,
     seeds: int | Sequence[int] = 8,
-    training: Training | None = None,
+    training: Training | Mapping[str, Any] | None = None,
     sesoi: float | None = None,
     tune: int = 0,
     robust: bool = False,
@@ -59,7 +62,7 @@ def make_plan(
         task: see :func:`gonio.compare.tasks.resolve`.
         model: see :func:`gonio.models.resolve`; None is the task's own.
         seeds: how many (0, 1, …), or which.
-        training: None is the task's own.
+        training: None is the task's own; a mapping holds values in place of the task's own.
         sesoi: smallest effect of interest in the metric's unit; None is the task's own.
         tune: tuning trials of every recipe, the baseline included, over its strengths and the learning rate.
         robust: attack the trained models, as the task configures it.
@@ -78,7 +81,8 @@ def make_plan(
         (6, ['baseline', 'orthogonal-init'])
     """
     data, found = resolve_task(task), seeds_of(seeds)
-    chosen, spec = training or data.training, model or data.model
+    spec = model or data.model
+    chosen = training if isinstance(training, Training) else replace(data.training, **training or {})
     check_training(chosen, data, device=device)
     workers = data.workers if workers is None else workers
     _check_paired(data, chosen, workers)
@@ -137,6 +141,8 @@ def make_script_plan(
     direction: str = "max",
     unit: str = "",
     sesoi: float = 0.0,
+    epsilon: float | None = None,
+    device: str = "cpu",
     command: str = "gonio compare",
 ) -> Plan:
     """Plan a comparison that calls `script` for every run.
@@ -150,6 +156,8 @@ def make_script_plan(
         script: `file.py:function`; the function is called with a :class:`Run` and gives the score.
         metric, unit: of the score. direction: `max` if a larger score is better, else `min`.
         sesoi: smallest effect of interest in the score's unit; 0: none, so no effect is called too small.
+        epsilon: largest change of an input number by attacks on the model that the script hands over; None: none.
+        device: kind of device that the script finds in `run.device`.
 
     Raises:
         InvalidArgumentError: no Python file, no seeds, an unknown direction, or an exception of the script.
@@ -193,9 +201,11 @@ def make_script_plan(
         data="",
         sesoi=sesoi,
         code=_code(script),
-        notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
+        notes=(_SCRIPT_NOTE, *map(_left_out, unfit), *_notes_on(device)),
         versions=installed_versions(),
         command=command,
+        threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
+        device=device,
     )
 
 

@@ -157,7 +157,7 @@ def _trials(study: Study, entry: RecipeEntry, tuning: Tuning, *, known: Set[int]
 
 def transfer_jobs(study: Study) -> list[Job]:
     """The one computation before all attacks, if it is needed and not done yet."""
-    config = study.plan.threat
+    config = None if study.plan.scripted else study.plan.threat  # a script's other baseline would be a whole run
     needed = config is not None and study.transferred() is None and study.missing()
     return [TransferJob(config)] if config is not None and needed else []
 

@@ -88,7 +88,7 @@ def run(
         study = Study.create_locked(folder, plan)
         try:
             Scheduler(study, engine, watcher, run_timeout).go()
-            _measure(study, watcher)
+            _measure(study, watcher, engine)
         finally:
             watcher.stop()
             engine.close()
@@ -183,15 +183,18 @@ class Scheduler:
             self._watcher.stage(f"no transfer attack: {record.status}: {record.error}")
 
 
-def _measure(study: Study, watcher: Watcher) -> None:
+def _measure(study: Study, watcher: Watcher, engine: Engine) -> None:
     """Measure the costs after the runs, when the study does not use the machine."""
     entries = study.without_costs()
     if not entries:
         return
     watcher.stage("measuring step time and memory")
     try:
-        rows = call_apart(measure_costs, study.plan, entries)
-    except ChildProcessError as error:
+        if study.plan.device == "cpu":
+            rows = call_apart(measure_costs, study.plan, entries)
+        else:  # a process with a device of its own, as a run has it
+            rows = engine.start(measure_costs, study.plan, entries).result()
+    except (ChildProcessError, NodeLost) as error:
         watcher.stage(f"costs were not measured: {error}")
     else:
         study.add_costs([tuple(row) for row in rows])
