@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,19 +117,23 @@ class ItemSet(_Unloaded):
         if own is not None:
             yield f"{len(self)}", str(own()).encode()
             return
+        with suppress(InvalidArgumentError):  # targets that are not known
+            yield "targets", _bytes(self.targets)
         count = min(_SAMPLED, len(self))
         inputs, targets = self.take([i * len(self) // count for i in range(count)])
         yield from ((f"{len(self)} {x.dtype} {tuple(x.shape)}", _bytes(x)) for x in (inputs, targets))
 
     def _read(self, batches: Sequence[Sequence[int]], *, seed: int, epoch: int, workers: int) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
-            _Seeded(self.dataset, seed, epoch),
-            batch_sampler=batches,  # type: ignore[arg-type]
-            num_workers=workers,
-            generator=Generator(),  # else an iteration would draw from the global generator, which dropout reads
-            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        )
-        return map(_pair, loader)
+        with warnings.catch_warnings():  # more processes than cores: their number is the user's own choice
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader: DataLoader[Any] = DataLoader(
+                _Seeded(self.dataset, seed, epoch),
+                batch_sampler=batches,  # type: ignore[arg-type]
+                num_workers=workers,
+                generator=Generator(),  # else an iteration would draw from the global generator, which dropout reads
+                multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+            )
+            return map(_pair, iter(loader))
 
 
 class _Seeded(Dataset[Any]):
@@ -203,7 +208,7 @@ def examples_of(source: Any) -> Examples:
     Raises:
         InvalidArgumentError: runs on it cannot be paired; says why.
     """
-    if hasattr(source, "in_order"):
+    if hasattr(source, "shuffled"):
         return source  # type: ignore[no-any-return]
     if isinstance(source, DataLoader):
         raise _unpaired("a DataLoader, whose batch size is fixed", "Give its data set, or a function that makes it.")
