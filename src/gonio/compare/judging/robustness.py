@@ -106,8 +106,12 @@ def _percent(mask: Tensor) -> float:
 
 def attacked_split(task: Task, config: AttackConfig) -> tuple[Tensor, Tensor]:
     """The examples of the test split that are attacked, the same in every run."""
-    index = torch.randperm(len(task.test), generator=generator(config.seed, "examples"))[: config.examples]
-    return task.test.take(index)  # type: ignore[arg-type]
+    return task.test.take(chosen(len(task.test), config))  # type: ignore[arg-type]
+
+
+def chosen(count: int, config: AttackConfig) -> Tensor:
+    """The indices of the attacked ones of so many examples."""
+    return torch.randperm(count, generator=generator(config.seed, "examples"))[: config.examples]
 
 
 def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:

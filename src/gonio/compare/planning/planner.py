@@ -184,7 +184,7 @@ def make_script_plan(
     if not 0 <= sesoi < float("inf"):
         raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
     loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
-    unfit = _unfit(script, loaded)
+    unfit = _unfit(script, loaded, device)
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
     fitting = [recipe for recipe in loaded if recipe.name not in unfit]
@@ -237,10 +237,10 @@ def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module
     return fitting, notes
 
 
-def _unfit(script: str, recipes: Sequence[Recipe]) -> dict[str, str]:
+def _unfit(script: str, recipes: Sequence[Recipe], device: str) -> dict[str, str]:
     """The recipes with a rule that matches no layer of the script's model, with the reason."""
     try:
-        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes])
+        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes], device)
     except ChildProcessError as error:
         found = {"error": str(error)}
     if "error" in found:
