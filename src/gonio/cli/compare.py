@@ -63,7 +63,7 @@ _Jobs = Annotated[
 _Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:N or mps; default: cpu for built-in tasks, else the accelerator if there is one.",
+        help="cpu, cuda, cuda:N or mps; default: cpu for built-in tasks and scripts, else the accelerator.",
         metavar="DEVICE",
     ),
 ]
@@ -194,8 +194,9 @@ def _devices(name: str | None, given: dict[str, Any]) -> Devices:
     from gonio.compare import tasks
     from gonio.compare.engines import Devices
 
-    built_in = "script" not in given and given.get("task", _DEFAULTS["task"]) in tasks.BUILT_IN
-    found = Devices.named("cpu" if name is None and built_in else name)
+    # a script chooses for itself, and may not even look at run.device
+    on_cpu = "script" in given or given.get("task", _DEFAULTS["task"]) in tasks.BUILT_IN
+    found = Devices.named("cpu" if name is None and on_cpu else name)
     if found.kind != "cpu":
         given.setdefault("device", found.kind)
     return found

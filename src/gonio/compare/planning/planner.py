@@ -86,15 +86,7 @@ def make_plan(
     check_training(chosen, data, device=device)
     workers = data.workers if workers is None else workers
     _check_paired(data, chosen, workers)
-    if robust and data.threat is None:
-        raise InvalidArgumentError(
-            f"--robust needs a task whose inputs have small disturbances; {data.name!r} does not configure any",
-            "a task without threat=",
-            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
-        )
-    if tune:
-        _positive("the number of trials", tune)
-        require_optuna()
+    _check_further(data, robust=robust, tune=tune)
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
     chance = _chance(data, _checked_outputs(net, spec, data))
@@ -201,7 +193,7 @@ def make_script_plan(
         data="",
         sesoi=sesoi,
         code=_code(script),
-        notes=(_SCRIPT_NOTE, *map(_left_out, unfit), *_notes_on(device)),
+        notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
         versions=installed_versions(),
         command=command,
         threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
@@ -315,6 +307,19 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     except Exception:  # a user's metric may reject constant outputs
         return None
     return float(max(scores) if task.metric.direction == "max" else min(scores))
+
+
+def _check_further(task: Task, *, robust: bool, tune: int) -> None:
+    """Whether the models can be attacked and the recipes tuned, if that is wanted."""
+    if robust and task.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs a task whose inputs have small disturbances; {task.name!r} does not configure any",
+            "a task without threat=",
+            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
+        )
+    if tune:
+        _positive("the number of trials", tune)
+        require_optuna()
 
 
 def _check_paired(task: Task, training: Training, workers: int) -> None:

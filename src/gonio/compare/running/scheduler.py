@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,7 +22,7 @@ from gonio.compare.engines.local import Engine, Future, Local, NodeLost, call_ap
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.statistics import require_scipy
-from gonio.compare.planning.plan import Plan, installed_versions
+from gonio.compare.planning.plan import Plan, RecipeEntry, installed_versions
 from gonio.compare.running.jobs import Job, TransferJob, run_jobs, transfer_jobs, trial_jobs
 from gonio.compare.running.study import Study, locked
 from gonio.errors import Interrupted, InvalidArgumentError
@@ -193,11 +193,19 @@ def _measure(study: Study, watcher: Watcher, engine: Engine) -> None:
         if study.plan.device == "cpu":
             rows = call_apart(measure_costs, study.plan, entries)
         else:  # a process with a device of its own, as a run has it
-            rows = engine.start(measure_costs, study.plan, entries).result()
+            rows = _computed(engine, study.plan, entries)
     except (ChildProcessError, NodeLost) as error:
         watcher.stage(f"costs were not measured: {error}")
     else:
         study.add_costs([tuple(row) for row in rows])
+
+
+def _computed(engine: Engine, plan: Plan, entries: list[RecipeEntry]) -> Any:
+    call = engine.start(measure_costs, plan, entries)
+    try:
+        return call.result()
+    finally:
+        call.stop()
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class ItemSet(_Unloaded):
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
-    def targets(self) -> Tensor:  # type: ignore[override]
+    def targets(self) -> Tensor:
         """The attribute `targets` of the data set, as torchvision's have it."""
         found = getattr(self.dataset, "targets", None)
         return super().inputs if found is None else torch.as_tensor(found)
@@ -209,7 +209,7 @@ def examples_of(source: Any) -> Examples:
         InvalidArgumentError: runs on it cannot be paired; says why.
     """
     if hasattr(source, "shuffled"):
-        return source  # type: ignore[no-any-return]
+        return source
     if isinstance(source, DataLoader):
         raise _unpaired("a DataLoader, whose batch size is fixed", "Give its data set, or a function that makes it.")
     if isinstance(source, IterableDataset):
