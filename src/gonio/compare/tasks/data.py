@@ -199,6 +199,8 @@ class LoaderSet(_Unloaded):
         loader = self._make(size)
         if not isinstance(loader, DataLoader):
             raise _unpaired(f"a function that returns a {type(loader).__name__}", "Return a torch DataLoader.")
+        if loader.num_workers and loader.multiprocessing_context is None and sys.platform == "linux":
+            loader.multiprocessing_context = "fork"  # other processes could not import the user's file by its name
         return loader
 
 
