@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -164,6 +166,24 @@ def test_a_dry_run_trains_nothing(folder: Path) -> None:
     assert not Path("gonio-study").exists()
 
 
+def test_the_options_of_a_training_reach_the_plan_and_its_command(folder: Path) -> None:
+    words = ["--task", "tiny.py:tiny", "--seeds", "1", "--epochs", "2", "--lr", "0.1", "--optimizer", "adamw",
+             "--weight-decay", "0.01", "--schedule", "one-cycle", "--ema", "0.9", "--precision", "bf16"]  # fmt: skip
+    result = invoke("compare", "scale-shift", *words, "-o", "trained", "--jobs", "1")
+    assert result.exit_code == 0, result.stderr
+    plan = json.loads((folder / "trained" / "plan.json").read_text())
+    named = {"epochs": 2, "lr": 0.1, "optimizer": "adamw", "weight_decay": 0.01, "schedule": "one-cycle", "ema": 0.9}
+    assert plan["training"].items() >= {**named, "precision": "bf16", "batch_size": 12}.items()  # 12 is the task's own
+    again = invoke(*shlex.split(plan["command"])[1:], "--dry-run")
+    assert again.exit_code == 0, again.stderr
+    assert (
+        "2 epochs, batch size 12, adamw (learning rate 0.1 with one cycle, weight decay 0.01), moving" in again.stdout
+    )
+    other = invoke("compare", "scale-shift", *words, "--ema", "0.8", "-o", "trained")
+    assert other.exit_code == 3
+    assert re.search(r"training\.ema +0\.9 +0\.8", other.stderr)
+
+
 def test_a_dry_run_shows_the_budget_of_tuning_and_attacks(folder: Path) -> None:
     pytest.importorskip("optuna", reason="the extra `tune` is not installed")
     result = invoke("compare", "scale-shift", "--tune", "10", "--robust", "--seeds", "6", "--dry-run")
@@ -187,6 +207,7 @@ def test_the_seeds_may_begin_elsewhere(folder: Path) -> None:
         ({"seeds": 6, "first_seed": 50}, " --seeds 6 --first-seed 50"),
         ({"tune": 5, "robust": True, "output": Path("x y")}, " --tune 5 --robust -o 'x y'"),
         ({"self_test": True}, " --self-test"),
+        ({"warm_up": 0.5, "batch_size": 8}, " --warm-up 0.5 --batch-size 8"),
         ({"script": "my fit.py:train", "metric": "size"}, " --script 'my fit.py:train' --metric size"),
     ],
 )
@@ -208,6 +229,10 @@ def test_the_command_on_the_page_repeats_the_study(given: dict[str, object], wor
         (["switchable-norm", "--model", "tiny.py:linear"], 3, "rule 1 of swap"),
         (["scale-shift", "--task", "tiny.py:no_task"], 3, "tiny.py:no_task raised ValueError: no data today"),
         (["scale-shift", "scale-shift"], 2, "scale-shift more than once"),
+        (["--schedule", "linear"], 2, "schedule must be one of cosine, constant, step, one-cycle; found 'linear'"),
+        (["--batch-size", "300"], 2, "batch_size must be at most the 200 training examples of 'digits'; found 300"),
+        (["--device", "tpu"], 2, "a device is cpu, cuda, cuda:N or mps; found 'tpu'"),
+        (["--epsilon", "0.1"], 2, "--robust with --script needs --epsilon, and --epsilon needs both"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_trained(folder: Path, words: list[str], code: int, message: str) -> None:
@@ -297,6 +322,8 @@ def test_a_script_brings_its_own_training(folder: Path) -> None:
     [
         (["--script", "own_fit.py:train", "--task", "tiny.py:tiny"], "found --task or --model beside it"),
         (["--script", "own_fit.py:train", "--model", "digits-cnn"], "found --task or --model beside it"),
+        (["--script", "own_fit.py:train", "--epochs", "3"], "--epochs: the training is gonio's; found --script beside"),
+        (["--script", "own_fit.py:train", "--robust"], "--robust with --script needs --epsilon"),
         (["--direction", "min"], "describe the score of a script; found no --script"),
         (["--script", "absent.py:train"], "no file"),
         (["--engine", "slurm"], "there is no engine named 'slurm'. Known: local, ray"),

@@ -17,7 +17,7 @@ from torch import nn
 from compare.plans import OWN
 from gonio import Recipe
 from gonio.compare import Lines, Plan, Run, Study, make_script_plan, run
-from gonio.compare.running.scripts import curve_of
+from gonio.compare.running.scripts import curve_of, run_script
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.report import html as html_of
 
@@ -234,3 +234,42 @@ def test_a_smaller_score_can_be_better(tmp_path: Path) -> None:
     assert effect.mean == pytest.approx(len("scale-shift") - len("baseline"))
     assert effect.verdict == "hurts"
     assert Study.open(tmp_path).plan.metric == "perplexity"
+
+
+def test_a_script_measures_its_steps_shows_further_metrics_and_hands_over_its_model(tmp_path: Path) -> None:
+    study = run(plan_of("measured", epsilon=0.3, unit="%"), tmp_path, jobs=1)
+    records = study.runs()
+    assert [record.status for record in records] == ["finished"] * 4, [record.error for record in records]
+    assert all(record.costs["step_time"] > 0 and "memory" not in record.costs for record in records)
+    assert [record.metrics for record in records] == [
+        {"val_score": 11.0, "f1": seed + len(record.recipe)} for record, seed in zip(records, [0, 1, 0, 1], strict=True)
+    ]
+    assert {"clean", "noise", "fgsm", "pgd", "worst"} <= set(records[0].robustness)
+    assert "transfer" not in records[0].robustness
+    assert records[0].robustness["worst"] <= records[0].robustness["clean"]
+    results = study.results()
+    assert results.effects[0].step_time is not None
+    assert results.effects[0].step_time.n == 2
+    assert [each.recipe for each in results.robustness] == ["baseline", "scale-shift"]
+    assert any(
+        "f1, which decides nothing" in note and "baseline 8.5; scale-shift +3 (" in note for note in results.notes
+    )
+
+
+def test_only_some_steps_are_measured(tmp_path: Path) -> None:
+    one = run_of(tmp_path)
+    for _ in range(120):
+        with one.step():
+            pass
+    assert len(one._gauges) == 100
+    one.report(1.0)
+    assert set(json.loads((tmp_path / "outcome.json").read_text())["costs"]) == {"step_time"}
+
+
+def test_attacks_need_the_model(tmp_path: Path) -> None:
+    plan = plan_of("train", epsilon=0.1)
+    with pytest.raises(InvalidArgumentError, match=r"hands over; found no call of run.hand_over"):
+        run_script(plan, plan.baseline, 0, tmp_path)
+    one = run_of(tmp_path)
+    one.hand_over(nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
+    assert not (tmp_path / "attacked.json").exists()  # without --robust

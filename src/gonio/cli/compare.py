@@ -17,7 +17,7 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameErr
 
 if TYPE_CHECKING:
     from gonio.compare import Plan
-    from gonio.compare.engines import Engine
+    from gonio.compare.engines import Devices, Engine
 
 # Options that decide the results of a study, in the order of its command; the others are settings of this machine.
 _DEFAULTS: dict[str, Any] = {
@@ -33,9 +33,13 @@ _DEFAULTS: dict[str, Any] = {
     "first_seed": 0,
     "tune": 0,
     "robust": False,
+    "epsilon": None,
+    **dict.fromkeys(options.TRAINING),
+    "device": None,
     "output": Path("gonio-study"),
 }
-_OF_SCORE, _OF_TRAINING, _OF_MODEL = ("metric", "unit", "direction", "sesoi"), ("tune", "robust"), ("task", "model")
+_OF_SCORE, _OF_MODEL = ("metric", "unit", "direction", "sesoi"), ("task", "model")
+_OF_TRAINING = ("tune", *options.TRAINING)
 
 _Recipes = Annotated[
     list[str] | None,
@@ -52,20 +56,37 @@ _Seeds = Annotated[int, typer.Option(help="Runs per recipe.", min=1, max=10**6, 
 _FirstSeed = Annotated[
     int, typer.Option(help="First seed. Choose new seeds to repeat the study independently.", min=0, max=2**62)
 ]
-_Jobs = Annotated[int | None, typer.Option(help="Runs at the same time; default: one per core.", min=1, metavar="J")]
+_Jobs = Annotated[
+    int | None,
+    typer.Option(help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"),
+]
+_Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:N or mps; default: cpu for built-in tasks and scripts, else the accelerator.",
+        metavar="DEVICE",
+    ),
+]
+_Workers = Annotated[
+    int | None, typer.Option(help="Processes that load the items of a data set, in each run.", min=0, metavar="N")
+]
 _Engine = Annotated[str, typer.Option(help="local, or ray for an already running Ray cluster.", metavar="ENGINE")]
 _Cpus = Annotated[float, typer.Option(help="CPUs per run on a cluster.")]
-_Gpus = Annotated[float, typer.Option(help="GPUs per run on a cluster.")]
+_Gpus = Annotated[float | None, typer.Option(help="GPUs per run on a cluster; default: 1 with --device cuda.")]
 _Tune = Annotated[
     int,
     typer.Option(
-        help="Trials to tune the learning rate and the strengths of every recipe and the baseline before the runs.",
+        help="Trials to tune the learning rate and the strengths (not the epochs) of every recipe and the baseline "
+        "before the runs.",
         min=0,
         max=10**6,
         metavar="N",
     ),
 ]
 _Robust = Annotated[bool, typer.Option("--robust", help="Attack the trained models and show their accuracy.")]
+_Epsilon = Annotated[
+    float | None, typer.Option(help="With --script: largest change of an input number by an attack.", metavar="X")
+]
 _SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Compare the baseline with itself: how often is a verdict wrong?")
 ]
@@ -86,6 +107,7 @@ _RunTimeout = Annotated[
 _Study = Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")]
 
 
+@options.takes_training
 def compare(
     context: typer.Context,
     recipes: _Recipes = None,
@@ -97,9 +119,13 @@ def compare(
     jobs: _Jobs = None,
     engine: _Engine = "local",
     cpus: _Cpus = 1.0,
-    gpus: _Gpus = 0.0,
+    gpus: _Gpus = None,
+    device: _Device = None,
+    workers: _Workers = None,
+    training: dict[str, Any],
     tune: _Tune = 0,
     robust: _Robust = False,
+    epsilon: _Epsilon = None,
     self_test: _SelfTest = False,
     dry_run: _DryRun = False,
     script: _Script = None,
@@ -119,22 +145,26 @@ def compare(
     _check(recipes or [], given)
     from gonio import compare as comparing
 
+    devices = _devices(device, given)
     command, drawn = _command(recipes or [], given), range(first_seed, first_seed + seeds)
     chosen = [] if self_test else recipes or None
     with users_code(task, model):
         if script is not None:
             score = {name: context.params[name] for name in _OF_SCORE}
-            plan = comparing.make_script_plan(chosen, script=script, seeds=drawn, command=command, **score)
+            plan = comparing.make_script_plan(
+                chosen, script=script, seeds=drawn, epsilon=epsilon, device=devices.kind, command=command, **score
+            )
         else:
             plan = comparing.make_plan(
-                chosen, task=task, model=model, seeds=drawn, tune=tune, robust=robust, command=command
-            )
+                chosen, task=task, model=model, seeds=drawn, tune=tune, robust=robust, command=command,
+                training=training, device=devices.kind, workers=workers,
+            )  # fmt: skip
     if self_test:
         plan = comparing.self_test_plan(plan, size=len(drawn))
     if dry_run:
         _show_plan(plan, output, jobs)
     else:
-        _run(plan, output, _engine(engine, jobs, cpus, gpus), run_timeout=run_timeout)
+        _run(plan, output, _engine(engine, jobs, cpus, gpus, devices), run_timeout=run_timeout)
 
 
 def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
@@ -146,17 +176,37 @@ def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
         what = "--metric, --unit, --direction and --sesoi describe the score of a script"
         raise InvalidArgumentError(what, "no --script", "A task has its own; leave them out.")
     if "script" in given and not given.keys().isdisjoint(_OF_TRAINING):
-        what = "--tune and --robust need a training by gonio"
-        raise InvalidArgumentError(what, "--script beside them", "Leave them out.")
+        named = ", ".join(_option(name) for name in given if name in _OF_TRAINING)
+        raise InvalidArgumentError(f"{named}: the training is gonio's", "--script beside it", "Leave it out.")
+    if ("script" in given and "robust" in given) != ("epsilon" in given):
+        what = "--robust with --script needs --epsilon, and --epsilon needs both"
+        raise InvalidArgumentError(what, "one without the other", "Write e.g. --robust --epsilon 0.03.")
     if "script" in given and not given.keys().isdisjoint(_OF_MODEL):
         raise InvalidArgumentError("--script trains its own model", "--task or --model beside it", "Leave them out.")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _devices(name: str | None, given: dict[str, Any]) -> Devices:
+    """The devices of the study; an accelerator that was found becomes part of its command."""
+    from gonio.compare import tasks
+    from gonio.compare.engines import Devices
+
+    # a script chooses for itself, and may not even look at run.device
+    on_cpu = "script" in given or given.get("task", _DEFAULTS["task"]) in tasks.BUILT_IN
+    found = Devices.named("cpu" if name is None and on_cpu else name)
+    if found.kind != "cpu":
+        given.setdefault("device", found.kind)
+    return found
 
 
 def _command(recipes: list[str], given: Mapping[str, Any]) -> str:
     """The command that reproduces the study."""
     words = ["gonio", "compare", *recipes]
     for name, value in given.items():
-        words.append("-o" if name == "output" else f"--{name.replace('_', '-')}")
+        words.append("-o" if name == "output" else _option(name))
         words += [] if value is True else [str(value)]
     return shlex.join(words)
 
@@ -176,16 +226,16 @@ def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
         print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
 
 
-def _engine(name: str, jobs: int | None, cpus: float, gpus: float) -> Engine:
+def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, devices: Devices) -> Engine:
     from gonio.compare.engines import Local, Ray
 
     if name == "ray":
-        return Ray(cpus=cpus, gpus=gpus, jobs=jobs)
+        return Ray(cpus=cpus, gpus=float(devices.kind == "cuda") if gpus is None else gpus, jobs=jobs)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
-    if (cpus, gpus) != (1.0, 0.0):
+    if (cpus, gpus) != (1.0, None):
         raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
-    return Local(jobs)
+    return Local(jobs, devices)
 
 
 def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -120,7 +120,12 @@ def _write(found: Measurements | Differences | Changes, targets: dict[str, str |
     """Write the requested formats, or show the table; whether any format was requested."""
     command, date = shlex.join(["gonio", *sys.argv[1:]]), f"{datetime.now():%Y-%m-%d %H:%M}"
     page = partial(found.to_html, command=command, date=date)
-    writers = {"html": page, "json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}
+    writers: dict[str, Callable[[], str]] = {
+        "html": page,
+        "json": found.to_json,
+        "csv": found.to_csv,
+        "md": found.to_markdown,
+    }
     saved = save_formats(targets, writers)
     if not saved:
         show(found)

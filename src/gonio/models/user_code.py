@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,10 @@ def is_user_code(spec: str) -> bool:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The callable that `path/file.py:name` refers to. Executes the file."""
+    """The callable that `path/file.py:name` refers to. Executes the file.
+
+    Modules beside the file can be imported while it is executed and while the function runs.
+    """
     path, name = _split(spec)
     # The digest makes the name unique, and registration lets classes of the file be pickled.
     module_name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
@@ -37,8 +43,28 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise InvalidArgumentError(f"{spec!r} must name a Python file", str(path), "Give a file that ends in .py.")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module
-    module_spec.loader.exec_module(module)
-    return _function(spec, path, name, module)
+    with _neighbours(path):
+        module_spec.loader.exec_module(module)
+    function = _function(spec, path, name, module)
+
+    @wraps(function)
+    def beside(*arguments: Any, **named: Any) -> Any:
+        with _neighbours(path):
+            return function(*arguments, **named)
+
+    return beside
+
+
+@contextmanager
+def _neighbours(path: Path) -> Iterator[None]:
+    """The folder of the file on the path of imports, for the block."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code has changed the path
+            sys.path.remove(folder)
 
 
 def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., Any]:
@@ -83,11 +109,35 @@ def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str,
 
 
 def code_digest(spec: str) -> str | None:
-    """SHA-256 of the file that `spec` names; None for a built-in name."""
+    """SHA-256 of the file that `spec` names, with the modules beside it that it imports; None for a built-in name."""
     if not is_user_code(spec):
         return None
     path, _ = _split(spec)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    sha = hashlib.sha256(path.read_bytes())
+    for module in sorted(_imported(path, {path.resolve()})):
+        sha.update(f"{module.name} ".encode() + module.read_bytes())
+    return sha.hexdigest()
+
+
+def _imported(path: Path, known: set[Path]) -> set[Path]:
+    """The files in the folder of a file that it imports, directly or through each other."""
+    names: set[str] = set()
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # its execution says so
+        return set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    folder = path.resolve().parent
+    files = [folder / f"{name}.py" for name in names]
+    for package in (folder / name for name in names if (folder / name / "__init__.py").is_file()):
+        files += package.rglob("*.py")
+    found = {file for file in files if file.is_file()} - known
+    known |= found
+    return found.union(*(_imported(file, known) for file in found))
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -53,7 +53,9 @@ class Applied:
         return "\n".join([f"{self.recipe}:", *parts]) if parts else f"{self.recipe}: nothing to do"
 
 
-def apply_(name: str, assignments: Sequence[Assignment], model: nn.Module, *, seed: int) -> Applied:
+def apply_(
+    name: str, assignments: Sequence[Assignment], model: nn.Module, *, seed: int, accumulate: int = 1
+) -> Applied:
     """Apply the rules of a recipe of that name to the modules assigned to them; all of them or none."""
     acting = [assignment for assignment in assignments if not assignment.rule.keeps]
     edits: list[Edited] = []
@@ -64,7 +66,7 @@ def apply_(name: str, assignments: Sequence[Assignment], model: nn.Module, *, se
                 rules.append((a.where, find("penalty", a.rule.use).target(**a.rule.arguments())))
             else:
                 edits.append(_edit_(model, a, seed))
-        penalty = Penalty(model, rules, seed=seed) if rules else None
+        penalty = Penalty(model, rules, seed=seed, accumulate=accumulate) if rules else None
     except BaseException:
         _undo_(edits)
         raise

@@ -122,7 +122,7 @@ class Recipe:
         """
         return plan(self.name, self._assigned(model), model)
 
-    def apply_(self, model: nn.Module, *, seed: int = 0) -> Applied:
+    def apply_(self, model: nn.Module, *, seed: int = 0, accumulate: int = 1) -> Applied:
         """Apply every rule to the model, or none of them.
 
         Build the optimizer afterwards: a swapped or parametrised layer may have further parameters.
@@ -130,12 +130,13 @@ class Recipe:
         Args:
             model: changed in place.
             seed: of the random numbers of initialisers and sampling penalties.
+            accumulate: calls of the penalty per optimizer step.
 
         Raises:
             UnmatchedRuleError: if a rule applies to no layer.
             GonioError: raised by a verb; the verbs that ran before it are undone.
         """
-        return apply_(self.name, self._assigned(model), model, seed=seed)
+        return apply_(self.name, self._assigned(model), model, seed=seed, accumulate=accumulate)
 
     def _assigned(self, model: nn.Module) -> list[Assignment]:
         return assign({verb: self.rules(verb) for verb in VERBS}, model, origin=self.origin or self.name)

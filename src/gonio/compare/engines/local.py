@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from gonio.compare.engines.devices import Devices
 from gonio.errors import InvalidArgumentError
 
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms instead of 3 s.
@@ -70,7 +71,8 @@ class Local:
     """Processes of this machine; they end with the caller.
 
     Args:
-        jobs: how many at a time; None is one per core.
+        jobs: how many at a time, on each GPU if `devices` are GPUs; None is one per core, or one per accelerator.
+        devices: what the calls compute on; each process sees one of the GPUs alone.
 
     Raises:
         InvalidArgumentError: less than one.
@@ -84,14 +86,23 @@ class Local:
 
     shares_files = True
 
-    def __init__(self, jobs: int | None = None) -> None:
-        self.slots = default_jobs() if jobs is None else jobs
+    def __init__(self, jobs: int | None = None, devices: Devices | None = None) -> None:
+        devices = devices or Devices()
+        usual = default_jobs() if devices.kind == "cpu" else 1
+        self.slots = (usual if jobs is None else jobs) * max(1, len(devices.visible))
         if self.slots < 1:
             raise InvalidArgumentError("jobs must be at least 1", str(jobs), "Leave it out for one per core.")
+        self._workers: dict[str, list[Worker]] = {name: [] for name in devices.visible}
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Worker:
-        """A process forked from a server that has imported torch."""
-        return Worker(function, *arguments)
+        """A process forked from a server that has imported torch; it sees the GPU with the fewest calls."""
+        for name, workers in self._workers.items():
+            self._workers[name] = [worker for worker in workers if not worker.stopped]
+        gpu = min(self._workers, key=lambda name: len(self._workers[name]), default=None)
+        worker = Worker(function, *arguments, gpu=gpu)
+        if gpu is not None:
+            self._workers[gpu].append(worker)
+        return worker
 
     def wait(self, futures: Collection[Future], *, timeout: float | None = None) -> list[Future]:
         """Those that have ended: at least one, or none after `timeout` seconds."""
@@ -117,9 +128,13 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one."""
-    worker = Worker(function, *arguments)
+def call_apart(function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> Any:
+    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one.
+
+    Args:
+        gpu: the only one that it sees, as a value of `CUDA_VISIBLE_DEVICES`; None: all.
+    """
+    worker = Worker(function, *arguments, gpu=gpu)
     try:
         return worker.result()
     finally:
@@ -129,14 +144,15 @@ def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
 class Worker:
     """One call of an importable function in one new process, which returns a JSON-able result."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> None:
+        self.stopped = False
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         for attempt in range(_ATTEMPTS):
             self._orphaned = False  # the server that has forked it is dead
             self.receiver, sender = context.Pipe(duplex=False)
             self._process: ForkServerProcess = context.Process(
-                target=_call, args=(sender, os.getcwd(), function, arguments)
+                target=_call, args=(sender, os.getcwd(), gpu, function, arguments)
             )
             try:
                 with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
@@ -189,6 +205,7 @@ class Worker:
 
     def stop(self) -> None:
         """Kill the worker, every process of its group and every process that they started now."""
+        self.stopped = True
         pid = self._process.pid or 0
         started = _descendants(pid)
         self._process.kill()
@@ -199,8 +216,12 @@ class Worker:
         self.receiver.close()
 
 
-def _call(sender: Connection, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _call(
+    sender: Connection, folder: str, gpu: str | None, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     """Runs in the worker."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, which the fork server does not do
     os.setpgid(0, 0)  # a group of its own, so that processes which the function starts can be killed with it
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, for a server that somebody else started

@@ -49,6 +49,8 @@ class RunRecord:
         settings: tuned values of the recipe, by name; empty without tuning.
         robustness: accuracy in percent on disturbed inputs, see
             :func:`gonio.compare.judging.robustness.robustness`; empty if the study does not attack models.
+        metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
+        costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
         error: why the run diverged or failed.
         seconds: CPU seconds of the run's process; ignored when records are compared.
     """
@@ -65,6 +67,8 @@ class RunRecord:
     seconds: float | None = field(default=None, compare=False)
     settings: Mapping[str, float] = field(default_factory=dict)
     robustness: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-able data."""
@@ -277,6 +281,7 @@ def summarise(
         used: the distinct package versions of the runs.
         looks: number of finished runs at each look at new results.
     """
+    costs = [*costs, *_script_costs(plan, runs)]
     scores = scores_of(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
     adjusted = holm([sign_flip(_differences(each)) for each in pairs]).tolist()
@@ -398,6 +403,19 @@ def _ratio(costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Ratio | N
     return Ratio(median, low, high, len(found))
 
 
+def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
+    """The ratios to the baseline, seed by seed, of what the runs of a script measured."""
+    found = {(run.recipe, run.seed): run.costs for run in runs}
+    return [
+        (entry.hash, kind, seed, value / base[kind])
+        for entry in plan.recipes[1:]
+        for seed in plan.seeds
+        for base in [found.get((BASELINE, seed), {})]
+        for kind, value in found.get((entry.name, seed), {}).items()
+        if base.get(kind)
+    ]
+
+
 def _amount(plan: Plan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
     found = {hash_: number for hash_, name, _, number in costs if name == kind}
     if entry.hash not in found or plan.baseline.hash not in found:
@@ -479,6 +497,7 @@ def _notes(
             f"After {change['finished']} runs had been done, {' and '.join(parts)} were added: "
             "the p values do not account for this second look."
         )
+    notes += _metric_notes(plan, runs)
     unhelped = [effect.recipe for effect in effects if effect.rho is not None and effect.rho <= 0]
     if unhelped:
         notes.append(f"Pairing by seed did not reduce the noise for {', '.join(unhelped)} (correlation ≤ 0).")
@@ -492,3 +511,26 @@ def _notes(
             "the p values and intervals are those of one look."
         )
     return notes
+
+
+def _metric_notes(plan: Plan, runs: Sequence[RunRecord]) -> list[str]:
+    """One sentence for each further metric: the baseline's mean and the mean paired differences."""
+    names = dict.fromkeys([*plan.metrics, *(name for run in runs for name in run.metrics)])
+    return [_metric_note(plan, name, runs) for name in names]
+
+
+def _metric_note(plan: Plan, name: str, runs: Sequence[RunRecord]) -> str:
+    unit = plan.metrics.get(name, "")
+    values = {(run.recipe, run.seed): run.metrics.get(name) for run in runs}
+    known = {key: value for key, value in values.items() if value is not None}
+    base = [known[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in known]
+    if not base:
+        return f"{name}, which decides nothing: no finite value of the baseline."
+    parts = [f"baseline {statistics.fmean(base):.4g} {unit}".strip()]
+    for entry in plan.recipes[1:]:
+        differences = _differences(_paired(known, entry.name, plan.seeds))
+        if differences:
+            interval = paired_t(differences)
+            shown = f" ({interval[1]:+.3g} to {interval[2]:+.3g})" if interval else ""
+            parts.append(f"{entry.name} {statistics.fmean(differences):+.3g}{shown}")
+    return f"{name}, which decides nothing (mean paired differences with 95 % intervals): {'; '.join(parts)}."

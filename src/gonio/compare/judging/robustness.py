@@ -43,15 +43,28 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
         `zero_gradients`: percentage of right answers whose gradient is exactly 0; `signs`: signs of gradient
         masking, see :func:`masking_signs`.
     """
-    model.eval()
-    inputs, targets = attacked_split(task, config)
+    return attacked(answer_of(model, task), *attacked_split(task, config), config, transferred)
+
+
+def answer_of(model: nn.Module, task: Task | None = None) -> Answer:
+    """The whole function of a model in evaluation mode; it may compute on a device, the attacks compute on the CPU."""
+    device = next((parameter.device for parameter in model.eval().parameters()), torch.device("cpu"))
 
     def answer(x: Tensor) -> Tensor:
-        return task.outputs(model, x)
+        x = x.to(device)
+        outputs: Tensor = model(x) if task is None else task.outputs(model, x)
+        return outputs.cpu()
 
+    return answer
+
+
+def attacked(
+    answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig, transferred: Tensor | None
+) -> dict[str, Any]:
+    """The figures of :func:`robustness` for a function and the examples that are attacked."""
     ball = Ball.of(config)
 
-    def attacked(name: str, ball: Ball, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
+    def ascended(name: str, ball: Ball, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
         draw = generator(config.seed, name)
         return pgd(
             answer, inputs, targets, ball,
@@ -61,8 +74,8 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
     disturbed = {
         "noise": noisy(inputs, ball, generator(config.seed, "noise")),
         "fgsm": fgsm(answer, inputs, targets, ball),
-        "pgd": attacked("pgd", ball, restarts=config.restarts),
-        "smoothed": attacked("smoothed", ball, smoothing=_SMOOTHING * config.epsilon),
+        "pgd": ascended("pgd", ball, restarts=config.restarts),
+        "smoothed": ascended("smoothed", ball, smoothing=_SMOOTHING * config.epsilon),
         **({} if transferred is None else {"transfer": transferred}),
     }
     right = {name: survive(answer, moved, targets) for name, moved in disturbed.items()}
@@ -72,7 +85,7 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
     found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
     further = [Ball(factor * config.epsilon, config.low, config.high) for factor in _RADII]
     found["radii"] = [
-        {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, attacked("radii", far), targets))}
+        {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, ascended("radii", far), targets))}
         for far in further
     ]
     found["zero_gradients"] = _zero_gradients(answer, inputs[clean], targets[clean])
@@ -93,16 +106,19 @@ def _percent(mask: Tensor) -> float:
 
 def attacked_split(task: Task, config: AttackConfig) -> tuple[Tensor, Tensor]:
     """The examples of the test split that are attacked, the same in every run."""
-    index = torch.randperm(len(task.test), generator=generator(config.seed, "examples"))[: config.examples]
-    return task.test.inputs[index], task.test.targets[index]
+    return task.test.take(chosen(len(task.test), config))  # type: ignore[arg-type]
+
+
+def chosen(count: int, config: AttackConfig) -> Tensor:
+    """The indices of the attacked ones of so many examples."""
+    return torch.randperm(count, generator=generator(config.seed, "examples"))[: config.examples]
 
 
 def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:
     """The examples, disturbed to mislead this model; other models see them in the transfer attack."""
-    model.eval()
     inputs, targets = attacked_split(task, config)
     return pgd(
-        lambda x: task.outputs(model, x), inputs, targets, Ball.of(config), steps=config.steps,
+        answer_of(model, task), inputs, targets, Ball.of(config), steps=config.steps,
         restarts=config.restarts, generator=generator(config.seed, "transfer"),
     )  # fmt: skip
 

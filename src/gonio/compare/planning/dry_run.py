@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
+
+import torch
 
 from gonio.compare.engines.local import call_apart
-from gonio.compare.judging.cost import training_step
+from gonio.compare.judging.cost import Gauge, training_step
 from gonio.compare.judging.statistics import ALPHA, counted, detectable, enough, least_p, points
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.compare.running.training import build, evaluate, prepare_process
@@ -57,12 +58,9 @@ def _head(plan: Plan) -> list[str]:
     better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
     if plan.scripted:
         return [f"script {plan.task}, judged by its {plan.metric} ({better})"]
-    t = plan.trained
-    momentum = f", momentum {t.momentum:g}" if t.optimizer == "sgd" else ""
     return [
         f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
-        f"model {plan.model}, {counted(t.epochs, 'epoch')}, batch size {t.batch_size}, {t.optimizer} "
-        f"(learning rate {t.lr:g} with cosine decay{momentum}, weight decay {t.weight_decay:g})",
+        f"model {plan.model}, {plan.trained}" + (f", on {plan.device}" if plan.device != "cpu" else ""),
         f"judged by {plan.metric} on the test split ({better}), at the epoch with the best validation score",
     ]
 
@@ -77,7 +75,10 @@ def _tuned(plan: Plan) -> list[str]:
         f"  {entry.name}: " + ", ".join(f"{d.name} {d.low:.2g} to {d.high:.2g}" for d in space_of(plan, entry))
         for entry in plan.recipes
     ]
-    head = f"tuning first: {budget} each, {total} in all, on seed {plan.tuning.seed}, chosen by the validation score"
+    head = (
+        f"tuning first: {budget} each, {total} in all, on seed {plan.tuning.seed}, chosen by the validation score; the "
+        "number of epochs is not tuned"
+    )
     return [head, *spaces]
 
 
@@ -111,11 +112,11 @@ def _seconds(plan: Plan, jobs: int) -> float:
 
 
 def run_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """Estimated CPU seconds of the training and of the attacks of one run of each recipe.
+    """Estimated seconds of the training and of the attacks of one run of each recipe.
 
     From three training steps and one validation. Meant for a process of its own.
     """
-    prepare_process()
+    prepare_process(plan.device)
     task = resolve_task(plan.task)
     return [_run_seconds(plan, task, entry) for entry in plan.recipes]
 
@@ -123,14 +124,15 @@ def run_seconds(plan: Plan) -> list[tuple[float, float]]:
 def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
     step = training_step(plan, task, entry)
     model, _, _ = build(plan, task, entry, plan.seeds[0])
-    began = time.process_time()
-    for _ in range(3):
-        step()
-    trained = time.process_time()
-    evaluate(model, task, task.validation)
-    one, threat = (trained - began) / 3, plan.threat
+    device = torch.device(plan.device)
+    with Gauge(device) as trained:
+        for _ in range(3):
+            step()
+    with Gauge(device) as judged:
+        evaluate(model, task, task.validation)
+    one, threat = trained.seconds / 3, plan.threat
     steps = math.ceil(len(task.train) / plan.trained.batch_size)
-    training = plan.trained.epochs * (one * steps + time.process_time() - trained)
+    training = plan.trained.epochs * (one * steps + judged.seconds)
     if threat is None:
         return training, 0.0
     ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,10 +18,12 @@ BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 VERBS = ("init", "swap", "parametrize", "penalty")
 # Fields that older plans lack. At these values they do not enter the hash.
-_LATER = {"self_test": False, "tuning": None, "threat": None, "measure": None}
+_LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "measure": None}
+_LATER |= {"device": "cpu", "metrics": {}}
+_FIRST_OF_TRAINING = ("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay")
 _ALWAYS = object()
 # No result depends on these fields.
-_UNHASHED = ("notes", "versions", "command", "history", "chance")
+_UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,20 @@ class Training:
     """How every run is trained, whatever its recipe.
 
     Attributes:
+        batch_size: examples per step of the optimizer.
+        lr: peak learning rate.
         optimizer: `sgd` (Nesterov momentum) or `adamw`.
-        lr: peak learning rate; it decays to 0 over the run along a half cosine.
+        schedule: of the learning rate, step by step: `cosine` (a half cosine to 0), `constant`, `step` (a tenth of it
+            after half of the steps, a hundredth after three quarters) or `one-cycle` (up along a half cosine from a
+            25th in the first 30 % of the steps, then down to nearly 0; momentum stays as it is).
+        warm_up: epochs in which the rate first rises from a hundredth, linearly.
+        decay: what weight decay shrinks: `all` parameters, or `weights` without biases, norms and tables
+            (:func:`gonio.param_groups`).
+        clip: largest norm of the gradient of all parameters; None: unlimited.
+        label_smoothing: probability that is spread over all classes.
+        ema: decay of a moving average of the parameters, which is judged in place of them; 0: none.
+        precision: `fp32`, or autocast to `bf16` or `fp16`, the latter with a scaled loss.
+        accumulate: parts in which a batch is processed, one after the other; their gradients are added.
     """
 
     epochs: int
@@ -39,6 +53,39 @@ class Training:
     optimizer: str = "sgd"
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    schedule: str = "cosine"
+    warm_up: float = 0.0
+    decay: str = "all"
+    clip: float | None = None
+    label_smoothing: float = 0.0
+    ema: float = 0.0
+    precision: str = "fp32"
+    accumulate: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as data, without the newer ones that have their default: as an older gonio wrote them."""
+        older = {each.name: each.default for each in fields(self) if each.name not in _FIRST_OF_TRAINING}
+        return {name: value for name, value in asdict(self).items() if value != older.get(name, _ALWAYS)}
+
+    def __str__(self) -> str:
+        """In words, e.g. `4 epochs, batch size 8, sgd (learning rate 0.1 with cosine decay, …)`."""
+        plural = "" if self.epochs == 1 else "s"
+        momentum = f", momentum {self.momentum:g}" if self.optimizer == "sgd" else ""
+        rate = {"cosine": "cosine decay", "constant": "no decay", "step": "step decay", "one-cycle": "one cycle"}
+        warm_up = f" after {self.warm_up:g} epochs of warm-up" if self.warm_up else ""
+        sparing = " of weights alone" if self.decay == "weights" else ""
+        further = [
+            (self.clip is not None, f"gradients clipped at norm {self.clip}"),
+            (self.label_smoothing, f"label smoothing {self.label_smoothing:g}"),
+            (self.ema, f"moving average of the parameters with decay {self.ema:g}"),
+            (self.precision != "fp32", f"autocast to {self.precision}"),
+            (self.accumulate > 1, f"each batch in {self.accumulate} parts"),
+        ]
+        return (
+            f"{self.epochs} epoch{plural}, batch size {self.batch_size}, {self.optimizer} (learning rate {self.lr:g} "
+            f"with {rate.get(self.schedule, self.schedule)}{warm_up}{momentum}, weight decay {self.weight_decay:g}"
+            f"{sparing})" + "".join(f", {text}" for used, text in further if used)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +192,8 @@ class Plan:
         sesoi: smallest effect of interest, in the metric's unit.
         worst: score of a diverged run; None: the worst finished score of the study.
         code: SHA-256 of each user file that defines the task or model.
-        notes: remarks for the reader. `notes`, `versions`, `command`, `history` and `chance` are not part of the hash.
+        notes: remarks for the reader. `notes`, `versions`, `command`, `history`, `chance` and `workers` are no part of
+            the hash.
         training: None if `task` is the user's own training script.
         self_test: the recipes change nothing and draw other random numbers than the baseline.
         tuning: how every recipe is tuned first; None: not at all.
@@ -153,6 +201,9 @@ class Plan:
         history: one entry for each time that seeds or recipes were added after results existed.
         chance: score of the best constant prediction; None if it is unknown.
         measure: what the score of a run is; None: the task's metric on the test split.
+        workers: processes that load the items of data sets in each run.
+        device: kind of device on which the runs compute: `cpu`, `cuda` or `mps`.
+        metrics: further metrics that are shown, with their units; they decide nothing.
     """
 
     task: str
@@ -177,6 +228,9 @@ class Plan:
     threat: AttackConfig | None = None
     chance: float | None = None
     measure: Measure | None = None
+    device: str = "cpu"
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    workers: int = 0
 
     @property
     def scripted(self) -> bool:
@@ -209,6 +263,7 @@ class Plan:
         """SHA-256 over everything that a result depends on."""
         content = {key: value for key, value in asdict(self).items() if key not in _UNHASHED}
         content = {key: value for key, value in content.items() if value != _LATER.get(key, _ALWAYS)}
+        content["training"] = None if self.training is None else self.training.to_dict()
         for entry in content["recipes"]:
             if not entry["setting"]:
                 del entry["setting"]  # as in plans of an older gonio

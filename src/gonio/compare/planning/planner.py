@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from gonio.compare.planning.plan import (
     ATTACK_SEED,
     BASELINE,
     TUNING_SEED,
+    AttackConfig,
     Plan,
     RecipeEntry,
     Training,
@@ -19,9 +22,10 @@ from gonio.compare.planning.plan import (
     installed_versions,
 )
 from gonio.compare.running.scripts import probe_script
-from gonio.compare.running.training import OPTIMIZERS
+from gonio.compare.running.training import check_training
 from gonio.compare.running.tuning import require_optuna
 from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.tasks.data import paired
 from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
@@ -40,10 +44,12 @@ def make_plan(
     task: str = "digits",
     model: str | None = None,
     seeds: int | Sequence[int] = 8,
-    training: Training | None = None,
+    training: Training | Mapping[str, Any] | None = None,
     sesoi: float | None = None,
     tune: int = 0,
     robust: bool = False,
+    device: str = "cpu",
+    workers: int | None = None,
     command: str = "gonio compare",
 ) -> Plan:
     """Plan a comparison: recipes × seeds on one task and model, the baseline included.
@@ -56,10 +62,12 @@ def make_plan(
         task: see :func:`gonio.compare.tasks.resolve`.
         model: see :func:`gonio.models.resolve`; None is the task's own.
         seeds: how many (0, 1, …), or which.
-        training: None is the task's own.
+        training: None is the task's own; a mapping holds values in place of the task's own.
         sesoi: smallest effect of interest in the metric's unit; None is the task's own.
         tune: tuning trials of every recipe, the baseline included, over its strengths and the learning rate.
         robust: attack the trained models, as the task configures it.
+        device: kind of device on which the runs compute: `cpu`, `cuda` or `mps`.
+        workers: processes that load the items of data sets in each run; None is the task's own number.
         command: the command line that reproduces the study, for the record.
 
     Raises:
@@ -73,17 +81,12 @@ def make_plan(
         (6, ['baseline', 'orthogonal-init'])
     """
     data, found = resolve_task(task), seeds_of(seeds)
-    chosen, spec = training or data.training, model or data.model
-    _check_training(chosen, data)
-    if robust and data.threat is None:
-        raise InvalidArgumentError(
-            f"--robust needs a task whose inputs have small disturbances; {data.name!r} does not configure any",
-            "a task without threat=",
-            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
-        )
-    if tune:
-        _positive("the number of trials", tune)
-        require_optuna()
+    spec = model or data.model
+    chosen = training if isinstance(training, Training) else replace(data.training, **training or {})
+    check_training(chosen, data, device=device)
+    workers = data.workers if workers is None else workers
+    _check_paired(data, chosen, workers)
+    _check_further(data, robust=robust, tune=tune)
     with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
     chance = _chance(data, _checked_outputs(net, spec, data))
@@ -109,12 +112,15 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=_code(task, spec),
-        notes=(*data.notes, *left_out, *confounded),
+        notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
         tuning=Tuning(trials=tune) if tune else None,
         threat=data.threat if robust else None,
         chance=chance,
+        device=device,
+        metrics={metric.name: metric.unit for metric in data.metrics},
+        workers=workers,
     )
 
 
@@ -127,6 +133,8 @@ def make_script_plan(
     direction: str = "max",
     unit: str = "",
     sesoi: float = 0.0,
+    epsilon: float | None = None,
+    device: str = "cpu",
     command: str = "gonio compare",
 ) -> Plan:
     """Plan a comparison that calls `script` for every run.
@@ -140,6 +148,8 @@ def make_script_plan(
         script: `file.py:function`; the function is called with a :class:`Run` and gives the score.
         metric, unit: of the score. direction: `max` if a larger score is better, else `min`.
         sesoi: smallest effect of interest in the score's unit; 0: none, so no effect is called too small.
+        epsilon: largest change of an input number by attacks on the model that the script hands over; None: none.
+        device: kind of device that the script finds in `run.device`.
 
     Raises:
         InvalidArgumentError: no Python file, no seeds, an unknown direction, or an exception of the script.
@@ -166,7 +176,7 @@ def make_script_plan(
     if not 0 <= sesoi < float("inf"):
         raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
     loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
-    unfit = _unfit(script, loaded)
+    unfit = _unfit(script, loaded, device)
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
     fitting = [recipe for recipe in loaded if recipe.name not in unfit]
@@ -186,6 +196,8 @@ def make_script_plan(
         notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
         versions=installed_versions(),
         command=command,
+        threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
+        device=device,
     )
 
 
@@ -217,10 +229,10 @@ def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module
     return fitting, notes
 
 
-def _unfit(script: str, recipes: Sequence[Recipe]) -> dict[str, str]:
+def _unfit(script: str, recipes: Sequence[Recipe], device: str) -> dict[str, str]:
     """The recipes with a rule that matches no layer of the script's model, with the reason."""
     try:
-        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes])
+        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes], device)
     except ChildProcessError as error:
         found = {"error": str(error)}
     if "error" in found:
@@ -262,7 +274,7 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
     """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
-    inputs, targets = task.train.inputs[:2], task.train.targets[:2]
+    inputs, targets = task.train.take(range(2))
     try:
         with torch.no_grad():
             outputs = task.outputs(model.eval(), inputs)
@@ -283,7 +295,10 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     None if the metric cannot be computed for constant outputs.
     """
     constants = [torch.zeros_like(outputs[0])]
-    targets = task.test.targets
+    try:
+        targets = task.test.targets
+    except InvalidArgumentError:  # a data set that must be read for them
+        return None
     if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
         constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
     try:
@@ -294,15 +309,36 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     return float(max(scores) if task.metric.direction == "max" else min(scores))
 
 
-def _check_training(training: Training, task: Task) -> None:
-    for name in ("epochs", "batch_size", "lr"):
-        _positive(name, getattr(training, name))
-    if training.optimizer not in OPTIMIZERS:
-        names = f"optimizer must be one of {', '.join(OPTIMIZERS)}"
-        raise InvalidArgumentError(names, repr(training.optimizer), "Choose one of them.")
-    if training.batch_size > len(task.train):
-        most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
-        raise InvalidArgumentError(most, str(training.batch_size), "Choose a smaller one.")
+def _check_further(task: Task, *, robust: bool, tune: int) -> None:
+    """Whether the models can be attacked and the recipes tuned, if that is wanted."""
+    if robust and task.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs a task whose inputs have small disturbances; {task.name!r} does not configure any",
+            "a task without threat=",
+            "Leave --robust out, or give the Task a gonio.compare.AttackConfig.",
+        )
+    if tune:
+        _positive("the number of trials", tune)
+        require_optuna()
+
+
+def _check_paired(task: Task, training: Training, workers: int) -> None:
+    if not paired(task.train, training.batch_size, workers=workers):
+        raise InvalidArgumentError(
+            f"the training examples of {task.name!r} must be the same for all recipes of a seed",
+            "another first batch when it was read again with the same seed",
+            "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded.",
+        )
+
+
+def _notes_on(device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ()
+    return (
+        f"The runs computed on {device}. Initial weights, the order of the examples and their augmentation are drawn "
+        "on the CPU and are bit-equal on every device; sums are not, so scores may differ in their last digits from "
+        "those of another device, and between two runs of an operation that has no deterministic form.",
+    )
 
 
 def _positive(name: str, value: float) -> float:

@@ -24,7 +24,7 @@ from gonio.compare.planning.plan import BASELINE, AttackConfig, Plan, RecipeEntr
 from gonio.compare.running.measures import Subject, kind_of
 from gonio.compare.running.scripts import run_script
 from gonio.compare.running.study import Study
-from gonio.compare.running.training import Fit, build, evaluate, fit, prepare_process, seed_everything
+from gonio.compare.running.training import Fit, build, fit, judge, prepare_process, seed_everything
 from gonio.compare.running.tuning import Trial, propose, settled
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
@@ -157,7 +157,7 @@ def _trials(study: Study, entry: RecipeEntry, tuning: Tuning, *, known: Set[int]
 
 def transfer_jobs(study: Study) -> list[Job]:
     """The one computation before all attacks, if it is needed and not done yet."""
-    config = study.plan.threat
+    config = None if study.plan.scripted else study.plan.threat  # a script's other baseline would be a whole run
     needed = config is not None and study.transferred() is None and study.missing()
     return [TransferJob(config)] if config is not None and needed else []
 
@@ -194,7 +194,7 @@ def execute_run(
         if plan.measure is not None and kind_of(plan.measure).start:
             return _measured(tuned, changed, *_untrained(tuned, changed, record))
         model, task, done, ended = _trained(tuned, changed, record)
-        judged = ended if done.diverged else _judged(ended, done, model, task)
+        judged = ended if done.diverged else _judged(ended, done, model, task, plan.workers)
         if plan.threat is not None and judged.status == "finished":
             moved = from_text(transferred) if transferred else None
             judged = replace(judged, robustness=robustness(model, task, plan.threat, moved))
@@ -246,30 +246,34 @@ def _guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, 
 
 def _trained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, Fit, RunRecord]:
     """The model after its last epoch, and the record so far: status `diverged`, with an error only if it did."""
-    prepare_process()
+    prepare_process(plan.device)
     task = resolve_task(plan.task)
     own_seed = plan.seed_of(entry, record.seed)
     model, applied, text = build(plan, task, entry, own_seed)
     seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
-    done = fit(model, task, training=plan.training_of(entry), seed=own_seed, penalty=applied.penalty)
+    training, penalty = plan.training_of(entry), applied.penalty
+    done = fit(model, task, training=training, seed=own_seed, penalty=penalty, workers=plan.workers)
     curve = {key: [value if math.isfinite(value) else None for value in values] for key, values in done.curve.items()}
     return model, task, done, replace(record, status="diverged", curve=curve, plan=text, error=done.diverged)
 
 
-def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task) -> RunRecord:
+def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task, workers: int) -> RunRecord:
     """The record with the test score of the epoch that the validation split chose."""
     if done.state is None:
         return replace(record, error="no epoch has a validation score")
     model.load_state_dict(done.state)
-    score = evaluate(model, task, task.test)
-    if score is None or not math.isfinite(score):
+    found = judge(model, task, task.test, [task.metric, *task.metrics], workers=workers) or {}
+    score = found.pop(task.metric.name, math.nan)
+    if not math.isfinite(score):
         return replace(record, error="outputs on the test split are not finite")
-    return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=filter_summary(model))
+    shown = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    geometry = filter_summary(model)
+    return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=geometry, metrics=shown)
 
 
 def _untrained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
     """The model as it starts, and a record without a score."""
-    prepare_process()
+    prepare_process(plan.device)
     task = resolve_task(plan.task)
     model, _, text = build(plan, task, entry, plan.seed_of(entry, record.seed))
     model.eval()

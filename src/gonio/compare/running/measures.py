@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.training import batches, evaluate, fit
-from gonio.compare.tasks.task import Split, Task
+from gonio.compare.tasks.data import Examples
+from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnknownNameError
 from gonio.geometry import (
     Layout,
@@ -184,7 +185,7 @@ def overfit(subject: Subject) -> float:
     return _score(subject, split=subject.task.train) - _score(subject)
 
 
-def _score(subject: Subject, model: nn.Module | None = None, split: Split | None = None) -> float:
+def _score(subject: Subject, model: nn.Module | None = None, split: Examples | None = None) -> float:
     found = evaluate(model or subject.model, subject.task, split or subject.task.test)
     return math.nan if found is None else found
 
@@ -370,7 +371,11 @@ def rectified_deviation(subject: Subject, *, biases: str = "kept") -> float:
         if isinstance(module, nn.Conv2d) and module.bias is not None and biases == "zero":
             nn.init.zeros_(module.bias)
     changed = copy.deepcopy(model)
-    parts = {"magnitude": magnitude.Linear(), "angular": angular.RectifiedCosine(), "weighted": "linear"}
+    parts: dict[str, Any] = {
+        "magnitude": magnitude.Linear(),
+        "angular": angular.RectifiedCosine(),
+        "weighted": "linear",
+    }
     swap_(changed, DecoupledConv2d.from_conv, where=nn.Conv2d, **parts)
     return 100 * equivalent(model, changed, example=_standardised(subject)).relative
 

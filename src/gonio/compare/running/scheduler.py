@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gonio.compare.engines.devices import Devices
 from gonio.compare.engines.local import Engine, Future, Local, NodeLost, call_apart
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.statistics import require_scipy
-from gonio.compare.planning.plan import Plan, installed_versions
+from gonio.compare.planning.plan import Plan, RecipeEntry, installed_versions
 from gonio.compare.running.jobs import Job, TransferJob, run_jobs, transfer_jobs, trial_jobs
 from gonio.compare.running.study import Study, locked
 from gonio.errors import Interrupted, InvalidArgumentError
@@ -48,7 +49,7 @@ def run(
 
     Args:
         path: the study's folder; created if absent, resumed if it contains the same plan.
-        jobs: how many runs at a time on this machine; None is one per core.
+        jobs: how many runs at a time on this machine; None is one per core, or one per accelerator.
         engine: where the runs are computed; None is this machine. It is closed at the end.
         watcher: receives the progress; see :func:`watcher_for`.
         run_timeout: seconds after which a run or trial is stopped and counts as failed; None: never. Without it the
@@ -78,7 +79,7 @@ def run(
         )
     if run_timeout is not None and not run_timeout > 0:
         raise InvalidArgumentError("run_timeout must be a positive number of seconds", repr(run_timeout), "Give 3600.")
-    engine = engine or Local(jobs)
+    engine = engine or Local(jobs, Devices.named(plan.device))
     require_scipy()
     watcher = watcher or Quiet()
     folder = Path(path)
@@ -87,7 +88,7 @@ def run(
         study = Study.create_locked(folder, plan)
         try:
             Scheduler(study, engine, watcher, run_timeout).go()
-            _measure(study, watcher)
+            _measure(study, watcher, engine)
         finally:
             watcher.stop()
             engine.close()
@@ -182,18 +183,29 @@ class Scheduler:
             self._watcher.stage(f"no transfer attack: {record.status}: {record.error}")
 
 
-def _measure(study: Study, watcher: Watcher) -> None:
+def _measure(study: Study, watcher: Watcher, engine: Engine) -> None:
     """Measure the costs after the runs, when the study does not use the machine."""
     entries = study.without_costs()
     if not entries:
         return
     watcher.stage("measuring step time and memory")
     try:
-        rows = call_apart(measure_costs, study.plan, entries)
-    except ChildProcessError as error:
+        if study.plan.device == "cpu":
+            rows = call_apart(measure_costs, study.plan, entries)
+        else:  # a process with a device of its own, as a run has it
+            rows = _computed(engine, study.plan, entries)
+    except (ChildProcessError, NodeLost) as error:
         watcher.stage(f"costs were not measured: {error}")
     else:
         study.add_costs([tuple(row) for row in rows])
+
+
+def _computed(engine: Engine, plan: Plan, entries: list[RecipeEntry]) -> Any:
+    call = engine.start(measure_costs, plan, entries)
+    try:
+        return call.result()
+    finally:
+        call.stop()
 
 
 @contextmanager

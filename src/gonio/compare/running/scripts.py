@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gonio.compare.engines.local import die_with_parent
+from gonio.compare.judging.cost import Gauge
 from gonio.compare.judging.filter_summary import filter_summary
 from gonio.compare.judging.results import RunRecord
-from gonio.compare.planning.plan import VERBS, Plan, RecipeEntry
+from gonio.compare.judging.robustness import answer_of, attacked, chosen
+from gonio.compare.planning.plan import VERBS, AttackConfig, Plan, RecipeEntry
 from gonio.compare.running.training import kept_generators, seed_everything
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.models.user_code import load_script
@@ -27,7 +30,9 @@ from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
 
 _LOG, _OUTCOME, _PLAN, _RESUME, _PROBED = "log.jsonl", "outcome.json", "plan.txt", "resume", "probed.json"
+_ATTACKED = "attacked.json"
 _LONGEST = 1000  # points of a curve in the database
+_UNTIMED, _TIMED = 5, 100  # steps: allocators and kernel selection settle in the first; so many others are measured
 
 
 class Run:
@@ -39,6 +44,7 @@ class Run:
     Attributes:
         seed: for everything random in the run. The global generators are seeded already.
         recipe: the recipe's name; `baseline` for the unchanged model.
+        device: where to train: `cpu`, `cuda` or `mps`, as `--device` says; a run sees one GPU.
         folder: for files of the run; removed when the run is finished.
         resume_path: where `train` may keep a checkpoint, a file or a folder. If it exists at the start, an earlier
             attempt of the same run was interrupted and left it.
@@ -50,9 +56,10 @@ class Run:
         ...     model = nn.Linear(4, 2)
         ...     run.apply_(model)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     loss = model(torch.ones(1, 4)).square().sum() + run.penalty()
-        ...     loss.backward()
-        ...     optimizer.step()
+        ...     with run.step():
+        ...         loss = model(torch.ones(1, 4)).square().sum() + run.penalty()
+        ...         loss.backward()
+        ...         optimizer.step()
         ...     run.log(0, train_loss=loss)
         ...     return -loss
         >>> run = gonio.compare.Run({"name": "baseline"}, seed=0, folder=Path(tempfile.mkdtemp()))
@@ -60,10 +67,22 @@ class Run:
         (True, False)
     """
 
-    def __init__(self, recipe: Mapping[str, Any], *, seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        recipe: Mapping[str, Any],
+        *,
+        seed: int,
+        folder: Path,
+        device: str = "cpu",
+        threat: AttackConfig | None = None,
+    ) -> None:
         self.seed = seed
         self.recipe = str(recipe["name"])
+        self.device = device
         self.folder = folder
+        self._threat = threat
+        self._steps = 0
+        self._gauges: list[Gauge] = []
         self.resume_path = folder / _RESUME
         self._content = dict(recipe)
         self._model: nn.Module | None = None
@@ -106,10 +125,42 @@ class Run:
             )
         return self._applied.penalty or (lambda: torch.zeros(()))
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure what a training step costs: time, and peak memory on an accelerator.
+
+        Put the whole step into the block: forward, penalty, backward, optimizer. The costs of a recipe are ratios to
+        those of the baseline with the same seed. Of each run 100 steps are measured, from the sixth on.
+        """
+        self._steps += 1
+        if not _UNTIMED < self._steps <= _UNTIMED + _TIMED:
+            yield
+            return
+        with Gauge(torch.device(self.device)) as gauge:
+            yield
+        self._gauges.append(gauge)
+
+    def hand_over(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor, *, low: float | None = None, high: float | None = None
+    ) -> None:
+        """Give the trained model and test examples to the attacks of `--robust`; does nothing without it.
+
+        Call it before the score is reported. The model must map inputs in their own unit to logits.
+
+        Args:
+            low, high: the range of valid inputs; None: unlimited.
+        """
+        if self._threat is None or not leads():
+            return
+        config = replace(self._threat, low=low, high=high)
+        inputs, targets = (x.detach().cpu()[chosen(len(targets), config)] for x in (inputs, targets))
+        _write(self.folder / _ATTACKED, json.dumps(attacked(answer_of(model), inputs, targets, config, None)))
+
     def log(self, step: int, **values: float | Tensor) -> None:
         """Store numbers of this step for the page's curves; logging a step again replaces its values.
 
-        In a process group only rank 0 writes. The page draws `train_loss` and `val_score` for all recipes.
+        In a process group only rank 0 writes. The page draws `train_loss` and `val_score` for all recipes. The last
+        value of every name is a further metric of the run, which is shown and decides nothing.
 
         Raises:
             InvalidArgumentError: a value is no number, or there is none.
@@ -128,11 +179,18 @@ class Run:
         """
         if leads():
             geometry = {} if self._model is None else filter_summary(self._model)
-            found = {"score": _number("the score", score), "geometry": geometry}
+            found = {"score": _number("the score", score), "geometry": geometry, "costs": self._costs()}
             _write(self.folder / _OUTCOME, json.dumps(found))
 
+    def _costs(self) -> dict[str, float]:
+        if not self._gauges:
+            return {}
+        peaks = [gauge.peak for gauge in self._gauges if gauge.peak is not None]
+        seconds = statistics.median(gauge.seconds for gauge in self._gauges)
+        return {"step_time": seconds, **({"memory": float(max(peaks))} if peaks else {})}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "_applied": None}
+        return {**vars(self), "_model": None, "_applied": None, "_gauges": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -141,16 +199,28 @@ class Run:
 
 def curve_of(folder: Path) -> dict[str, list[float | None]]:
     """The logged steps, and one value per step for each name; every n-th step of more than 1,000."""
+    steps = _logged(folder)
+    names = dict.fromkeys(name for values in steps.values() for name in values)
+    kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
+    curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
+    return {"step": [float(step) for step in kept], **curve} if kept else {}
+
+
+def metrics_of(folder: Path) -> dict[str, float | None]:
+    """The value of each name in the last step that has one."""
+    steps = _logged(folder)
+    return {name: value for step in sorted(steps) for name, value in steps[step].items()}
+
+
+def _logged(folder: Path) -> dict[int, dict[str, float | None]]:
+    """The values by step."""
     steps: dict[int, dict[str, float | None]] = {}
     path = folder / _LOG
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):  # an incomplete line: the process was killed while writing it
             entry = json.loads(line)
             steps.setdefault(entry["step"], {}).update(entry["values"])
-    names = dict.fromkeys(name for values in steps.values() for name in values)
-    kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
-    curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
-    return {"step": [float(step) for step in kept], **curve} if kept else {}
+    return steps
 
 
 def leads() -> bool:
@@ -181,11 +251,12 @@ def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -
         with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
             return run_script(plan, entry, seed, Path(temporary))
     folder.mkdir(exist_ok=True)  # without parents: a study that was moved is not made again
-    plan_file, outcome = folder / _PLAN, folder / _OUTCOME
-    for file in (plan_file, outcome):  # of an earlier attempt, whose checkpoint and log stay
+    plan_file, outcome, attack = folder / _PLAN, folder / _OUTCOME, folder / _ATTACKED
+    for file in (plan_file, outcome, attack):  # of an earlier attempt, whose checkpoint and log stay
         file.unlink(missing_ok=True)
     own_seed = plan.seed_of(entry, seed)
-    run = Run(entry.content or {"name": entry.name}, seed=own_seed, folder=folder.absolute())
+    content = entry.content or {"name": entry.name}
+    run = Run(content, seed=own_seed, folder=folder.absolute(), device=plan.device, threat=plan.threat)
     torch.set_num_threads(1)
     train = load_script(plan.task)
     seed_everything(derive_seed(own_seed, "train"))
@@ -205,7 +276,18 @@ def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -
     record = RunRecord(entry.name, seed, "finished", found["score"], plan=text, curve=curve_of(folder))
     if record.score is None:
         return replace(record, status="diverged", error="the score is not finite")
-    return replace(record, geometry=found["geometry"])
+    if plan.threat is not None and not attack.exists():
+        raise InvalidArgumentError(
+            "--robust attacks the model that the script hands over", "no call of run.hand_over", "Call it once."
+        )
+    robustness = json.loads(attack.read_text(encoding="utf-8")) if plan.threat is not None else {}
+    return replace(
+        record,
+        geometry=found["geometry"],
+        costs=found["costs"],
+        metrics=metrics_of(folder),
+        robustness=robustness,
+    )
 
 
 class _Probed(BaseException):
@@ -215,8 +297,9 @@ class _Probed(BaseException):
 class _Probe:
     """Stands for the run until the script passes its model, on which every recipe is then planned."""
 
-    def __init__(self, recipes: Sequence[dict[str, Any]], folder: Path) -> None:
+    def __init__(self, recipes: Sequence[dict[str, Any]], folder: Path, device: str) -> None:
         self.seed, self.recipe, self.folder = 0, "baseline", folder
+        self.device = device
         self.resume_path = folder / _RESUME
         self._recipes = recipes
 
@@ -238,7 +321,7 @@ class _Probe:
         """Ignored: nothing is trained."""
 
 
-def probe_script(spec: str, recipes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def probe_script(spec: str, recipes: Sequence[dict[str, Any]], device: str = "cpu") -> dict[str, Any]:
     """Run the script up to its `run.apply_` and plan every recipe on its model. Meant for a process of its own.
 
     Returns `unfit`: by name, why a recipe does not match the model; or `error`: the problem of the script.
@@ -248,7 +331,7 @@ def probe_script(spec: str, recipes: Sequence[dict[str, Any]]) -> dict[str, Any]
         problem = "it ended without a call of run.apply_"
         try:
             seed_everything(0)
-            load_script(spec)(_Probe(recipes, folder))
+            load_script(spec)(_Probe(recipes, folder, device))
         except GonioError as error:
             problem = str(error)
         except (Exception, SystemExit, _Probed) as error:  # a process group wraps exceptions of its processes

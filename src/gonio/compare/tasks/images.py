@@ -1,10 +1,14 @@
-"""Tasks from folders of images and from torchvision's data sets, if they are on this machine."""
+"""Tasks from folders of images and from torchvision's data sets, if they are on this machine.
+
+Few images are read into memory once; many are decoded when they are needed, by the loading processes of each run.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from gonio.compare.planning.plan import AttackConfig, Training
+from gonio.compare.tasks.data import Examples, ItemSet
 from gonio.compare.tasks.task import Split, Task
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
 from gonio.models.libraries import unusable
@@ -21,7 +27,9 @@ from gonio.seeding import generator
 
 _SHARES = (0.6, 0.8)  # of each class, for data without splits: up to here train, validation
 _HELD_BACK = 0.15  # of the training images, for data with a test split alone
-_LARGEST = 2 * 1024**3  # bytes of all images as float32; every run holds them in memory
+_IN_MEMORY = 256 * 1024**2  # bytes of all images as float32, up to which every run holds them in memory
+_PROBED = 64  # images of each part that decide the shape of all, if they are not in memory
+_AVERAGED = 1000  # training images whose mean and standard deviation standardise, if they are not in memory
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _SIZE = 64  # pixels, if the images differ in size
 _SPLITS = ("train", "val", "test")
@@ -76,10 +84,14 @@ def torchvision_dataset(spec: str) -> Task:
     return image_task(f"torchvision:{name}", _parts(getattr(datasets, name), name, Path(folder or "data")))
 
 
-def image_task(name: str, found: Sequence[Split]) -> Task:
-    """A classification task from one, two or three sets of images: all; train and test; train, validation, test."""
+def image_task(name: str, parts: Sequence[Images]) -> Task:
+    """A classification task from one, two or three parts: all; train and test; train, validation, test."""
+    found = _in_memory(parts) or _streamed(parts)
     train, validation, test = _three(found)
-    mean, std = train.inputs.mean((0, 2, 3)), train.inputs.std((0, 2, 3)).clamp_min(1e-3)
+    step = max(1, len(train) // _AVERAGED) if isinstance(train, ItemSet) else 1
+    seen = train.take(range(0, len(train), step))
+    inputs = seen[0]
+    mean, std = inputs.mean((0, 2, 3)), inputs.std((0, 2, 3)).clamp_min(1e-3)
     return Task(
         name=name,
         train=train,
@@ -88,7 +100,7 @@ def image_task(name: str, found: Sequence[Split]) -> Task:
         model="digits-cnn",
         sizes={
             "num_classes": max(int(part.targets.max()) for part in found) + 1,
-            "in_channels": train.inputs.shape[1],
+            "in_channels": inputs.shape[1],
         },
         training=Training(epochs=10, batch_size=min(64, len(train)), lr=0.05),
         sesoi=1.0,
@@ -98,13 +110,37 @@ def image_task(name: str, found: Sequence[Split]) -> Task:
     )
 
 
-def _three(found: Sequence[Split]) -> list[Split]:
+def _in_memory(parts: Sequence[Images]) -> list[Split]:
+    """The images as tensors; none if they are too many."""
+    probed = [part.load(index) for part in parts for index in part.probed]
+    if sum(map(len, parts)) * sum(4 * image.numel() for image in probed) / len(probed) > _IN_MEMORY:
+        return []
+    images = [part.load(index) for part in parts for index in range(len(part))]
+    everything = _stacked(images, torch.cat([part.targets for part in parts]))
+    counts = [len(part) for part in parts]
+    split = zip(everything.inputs.split(counts), everything.targets.split(counts), strict=True)
+    return [Split(inputs, targets) for inputs, targets in split]
+
+
+def _streamed(parts: Sequence[Images]) -> list[Split]:
+    """The images of all parts in the shape that :func:`_stacked` gives some of them."""
+    probed = [part.load(index) for part in parts for index in part.probed]
+    shape = tuple(_stacked(probed, torch.zeros(len(probed))).inputs.shape[1:])
+    return [ItemSet(replace(part, shape=shape)) for part in parts]  # type: ignore[misc]
+
+
+def _three(found: Sequence[Examples]) -> list[Examples]:
     if len(found) == 3:
         return list(found)
     first, *rest = found
     shares = (1 - _HELD_BACK,) if rest else _SHARES
-    parts = [Split(first.inputs[index], first.targets[index]) for index in _stratified(first.targets, shares)]
-    return [*parts, *rest]
+    return [*(_subset(first, index) for index in _stratified(first.targets, shares)), *rest]
+
+
+def _subset(examples: Examples, index: Tensor) -> Examples:
+    if isinstance(examples, ItemSet):
+        return ItemSet(examples.dataset.subset(index))  # type: ignore[attr-defined]
+    return Split(*examples.take(index))  # type: ignore[arg-type]
 
 
 def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
@@ -124,7 +160,7 @@ def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
 # --- files of images --------------------------------------------------------------------------------
 
 
-def load_folder(root: Path) -> list[Split]:
+def load_folder(root: Path) -> list[Images]:
     """The images below `root`, in one, two or three parts; see :func:`image_folder`."""
     parts = [root / name for name in _SPLITS if (root / name).is_dir()]
     if len(parts) < 2 or parts[0].name != "train":
@@ -138,11 +174,7 @@ def load_folder(root: Path) -> list[Split]:
                 f"{', '.join(classes)} in {parts[0].name} and {', '.join(name for name, _ in found)} in {part.name}",
                 "Add the folders that are missing.",
             )
-    loaded = [_load(found) for found in listed]
-    everything = _stacked([i for images, _ in loaded for i in images], [n for _, labels in loaded for n in labels])
-    counts = [len(labels) for _, labels in loaded]
-    split = zip(everything.inputs.split(counts), everything.targets.split(counts), strict=True)
-    return [Split(images, labels) for images, labels in split]
+    return [_images_of(found) for found in listed]
 
 
 def _listing(part: Path) -> list[tuple[str, list[Path]]]:
@@ -159,13 +191,59 @@ def _listing(part: Path) -> list[tuple[str, list[Path]]]:
     return found
 
 
-def _load(found: list[tuple[str, list[Path]]]) -> tuple[list[Tensor], list[int]]:
+@dataclass(frozen=True)
+class Images(Dataset[Any]):
+    """Images of one part, each decoded when it is read.
+
+    Attributes:
+        source: the files, or a data set of torchvision.
+        decode: maps the source and an index to an image (C, H, W) in [0, 1].
+        indices: of the images of this part in the source.
+        targets: their class numbers.
+        shape: into which each image is brought; empty: as it is.
+    """
+
+    source: Any
+    decode: Callable[[Any, int], Tensor]
+    indices: Tensor
+    targets: Tensor
+    shape: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.load(index)
+        if self.shape and image.shape != self.shape:
+            image = _cropped(image.expand(self.shape[0], -1, -1), *self.shape[1:])
+        return image, int(self.targets[index])
+
+    @property
+    def probed(self) -> range:
+        """The indices of some images, evenly spaced."""
+        return range(0, len(self), max(1, len(self) // _PROBED))
+
+    def load(self, index: int) -> Tensor:
+        """One image in its own shape."""
+        return self.decode(self.source, int(self.indices[index]))
+
+    def subset(self, index: Tensor) -> Images:
+        """The images with these indices."""
+        return replace(self, indices=self.indices[index], targets=self.targets[index])
+
+
+def _images_of(found: list[tuple[str, list[Path]]]) -> Images:
+    files = [path for _, paths in found for path in paths]
+    labels = torch.tensor([label for label, (_, paths) in enumerate(found) for _ in paths])
+    return Images(files, _decoded, torch.arange(len(files)), labels)
+
+
+def _decoded(files: Sequence[Path], index: int) -> Tensor:
     try:
         pillow = importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:
         raise MissingExtraError("the task 'imagefolder'", "Pillow", "lab") from error
-    files = [(path, label) for label, (_, paths) in enumerate(found) for path in paths]
-    return _limited((_open(pillow, path), label) for path, label in files)
+    return _open(pillow, files[index])
 
 
 def _open(pillow: ModuleType, path: Path) -> Tensor:
@@ -182,41 +260,22 @@ def to_tensor(image: Any) -> Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1).contiguous()
 
 
-def _limited(pairs: Iterable[tuple[Tensor, int]]) -> tuple[list[Tensor], list[int]]:
-    """Images and labels, as long as they fit in memory."""
-    images: list[Tensor] = []
-    labels: list[int] = []
-    size = 0
-    for image, label in pairs:
-        images.append(image)
-        labels.append(label)
-        size += 4 * image.numel()
-        if size > _LARGEST:
-            raise InvalidArgumentError(
-                f"the images must fit in {_LARGEST >> 30} GiB, since every run holds them in memory",
-                f"more than that after {len(images)} images",
-                "Use fewer or smaller images, or build the task yourself and name it as file.py:factory.",
-            )
-    return images, labels
-
-
-def _stacked(images: Sequence[Tensor], labels: Sequence[int]) -> Split:
+def _stacked(images: Sequence[Tensor], labels: Tensor) -> Split:
     """Images of one size: others are scaled and cropped to 64 × 64, and grey becomes colour if some images have it."""
     channels = max(image.shape[0] for image in images)
     shaped = [image.expand(channels, -1, -1) for image in images]
     if len({image.shape for image in shaped}) > 1:
         shaped = [_cropped(image) for image in shaped]
-    return Split(torch.stack(shaped), torch.tensor(labels))
+    return Split(torch.stack(shaped), labels)
 
 
-def _cropped(image: Tensor) -> Tensor:
-    """Scaled so that the shorter side has 64 pixels, then cropped at the centre of the longer."""
-    height, width = image.shape[1:]
-    scale = _SIZE / min(height, width)
-    size = (max(_SIZE, round(height * scale)), max(_SIZE, round(width * scale)))
+def _cropped(image: Tensor, height: int = _SIZE, width: int = _SIZE) -> Tensor:
+    """Scaled until it covers the size, then cropped at the centre."""
+    scale = max(height / image.shape[1], width / image.shape[2])
+    size = (max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale)))
     scaled = torch.nn.functional.interpolate(image[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
-    top, left = (size[0] - _SIZE) // 2, (size[1] - _SIZE) // 2
-    return scaled[:, top : top + _SIZE, left : left + _SIZE]
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return scaled[:, top : top + height, left : left + width]
 
 
 # --- torchvision ------------------------------------------------------------------------------------
@@ -231,7 +290,7 @@ def _datasets(name: str) -> ModuleType:
         raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
 
 
-def _parts(kind: Any, name: str, root: Path) -> list[Split]:
+def _parts(kind: Any, name: str, root: Path) -> list[Images]:
     """The training and the test part, and the validation part if there is one."""
     known = inspect.signature(kind).parameters
     if "train" in known:
@@ -250,8 +309,8 @@ def _parts(kind: Any, name: str, root: Path) -> list[Split]:
         return [_read(kind, name, root, split=split) for split in ("train", "test")]
 
 
-def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Split:
-    """One part as tensors; nothing is downloaded."""
+def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Images:
+    """One part; nothing is downloaded."""
     try:
         part = kind(root, **which)
     except (RuntimeError, FileNotFoundError) as error:  # torchvision raises them for missing data
@@ -261,10 +320,18 @@ def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Split:
             f"Get them once with torchvision.datasets.{name}({str(root)!r}, download=True), or name the folder "
             f"that has them: torchvision:{name}:FOLDER.",
         ) from error
-    return _stacked(*_limited(_pair(part[index], name) for index in range(len(part))))
+    _check_item(part[0], name)
+    # what torchvision calls them; a data set without them is read once for its labels
+    labels = getattr(part, "targets", None)
+    targets = torch.as_tensor([part[i][1] for i in range(len(part))] if labels is None else labels)
+    return Images(part, _of_data_set, torch.arange(len(part)), targets)
 
 
-def _pair(item: Any, name: str) -> tuple[Tensor, int]:
+def _of_data_set(part: Any, index: int) -> Tensor:
+    return to_tensor(part[index][0])
+
+
+def _check_item(item: Any, name: str) -> None:
     image, label = item
     if not isinstance(label, int) or not hasattr(image, "convert"):
         raise InvalidArgumentError(
@@ -272,4 +339,3 @@ def _pair(item: Any, name: str) -> tuple[Tensor, int]:
             f"a {type(image).__name__} and a {type(label).__name__}",
             _BUILD,
         )
-    return to_tensor(image), label

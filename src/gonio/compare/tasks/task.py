@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from gonio.compare.planning.plan import AttackConfig, Training
+from gonio.compare.tasks.data import Augment, Batch, Examples, examples_of, shuffled_order
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.models.user_code import is_user_code, load_function
+from gonio.seeding import generator
+
+__all__ = ["ACCURACY", "Metric", "Split", "Task", "accuracy", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,34 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def shuffled(
+        self, size: int, *, seed: int, epoch: int, smallest: int, augment: Augment | None, workers: int
+    ) -> Iterator[Batch]:
+        """One epoch of training in batches of `size`; a last one with less than `smallest` examples is left out."""
+        order = shuffled_order(len(self), seed, epoch)
+        inputs, targets = self.take(order)  # type: ignore[arg-type]
+        if augment is not None:
+            inputs = augment(inputs, generator(seed, "augment", epoch))
+        pairs = zip(inputs.split(size), targets.split(size), strict=True)
+        return ((x, y) for x, y in pairs if len(y) >= smallest)
+
+    def steps(self, size: int, *, smallest: int) -> int:
+        """The number of batches of an epoch."""
+        return len(self) // size + (len(self) % size >= max(smallest, 1))
+
+    def in_order(self, size: int, *, workers: int = 0) -> Iterator[Batch]:
+        """Every example once, in order."""
+        return zip(self.inputs.split(size), self.targets.split(size), strict=True)
+
+    def take(self, indices: Sequence[int]) -> Batch:
+        """The examples with these indices."""
+        return self.inputs[indices], self.targets[indices]
+
+    def numbers(self) -> Iterator[tuple[str, bytes]]:
+        """What the digest of the data covers: every number."""
+        for x in (self.inputs, self.targets):
+            yield f"{x.dtype} {tuple(x.shape)}", x.contiguous().numpy().tobytes()
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -82,12 +114,17 @@ class Task:
     """The data, loss and metric with which the models of a comparison are trained and judged.
 
     Attributes:
+        train, validation, test: each a :class:`Split`, or a map-style data set of pairs (input, target), which is read
+            item by item. For training also a function that takes the batch size and returns a DataLoader.
         model: name of the default model.
         sizes: `num_classes` and `in_channels`, passed to the model's factory where it takes them.
         training: the best known training of the baseline; `notes` should say how it was found.
         sesoi: smallest effect of interest, in the metric's unit.
-        augment: maps (inputs, generator) to inputs of the same shape; called once per epoch on the training
-            split, with a generator that depends on seed and epoch alone.
+        metrics: further metrics, which are shown and decide nothing.
+        augment: maps (inputs, generator) to inputs of the same shape; called once per epoch on a training split in
+            memory, with a generator that depends on seed and epoch alone. A data set augments its own items, with
+            torch's, NumPy's or Python's global generator, which are seeded for each item.
+        workers: processes that load the items of data sets in each run; they change no result.
         standardize: mean and standard deviation of each channel, applied in front of the model. The inputs
             themselves, and attacks on them, stay in their own unit.
         recipes: default built-in recipes of a study of this task; empty: one per method family, where it fits
@@ -97,9 +134,9 @@ class Task:
     """
 
     name: str
-    train: Split
-    validation: Split
-    test: Split
+    train: Examples
+    validation: Examples
+    test: Examples
     model: str
     sizes: Mapping[str, int]
     training: Training
@@ -111,9 +148,21 @@ class Task:
     recipes: tuple[str, ...] = ()
     threat: AttackConfig | None = None
     notes: tuple[str, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, source in self.splits.items():
+            object.__setattr__(self, name, examples_of(source))
+        if self.augment is not None and not isinstance(self.train, Split):
+            raise InvalidArgumentError(
+                "augment= takes all training inputs of an epoch as one tensor",
+                "a training split that is not in memory",
+                "Augment each item in the data set's __getitem__.",
+            )
 
     @property
-    def splits(self) -> Mapping[str, Split]:
+    def splits(self) -> Mapping[str, Examples]:
         """The three splits by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
 
@@ -133,12 +182,12 @@ class Task:
         return model((inputs - mean) / std)
 
     def digest(self) -> str:
-        """SHA-256 over every number of the three splits."""
+        """SHA-256 over every number of the splits in memory, and over a sample of the items of data sets."""
         sha = hashlib.sha256()
         for name, split in self.splits.items():
-            for tensor in (split.inputs, split.targets):
-                sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                sha.update(tensor.contiguous().numpy().tobytes())
+            for description, content in split.numbers():
+                sha.update(f"{name} {description}".encode())
+                sha.update(content)
         return sha.hexdigest()
 
 

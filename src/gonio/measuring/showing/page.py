@@ -98,7 +98,7 @@ def _by_rule(findings: Sequence[Finding], rows: Mapping[str, str]) -> tuple[Rule
         key = (one.code, one.level, one.do, one.chance)
         places.setdefault(key, []).append(Place(f"f{i}", rows.get(one.path, ""), one.path, one.found))
     return tuple(
-        RuleFindings(code, level, RULES[code].title if code in RULES else "", do, chance, tuple(found))
+        RuleFindings(code, level, RULES[code].text.title if code in RULES else "", do, chance, tuple(found))
         for (code, level, do, chance), found in places.items()
     )
 
