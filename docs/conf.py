@@ -26,6 +26,7 @@ html_extra_path = ["llms.txt"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
+nb_execution_in_temp = True  # notebooks write files
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
