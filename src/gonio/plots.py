@@ -276,3 +276,7 @@ def _figure(axes: Axes) -> Figure:
 
 def _nothing(name: str, what: str, missing: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"plots.{name}: {what!r} has no {missing}", "nothing to draw", do)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
