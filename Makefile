@@ -50,20 +50,20 @@ docs: $(VENV)/.dev
 site: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d site/.doctrees docs site
 
+# pip knows dependency groups since 25.1.
+INSTALL = $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" \
+	&& $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.lab: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab]"
+	$(INSTALL) -e ".[lab]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e . --group dev
 	touch $@ $(VENV)/.lab
 
 $(VENV)/.docs: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(INSTALL) -e . --group docs
 	touch $@ $(VENV)/.dev $(VENV)/.lab
 
 clean:

@@ -21,7 +21,7 @@ release = version = installed_version("gonio")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
-html_extra_path = ["llms.txt"]
+html_extra_path, html_static_path, html_css_files = ["llms.txt"], ["_static"], ["notebooks.css"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
