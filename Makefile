@@ -42,13 +42,16 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.tables
 
-# Run the pages and write the outputs that they show anew.
+# Run the pages and write the outputs and tables that they show anew; docs/zh/start.md repeats those of docs/start.md.
 docs: $(VENV)/.dev
-	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md
+	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md
+	$(BIN)/python docs/build_claims.py
+	$(BIN)/python docs/build_methods.py
 
-# The pages, notebooks and docstrings as a site; needs no network.
+# The pages, notebooks and docstrings as a site; needs no network. NOTEBOOKS=off leaves the pictures of notebooks out.
+NOTEBOOKS ?= cache
 site: $(VENV)/.docs
-	$(BIN)/sphinx-build -W --keep-going -q -b html -d site/.doctrees docs site
+	$(BIN)/sphinx-build -W --keep-going -q -b html -D nb_execution_mode=$(NOTEBOOKS) -d site/.doctrees docs site
 
 # pip knows dependency groups since 25.1.
 INSTALL = $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" \

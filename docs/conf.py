@@ -27,6 +27,7 @@ myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
 nb_execution_in_temp = True  # notebooks write files
+suppress_warnings = ["myst-nb.lexer"]  # cells that are not executed (NOTEBOOKS=off) have no language
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
