@@ -18,7 +18,7 @@ test: $(VENV)/.dev
 
 # What tests/browser needs besides Chromium; without it `make test` skips them.
 browser: $(VENV)/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group browser
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
@@ -57,28 +57,31 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.tables
 
-# Run the pages and write the outputs that they show anew.
+# Run the pages and write the outputs and tables that they show anew; docs/zh/start.md repeats those of docs/start.md.
 docs: $(VENV)/.dev
-	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md
+	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md
+	$(BIN)/python docs/build_claims.py
+	$(BIN)/python docs/build_methods.py
 
-# The pages, notebooks and docstrings as a site; needs no network.
+# The pages, notebooks and docstrings as a site; needs no network. NOTEBOOKS=off leaves the pictures of notebooks out.
+NOTEBOOKS ?= cache
 site: $(VENV)/.docs
-	$(BIN)/sphinx-build -W --keep-going -q -b html -d site/.doctrees docs site
+	$(BIN)/sphinx-build -W --keep-going -q -b html -D nb_execution_mode=$(NOTEBOOKS) -d site/.doctrees docs site
 
+# pip knows dependency groups since 25.1.
+INSTALL = $(PYTHON) -m venv $(VENV) && $(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" \
+	&& $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.lab: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab]"
+	$(INSTALL) -e ".[lab]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e . --group dev
 	touch $@ $(VENV)/.lab
 
 $(VENV)/.docs: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(INSTALL) -e . --group docs
 	touch $@ $(VENV)/.dev $(VENV)/.lab
 
 clean:

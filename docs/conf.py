@@ -21,11 +21,13 @@ release = version = installed_version("gonio")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
-html_extra_path = ["llms.txt"]
+html_extra_path, html_static_path, html_css_files = ["llms.txt"], ["_static"], ["notebooks.css"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "cache", True, 300
+nb_execution_in_temp = True  # notebooks write files
+suppress_warnings = ["myst-nb.lexer"]  # cells that are not executed (NOTEBOOKS=off) have no language
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

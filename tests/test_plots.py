@@ -53,6 +53,15 @@ def test_depth_shows_every_layer(measured: gonio.Measurements) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "3"]
 
 
+def test_panels_share_a_figure_that_a_notebook_shows(measured: gonio.Measurements) -> None:
+    figure, panels = plots.panels(2)
+    assert figure.axes == panels
+    assert plots.angles(measured["0"], ax=panels[1]) is figure
+    assert not panels[0].patches
+    assert panels[1].patches
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+
 def test_a_study() -> None:
     found = results()
     axes = plots.effects(found).axes[0]

@@ -256,3 +256,7 @@ class SecondDerivativeError(GonioError, RuntimeError):
             f"the second derivative of {what} is not available, because {why}. "
             f"Exclude it from functions that are differentiated twice, for example add its gradient after backward()."
         )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,10 +6,12 @@ escaped in addition by the template engine (autoescape), CSV, markdown and LaTeX
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 
-__all__ = ["csv_cell", "markdown_cell", "plain", "redact", "shorten", "tex_cell"]
+__all__ = ["csv_cell", "html_table", "markdown_cell", "plain", "redact", "shorten", "tex_cell"]
 
 _KEPT = {"\n", "\t"}
 _LONGEST = 20_000  # characters; keeps an error message of megabytes from making a page of megabytes
@@ -95,6 +97,25 @@ def markdown_cell(value: object) -> str:
     return re.sub(r"([\\`*_{}\[\]#!|~$@])", r"\\\1", line) if line else ""
 
 
+def html_table(title: object, head: Sequence[str], rows: Iterable[Sequence[object]], notes: Sequence[str] = ()) -> str:
+    """A table for a notebook: the `_repr_html_` of objects that `print` shows as aligned text.
+
+    Example:
+        >>> from gonio.escaping import html_table
+        >>> html_table("swap_", ["layer"], [["<b>"]]).count("&lt;b&gt;")
+        1
+    """
+    made = [[html.escape(plain("" if cell is None else cell)) for cell in row] for row in (head, *rows)]
+    cells = ["".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(_tags(made), made, strict=True)]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    remarks = "".join(f"<p>{html.escape(plain(note))}</p>" for note in notes)
+    return f"<p><strong>{html.escape(plain(title))}</strong></p><table>{body}</table>{remarks}"
+
+
+def _tags(rows: Sequence[object]) -> list[str]:
+    return ["th", *["td"] * (len(rows) - 1)]
+
+
 _TEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
@@ -120,3 +141,7 @@ def tex_cell(value: object) -> str:
     """
     line = " ".join(plain("" if value is None else value).split())
     return "".join(_TEX.get(character, character) for character in line)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

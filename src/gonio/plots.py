@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["angles", "angular", "depth", "effects", "learning_curves", "magnitude", "operator", "spectrum"]
+__all__ = ["angles", "angular", "depth", "effects", "learning_curves", "magnitude", "operator", "panels", "spectrum"]
 
 Function = Callable[[Tensor], Tensor]
 _CHANCE: dict[str, Any] = {"color": "0.55", "linewidth": 1.2, "linestyle": "--", "label": "random weights"}
@@ -245,10 +245,21 @@ def on_plane(magnitude: Function, angular: Function, *, reach: float, points: in
 # --- figures --------------------------------------------------------------------------------------------
 
 
+def panels(count: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure of axes in a row, for `ax=` and for lines of your own; a notebook shows it.
+
+    Example:
+        >>> figure, (left, right) = gonio.plots.panels(2)
+        >>> m = gonio.measure(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16)))
+        >>> gonio.plots.angles(m["0"], ax=left) is gonio.plots.angles(m["1"], ax=right) is figure
+        True
+    """
+    figure = _picture()(figsize=(6.4 if count == 1 else 4.2 * count, 3.6), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
 def _axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    return _picture()(figsize=(6.4, 3.6), layout="constrained").add_subplot()
+    return panels()[1][0] if ax is None else ax
 
 
 @cache
@@ -276,3 +287,7 @@ def _figure(axes: Axes) -> Figure:
 
 def _nothing(name: str, what: str, missing: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"plots.{name}: {what!r} has no {missing}", "nothing to draw", do)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -39,3 +39,7 @@ def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") 
         True
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,7 +22,7 @@ WIDTHS, SCHEMES = (1440, 768, 390), ("light", "dark")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = [*([] if CHROMIUM else ["Chromium (apt install chromium, or CHROMIUM=/path)"]), *MISSING]
     if lacking:
-        why = pytest.mark.skip(reason=f"needs {', '.join(lacking)}: pip install 'gonio[browser]'")
+        why = pytest.mark.skip(reason=f"needs {', '.join(lacking)}: make browser")
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(why)

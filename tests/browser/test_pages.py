@@ -54,7 +54,7 @@ def test_without_the_script_every_row_and_figure_is_shown(name: str, visit: Visi
 
 @pytest.mark.parametrize("name", ["measurements", "differences", "study"])
 def test_print_has_the_text_of_every_column(name: str, visit: Visit, tmp_path: Path) -> None:
-    pypdf = pytest.importorskip("pypdf", reason="needs pypdf: pip install 'gonio[browser]'")
+    pypdf = pytest.importorskip("pypdf", reason="needs pypdf: make browser")
     page = visit(name)
     pdf = page.pdf(prefer_css_page_size=True)
     printed = "".join(part.extract_text() for part in pypdf.PdfReader(io.BytesIO(pdf)).pages)

@@ -1,6 +1,6 @@
 """The code blocks of a markdown page, executed in order in one folder, by sybil.
 
-- ```python blocks of a page share one namespace, which is empty at first;
+- ```python blocks and {code-cell}s of a page share one namespace, which is empty at first;
 - a ```text block directly below another block is what that block prints; `…` stands for any text;
 - lines of ```console and ```bash blocks that start with `gonio` (after an optional `$ `) run as
   commands and must succeed, or exit with the code that a trailing `# exits N` states;
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 
-from sybil import Document, Example, Sybil
+from sybil import Document, Example, Lexeme, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
@@ -33,6 +33,7 @@ from foreign import timm, torchvision, transformers
 __all__ = ["ROOT", "commands", "is_long", "run_page"]
 
 NUMBER = re.compile(r"[+\-−]?(?<![\w.])\d[\d,]*\.?\d*(?:e[+-]?\d+)?(?![\w])")
+OPTION = re.compile(r"^:[\w-]+:.*", flags=re.M)  # of a {code-cell}
 Output = Callable[[Example, str], None]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,7 @@ def _sybil(folder: Path, *, long: bool, output: Output) -> Sybil:
     def python(example: Example) -> None:
         nonlocal printed, end
         with contextlib.redirect_stdout(io.StringIO()) as buffer:
+            example.parsed = Lexeme(OPTION.sub("", example.parsed), example.parsed.offset, example.parsed.line_offset)
             PythonEvaluator()(example)
         printed, end = buffer.getvalue(), example.end
 
@@ -116,7 +118,7 @@ def _sybil(folder: Path, *, long: bool, output: Output) -> Sybil:
         printed = "".join([execute(words, folder, code=code) for words, code in found])
         end = example.end if printed and all(words[0] == "gonio" for words, _ in found) else -1
 
-    blocks = {"python": python, "text": text, "console": console, "bash": console}
+    blocks = {"python": python, "{code-cell}": python, "text": text, "console": console, "bash": console}
     parsers = [CodeBlockParser(language=name, evaluator=run) for name, run in blocks.items()]
     return Sybil(parsers=[*parsers, SkipParser()], path=str(ROOT))
 
@@ -124,8 +126,9 @@ def _sybil(folder: Path, *, long: bool, output: Output) -> Sybil:
 def run_page(page: Path, folder: Path, *, long: bool = False, output: Output = check) -> int:
     """Execute a page; the number of blocks that ran. Raises what the first wrong block raises."""
     document: Document = _sybil(folder, long=long, output=output).parse(page)
-    for name, load in (("timm", timm), ("torchvision", torchvision), ("transformers", transformers)):
-        if re.search(rf"^import {name}$", document.text, flags=re.M):
+    libraries = {"timm": timm, "torchvision": torchvision, "transformers": transformers, "lightning": torchvision}
+    for name, load in libraries.items():
+        if re.search(rf"^import {name}\b", document.text, flags=re.M):
             load()
     count = 0
     for example in document.examples():

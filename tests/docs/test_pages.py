@@ -9,10 +9,11 @@ import pytest
 
 from docs.pages import ROOT, agrees, commands, is_long, run_page
 
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "reference"),
+WRITTEN = [
+    *sorted(ROOT.glob("README*.md")),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"reference", "jupyter_execute"} & {*page.parts}),
 ]
+PAGES = [page for page in WRITTEN if page.name != "README.zh-CN.md" and "zh" not in page.parts]  # test_translations.py
 FENCE = re.compile(r"^```(?:console|bash)\n(.*?)^```", flags=re.M | re.S)
 
 
@@ -40,22 +41,49 @@ def test_page_with_its_comparisons(page: Path, tmp_path: Path, monkeypatch: pyte
     run_page(page, tmp_path, long=True)
 
 
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ +(.*?) *#*$", flags=re.M)
 
 
-@over([*PAGES, *sorted((ROOT / "docs" / "reference").glob("*.md"))])
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site name them."""
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(without_code(page))]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to a file that is not there, or to a heading that its page does not have."""
+    broken = []
+    for target, anchor in LINK.findall(without_code(page)):
+        path = page.parent / target if target else page
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
+@over([*WRITTEN, *sorted((ROOT / "docs" / "reference").glob("*.md"))])
 def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    targets = [t for t in LINK.findall(prose) if "://" not in t and not t.startswith("mailto:")]
-    broken = [target for target in targets if not (page.parent / target).exists()]
-    assert not broken, f"{page.name}: {broken}"
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A title, with `code`\n", encoding="utf-8")
+    page = _page(tmp_path, "[a](other.md#a-title-with-code) [b](other.md#no) [c](gone.md) [d](#no)")
+    assert broken_links(page) == ["other.md#no", "gone.md", "#no"]
 
 
 def test_the_index_links_every_page() -> None:
     index = ROOT / "docs" / "index.md"
-    pages = [index, ROOT / "docs" / "claims" / "README.md"]
-    linked = {(page.parent / target).resolve() for page in pages for target in LINK.findall(page.read_text("utf-8"))}
-    missing = [page.name for page in PAGES[1:] if page.resolve() not in linked | {index.resolve()}]
+    pages = [index, ROOT / "docs" / "claims" / "README.md", ROOT / "docs" / "gallery" / "index.md"]
+    linked = {(page.parent / found[0]).resolve() for page in pages for found in LINK.findall(page.read_text("utf-8"))}
+    docs = [page for page in WRITTEN if page.parent != ROOT]
+    missing = [page.name for page in docs if page.resolve() not in linked | {index.resolve()}]
     assert not missing, f"docs/index.md does not link {missing}"
 
 

@@ -156,6 +156,9 @@ class Claim(BaseModel):
     axis: str = ""
     not_tried: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Claim {self.name}: {self.claim}>"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.not_tried) == bool(self.quick or self.full):

@@ -67,6 +67,16 @@ class NearDuplicates:
     recall: float  # expected share of the pairs exactly at the threshold that is found; higher for nearer pairs
     capped: int  # vectors not compared with all their candidates, because too many are alike
 
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.pairs)
+
+    def __bool__(self) -> bool:
+        return True  # a search without a hit is a result too
+
+    def __repr__(self) -> str:
+        return f"<NearDuplicates: {self}>"
+
     def __str__(self) -> str:
         opposite = int((self.cosines < 0).sum())
         head = (

@@ -146,4 +146,4 @@ def _library() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise MissingExtraError("tracker_callback()", "lightning", "dev")
+    raise MissingExtraError("tracker_callback()", "lightning", "lightning")

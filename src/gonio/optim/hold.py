@@ -109,6 +109,16 @@ class Held:
         """
         _load_radii(self._weights, state)
 
+    def __len__(self) -> int:
+        """The number of changed modules."""
+        return len(self.edited)
+
+    def __repr__(self) -> str:
+        return repr(self.edited).replace("Edited", "Held", 1)
+
+    def _repr_html_(self) -> str:
+        return self.edited._repr_html_()
+
     def __str__(self) -> str:
         return str(self.edited)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
+from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
@@ -242,14 +243,22 @@ class Penalty:
     def __repr__(self) -> str:
         return f"<Penalty: {len(self)} terms, {len(self._skipped)} skipped, step {self.step}>"
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        return html_table(self._head, ("weight", "regularizer", "status"), self._rows(), self._remarks)
+
+    @property
+    def _head(self) -> str:
+        return f"Penalty: {len(self)} term{'s' if len(self) != 1 else ''}, {len(self._skipped)} skipped"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
         rows = [(term.label.split("/")[0], describe(term.regularizer), _status(term)) for term in self._terms]
-        rows += [(b.weight.label, describe(b.regularizer), f"skipped: {b.skipped}") for b in self._skipped]
+        return rows + [(b.weight.label, describe(b.regularizer), f"skipped: {b.skipped}") for b in self._skipped]
+
+    def __str__(self) -> str:
+        rows = self._rows()
         width = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
-        count = len(self._terms)
-        head = f"Penalty: {count} term{'s' if count != 1 else ''}, {len(self._skipped)} skipped"
-        return "\n".join([head, *lines, *(f"  note: {remark}" for remark in self._remarks)])
+        return "\n".join([self._head, *lines, *(f"  note: {remark}" for remark in self._remarks)])
 
 
 def describe(regularizer: Regularizer) -> str:

@@ -127,7 +127,7 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
     for rule in rules:
         if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
             raise InvalidArgumentError(
-                "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), "E.g. [(None, L2(1e-4))]."
+                "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), _instead(rule)
             )
         where, regularizer = rule
         found = list(_bindings(model, where, regularizer, context))
@@ -136,6 +136,16 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
             raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
         bindings += found
     return bindings, context.remarks()
+
+
+def _instead(rule: object) -> str:
+    """What to pass instead of a pair whose second part is no regularizer."""
+    given = rule[1] if isinstance(rule, tuple) and len(rule) == 2 else None
+    if isinstance(given, type) and issubclass(given, Regularizer):
+        return f"Pass an object with a strength, such as {given.__name__}(1e-4)."
+    if isinstance(given, str):
+        return f"Pass an object of gonio.regularizers instead of {given!r}, such as Orthogonality(1e-4)."
+    return "E.g. [(None, L2(1e-4))]."
 
 
 class _Context:

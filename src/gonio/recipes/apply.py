@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.escaping import html_table
 from gonio.penalty import Penalty
 from gonio.recipes.catalogue import find
 from gonio.recipes.plan import Assignment
@@ -47,6 +48,14 @@ class Applied:
         if self.penalty is not None:
             self.penalty.undo_()
         _undo_(self.edits)
+
+    def __repr__(self) -> str:
+        changed = sum(map(len, self.edits))
+        return f"<Applied {self.recipe}: {changed} changes, {len(self.penalty or ())} penalty terms>"
+
+    def _repr_html_(self) -> str:
+        tables = [part._repr_html_() for part in (*self.edits, self.penalty) if part is not None]
+        return "".join(tables) or html_table(self.recipe, (), ())
 
     def __str__(self) -> str:
         parts = [str(part) for part in (*self.edits, self.penalty) if part is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from gonio.errors import NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
+from gonio.escaping import html_table
 from gonio.geometry.views import layout_of
 from gonio.penalty.terms import bind
 from gonio.recipes.catalogue import find
@@ -68,12 +69,30 @@ class Plan:
     untouched: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __len__(self) -> int:
+        """The number of steps."""
+        return len(self.steps)
+
+    def __bool__(self) -> bool:
+        return True  # a plan without a step is a plan too
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.recipe}: {len(self)} steps, {len(self.untouched)} untouched modules>"
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        notes = [f"untouched: {listing([path or '(model)' for path, _ in self.untouched])}"] if self.untouched else []
+        return html_table(self.recipe, head, rows, [*notes, *self.notes])
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = [("verb", "rule", "layer", "type", "action")]
         for step in self.steps:
             action = f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
             rows.append((step.verb, str(step.rule), step.path or "(model)", step.kind, action))
-        lines = [f"{self.recipe}:", *_aligned(rows)] if self.steps else [f"{self.recipe}: nothing to do"]
+        return rows
+
+    def __str__(self) -> str:
+        lines = [f"{self.recipe}:", *_aligned(self._rows())] if self.steps else [f"{self.recipe}: nothing to do"]
         if self.untouched:
             lines += ["untouched:", *_aligned([(path or "(model)", kind) for path, kind in self.untouched])]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

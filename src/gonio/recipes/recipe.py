@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from torch import nn
 
 from gonio.errors import UnknownNameError, closest, listing
+from gonio.escaping import html_table
 from gonio.recipes.apply import Applied, apply_
 from gonio.recipes.catalogue import VERBS, Entry, Option, catalogue, objects_of
 from gonio.recipes.document import Document, Problems, dump, from_data, parse, read, shortened
@@ -137,6 +138,19 @@ class Recipe:
             GonioError: raised by a verb; the verbs that ran before it are undone.
         """
         return apply_(self.name, self._assigned(model), model, seed=seed, accumulate=accumulate)
+
+    def __repr__(self) -> str:
+        counts = [f"{len(self.rules(verb))} {verb}" for verb in VERBS if self.rules(verb)]
+        return f"<Recipe {self.name}: {', '.join(counts) or 'no'} rules>"
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+    def _repr_html_(self) -> str:
+        rows = [(verb, number, rule) for verb in VERBS for number, rule in enumerate(self.rules(verb), 1)]
+        return html_table(
+            self.name, ("verb", "rule", ""), rows, [text for text in (self.description, self.source) if text]
+        )
 
     def _assigned(self, model: nn.Module) -> list[Assignment]:
         return assign({verb: self.rules(verb) for verb in VERBS}, model, origin=self.origin or self.name)

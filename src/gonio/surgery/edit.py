@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.escaping import html_table
 from gonio.surgery.where import Site, sites
 from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
@@ -201,11 +202,28 @@ class Edited:
         """
         self._undo.run_()
 
+    def __len__(self) -> int:
+        """The number of changed modules."""
+        return len(self.changes)
+
+    def __bool__(self) -> bool:
+        return True  # an edit without a change is an edit too
+
+    @property
+    def _head(self) -> str:
+        return f"{self.verb}: {len(self)} module{'s' if len(self) != 1 else ''}"
+
+    def __repr__(self) -> str:
+        return f"<Edited by {self._head}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(change.path or "(model)", change.what) for change in self.changes]
+        return html_table(self._head, ("layer", "change"), rows, self.notes)
+
     def __str__(self) -> str:
         width = max((len(change.path) for change in self.changes), default=0)
-        head = f"{self.verb}: {len(self.changes)} module{'s' if len(self.changes) != 1 else ''}"
         rows = [f"  {change.path or '(model)':<{width}}  {change.what}" for change in self.changes]
-        return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([self._head, *rows, *(f"  note: {note}" for note in self.notes)])
 
 
 def _run_reversed(inverses: list[Callable[[], None]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from gonio.errors import AlreadyAppliedError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
@@ -44,7 +44,7 @@ def parametrize_(
         AlreadyAppliedError: if the tensor of a selected layer is parametrized already.
         NotApplicableError: if a selected layer shares the tensor with one that is not selected; if the model is
             sharded, or replicated and gets other parameters.
-        InvalidArgumentError: if `optimizer` is not of this model.
+        InvalidArgumentError: if the template is no object of a parametrization, or `optimizer` is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -52,6 +52,10 @@ def parametrize_(
         >>> torch.allclose(model[0].weight.norm(dim=1), torch.ones(3))
         True
     """
+    if not isinstance(template, Parametrization):
+        found = f"the class {template.__name__}" if isinstance(template, type) else repr(template)
+        do = f"Pass {template.__name__}()." if isinstance(template, type) else "Pass e.g. SpectralNorm()."
+        raise InvalidArgumentError("parametrize_ takes an object of gonio.parametrizations", found, do)
     refuse_shards(model, "parametrize_")
     found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))
     for site in found:

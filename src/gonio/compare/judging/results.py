@@ -28,6 +28,7 @@ from gonio.compare.judging.statistics import (
     sign_flip,
 )
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry
+from gonio.escaping import html_table
 
 UNTRAINED = "the baseline does not train"
 VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", UNTRAINED)
@@ -251,10 +252,31 @@ class Results:
         """The results as JSON-able data."""
         return {**asdict(self), "plan": self.plan.to_dict()}
 
+    def __repr__(self) -> str:
+        verdicts = "; ".join(f"{effect.recipe}: {effect.verdict}" for effect in self.effects)
+        return f"<Results of {self.plan.task}: {len(self.runs)} runs, {self.missing} missing; {verdicts}>"
+
+    def _repr_html_(self) -> str:
+        unit = f" [{self.plan.unit}]" if self.plan.unit else ""
+        rows = [
+            (effect.recipe, *(_shown(value) for value in (effect.mean, effect.low, effect.high)), effect.verdict)
+            for effect in self.effects
+        ]
+        return html_table(
+            f"{self.plan.task}, {self.plan.model}",
+            ("recipe", f"difference{unit}", "from", "to", "verdict"),
+            rows,
+            self.notes,
+        )
+
     @property
     def failed(self) -> int:
         """Number of runs that have no result: an exception, or a process that died. Diverged runs have one."""
         return sum(run.status == "failed" for run in self.runs)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3g}".replace("-", "−")
 
 
 # --- from stored runs to results ------------------------------------------------------------------------

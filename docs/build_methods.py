@@ -1,0 +1,178 @@
+"""Writes the tables of claims and costs into the method pages of both languages and into README.zh-CN.md.
+
+`python docs/build_methods.py` writes them from benchmarks/results; with `--check` it fails if a page differs. The text
+around the tables is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from gonio.claims import Finding, from_data, load_claims
+from gonio.report.claims import effect_text
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+# Method page: its document, and the rows of whole training steps that belong to it.
+METHODS = {
+    "initialisation": ("004", ()),
+    "normalisation": (
+        "002",
+        ("switchable norm", "weight norm", "spectral norm", "weight standardisation", "sphere", "orthogonal"),
+    ),
+    "decoupled": ("003", ("decoupled (tanh, cosine)",)),
+    "angular-regularisation": (
+        "000",
+        ("orthogonality, add_grads_", "SRIP, add_grads_", "self-orthogonality", "self-orthogonality, samples=512"),
+    ),
+    "scale-shift-invariant": ("001", ("scale shift, add_grads_",)),
+}
+
+
+@dataclass(frozen=True)
+class Language:
+    """The words of the tables, and the sentences of claims; a missing word stays English."""
+
+    claims: tuple[str, ...]
+    costs: tuple[str, ...]
+    words: dict[str, str]
+    sentences: dict[str, str]
+
+    def say(self, text: str) -> str:
+        for english, own in self.words.items():
+            text = re.sub(rf"(?<![\w-]){re.escape(english)}(?![\w-])", own, text)
+        return text
+
+
+ENGLISH = Language(
+    claims=("claim", "verdict here", "effect (95 % interval)"),
+    costs=("method", "time, ResNet-18", "peak memory, ResNet-18", "time, small network"),
+    words={},
+    sentences={},
+)
+CHINESE = Language(
+    claims=("论断", "本机结论", "效应（95% 区间）"),
+    costs=("方法", "耗时，ResNet-18", "内存峰值，ResNet-18", "耗时，小网络"),
+    words={
+        "no useful effect": "无实际作用",
+        "reproduced": "复现",
+        "contradicted": "与论断相反",
+        "undecided": "未定",
+        "too few seeds to tell": "种子太少，无法判断",
+        "equal": "相等",
+        "points": "个百分点",
+        "degrees": "度",
+        "decades": "个数量级",
+        "to": "至",
+        "orthogonality, add_grads_": "软正交（`add_grads_`）",
+        "SRIP, add_grads_": "SRIP（`add_grads_`）",
+        "self-orthogonality, samples=512": "自正交，`samples=512`",
+        "self-orthogonality": "自正交",
+        "scale shift, add_grads_": "尺度偏移不变正则（`add_grads_`）",
+        "decoupled (tanh, cosine)": "解耦卷积（tanh，余弦）",
+        "switchable norm": "Switchable Norm",
+        "weight norm": "权重归一化",
+        "spectral norm": "谱归一化",
+        "weight standardisation": "权重标准化",
+        "sphere": "球面约束",
+        "orthogonal": "正交约束",
+    },
+    sentences={
+        "orthogonality-spread": "软正交使训练后网络中卷积核之间的夹角向 90 度集中",
+        "som-mean": "自正交使卷积核夹角的均值趋向 90 度",
+        "som-spread": "自正交使卷积核夹角的分布变窄",
+        "bn-evens-directions": "批归一化使各层输入的方向更均匀，由输出估计的夹角因此更接近真实夹角",
+        "int8-balance": "在神经元之间移动尺度会降低 int8 的准确率，用 `balance_` 移回后即可恢复",
+        "l2-is-fooled": "只在层间移动尺度、函数不变时，L2 惩罚会下降",
+        "log-is-not-fooled": "在层间移动尺度时，权重范数的对数之和不变",
+        "bn-batch-2": "批大小从 25 降到 2 时，批归一化损失的准确率多于组归一化",
+        "spectral-lipschitz": "对每一层做谱归一化可以控制整个网络的 Lipschitz 常数",
+        "weight-norm-grows": "权重归一化中，每步梯度更新使 v 的范数乘以 √(1 + c²)",
+        "gain-tanh": "增益不对时深层网络完全训练不动，增益正确时可以训练",
+        "he-keeps-signal": "方差取 2/m 时，信号经过 50 层 ReLU 仍保持大小",
+    },
+)  # fmt: skip
+README_METHODS = {
+    "gain-tanh": "初始化的增益",
+    "orthogonality-spread": "软正交",
+    "som-spread": "自正交",
+    "spectral-lipschitz": "谱归一化",
+    "weight-norm-grows": "权重归一化",
+    "log-is-not-fooled": "尺度偏移不变正则",
+    "int8-balance": "`balance_`",
+    "bn-batch-2": "批大小为 2 时的组归一化",
+}
+
+
+def pages() -> dict[Path, str]:
+    """Every page with the tables that the results give."""
+    found, written = _findings(), {}
+    for folder, language, up in ((DOCS / "methods", ENGLISH, ".."), (DOCS / "zh" / "methods", CHINESE, "../..")):
+        for name, (seed, cases) in METHODS.items():
+            chosen = [one for one in found.values() if one.claim.seed == seed]
+            tables = {"claims": _claims(chosen, language, f"{up}/claims"), "cost": _costs(cases, language)}
+            written[folder / f"{name}.md"] = _filled(folder / f"{name}.md", tables)
+    readme = ROOT / "README.zh-CN.md"
+    rows = _claims([found[name] for name in README_METHODS], CHINESE, "docs/claims", names=README_METHODS)
+    return written | {readme: _filled(readme, {"claims": rows})}
+
+
+def _filled(page: Path, tables: dict[str, str]) -> str:
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        head, _, rest = text.partition(f"<!-- {name} -->\n")
+        if rest:
+            text = f"{head}<!-- {name} -->\n{table}<!-- /{name} -->{rest.partition(f'<!-- /{name} -->')[2]}"
+    return text
+
+
+def _findings() -> dict[str, Finding]:
+    """The finding of each claim in the catalogue's order; full results replace quick ones."""
+    found: dict[str, Finding] = {}
+    for path in sorted((RESULTS / "claims").glob("*.json"), key=lambda path: path.stem.startswith("full")):
+        data = from_data(json.loads(path.read_text(encoding="utf-8")))
+        found |= {one.claim.name: one for one in data.findings if one.verdict != "not tried"}
+    return {claim.name: found[claim.name] for claim in load_claims() if claim.name in found}
+
+
+def _claims(found: list[Finding], language: Language, to: str, *, names: dict[str, str] | None = None) -> str:
+    head = (*((language.costs[0],) if names else ()), *language.claims)
+    rows = [head, ("---",) * len(head)]
+    for one in found:
+        sentence = language.sentences.get(one.claim.name, one.claim.claim.rstrip("."))
+        link = f"[{sentence}]({to}/{one.claim.seed}.md#{one.claim.name})"
+        effect = "equal" if one.claim.direction == "same" else effect_text(one)
+        name = (names[one.claim.name],) if names else ()
+        rows.append((*name, link, language.say(one.verdict), language.say(effect)))
+    return _table(rows)
+
+
+def _costs(cases: tuple[str, ...], language: Language) -> str:
+    steps = json.loads((RESULTS / "whole_steps.json").read_text(encoding="utf-8"))["rows"]
+    by_case = {(row["table"], row["case"]): row for row in steps}
+    rows = [language.costs, ("---",) * 4]
+    for case in cases:
+        large, small = by_case["ResNet-18", case], by_case["digits-network", case]
+        memory = large["candidates"][0]["peak_mib"] / large["floor"]["peak_mib"]
+        times = [row["candidates"][0]["wall"]["median"] for row in (large, small)]
+        shown = f"`{case.removesuffix(', add_grads_')}`" if "samples" in case else case.removesuffix(", add_grads_")
+        name = shown if language is ENGLISH else language.words.get(case, shown)
+        rows.append((name, f"×{times[0]:.2f}", f"×{memory:.2f}", f"×{times[1]:.2f}"))
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    different = {page: text for page, text in pages().items() if page.read_text(encoding="utf-8") != text}
+    if "--check" in sys.argv[1:] and different:
+        names = ", ".join(str(page.relative_to(ROOT)) for page in different)
+        sys.exit(f"{names}: not what the results give; run python docs/build_methods.py")
+    for page, text in different.items():
+        page.write_text(text, encoding="utf-8")
