@@ -85,7 +85,7 @@ class Plan:
         return html_table(self.recipe, head, rows, [*notes, *self.notes])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [("verb", "rule", "layer", "type", "action")]
+        rows: list[tuple[str, ...]] = [("verb", "rule", "layer", "type", "action")]
         for step in self.steps:
             action = f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
             rows.append((step.verb, str(step.rule), step.path or "(model)", step.kind, action))

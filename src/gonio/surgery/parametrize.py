@@ -52,9 +52,10 @@ def parametrize_(
         >>> torch.allclose(model[0].weight.norm(dim=1), torch.ones(3))
         True
     """
-    if not isinstance(template, Parametrization):
-        found = f"the class {template.__name__}" if isinstance(template, type) else repr(template)
-        do = f"Pass {template.__name__}()." if isinstance(template, type) else "Pass e.g. SpectralNorm()."
+    given: object = template
+    if not isinstance(given, Parametrization):
+        found = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+        do = f"Pass {given.__name__}()." if isinstance(given, type) else "Pass e.g. SpectralNorm()."
         raise InvalidArgumentError("parametrize_ takes an object of gonio.parametrizations", found, do)
     refuse_shards(model, "parametrize_")
     found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))

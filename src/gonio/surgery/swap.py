@@ -96,7 +96,8 @@ def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
 
     Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
     """
-    if not callable(factory):
+    given: object = factory
+    if not callable(given):
         do = "Pass a function, such as gonio.nn.to_group_norm or gonio.nn.DecoupledConv2d.from_conv."
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", repr(factory), do)
     is_class = isinstance(factory, type)
