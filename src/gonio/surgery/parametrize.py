@@ -54,9 +54,9 @@ def parametrize_(
     """
     given: object = template
     if not isinstance(given, Parametrization):
-        found = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+        what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
         do = f"Pass {given.__name__}()." if isinstance(given, type) else "Pass e.g. SpectralNorm()."
-        raise InvalidArgumentError("parametrize_ takes an object of gonio.parametrizations", found, do)
+        raise InvalidArgumentError("parametrize_ takes an object of gonio.parametrizations", what, do)
     refuse_shards(model, "parametrize_")
     found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))
     for site in found:
