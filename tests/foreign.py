@@ -1,4 +1,4 @@
-"""timm, torchvision and transformers beside a torch without CUDA."""
+"""timm, torchvision and transformers beside a torch without CUDA; what older versions of torch lack."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["timm", "torchvision", "torchvision_resnet18", "transformers"]
+__all__ = ["FSDP2_ON_A_CPU", "TORCHS_MUON", "timm", "torchvision", "torchvision_resnet18", "transformers"]
 
+FSDP2_ON_A_CPU = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot run FSDP2 on a CPU: its streams have no events there"
+)
+TORCHS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 _LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone
 
 

@@ -31,7 +31,10 @@ PACKAGES = (
     "measuring",
     "laws",
 )
-NEEDED = ("pytest>=8.2", "hypothesis>=6.100", "mpmath>=1.3", "scipy>=1.11", "scikit-learn>=1.4", "sybil>=9.0")
+NEEDED = (
+    *("pytest>=8.2", "hypothesis>=6.100", "mpmath>=1.3", "sybil>=9.0"),
+    *("matplotlib>=3.8", "pandas>=2.2", "scipy>=1.11", "scikit-learn>=1.4"),
+)
 
 
 def dependencies() -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gonio
 from catalog import seeded
+from foreign import TORCHS_MUON
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import layout_of, matrix_view
 from gonio.optim import Muon
@@ -30,6 +31,7 @@ def polar(matrix: Tensor) -> Tensor:
     return u @ v
 
 
+@TORCHS_MUON
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12)])
 def test_on_a_matrix_it_is_torchs_to_the_last_bit(name: str, shape: tuple[int, int]) -> None:
@@ -42,6 +44,7 @@ def test_on_a_matrix_it_is_torchs_to_the_last_bit(name: str, shape: tuple[int, i
     assert torch.equal(ours, theirs)
 
 
+@TORCHS_MUON
 def test_matrices_of_one_size_are_batched_with_the_same_result() -> None:
     """Batched products round otherwise: bfloat16 has 8 bits, and five iterations add up."""
     ours, theirs = ([nn.Parameter(seeded(16, 8, seed=i)) for i in range(3)] for _ in range(2))

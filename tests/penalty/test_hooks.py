@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
@@ -135,7 +136,7 @@ def test_a_layer_whose_weight_is_used_without_calling_it_is_said() -> None:
 
 def test_outputs_on_a_mesh_of_several_dimensions_need_a_process_group() -> None:
     """Hybrid sharding: which processes share a batch cannot be known, and the local batch would be silently wrong."""
-    dist.init_process_group("fake", rank=0, world_size=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
         layer = fully_shard(nn.Linear(4, 4), mesh=mesh)

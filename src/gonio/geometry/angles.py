@@ -180,7 +180,7 @@ def alignment(matrix: Tensor) -> Tensor:
         self_terms = (unit * unit).sum(-1).square().sum(-1)
         off_diagonal = (gram * gram).sum((-2, -1)) - self_terms
     pairs = _ordered_pairs(matrix)
-    value = d * off_diagonal.clamp_min(0) / pairs.clamp_min(1)
+    value = d * off_diagonal.clamp(min=0) / pairs.clamp(min=1)
     return torch.where(pairs > 0, value, 1.0)
 
 
