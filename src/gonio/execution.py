@@ -41,6 +41,11 @@ def ordinary_eager(*tensors: Tensor) -> bool:
     return True
 
 
+def autocast_is_on(x: Tensor) -> bool:
+    """Whether autocast acts on operations of `x`; never for meta tensors, on which torch refuses the question."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def inside_backward() -> bool:
     """Whether the autograd engine is running, as in the recomputation of a checkpointed forward."""
     if torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import autocast_is_on
 
 __all__ = [
     "check_finite",
@@ -129,11 +130,6 @@ def whole(x: Tensor) -> Tensor:
 def widest(x: Tensor) -> torch.dtype:
     """float64 where the device has it, else float32 (Apple's MPS)."""
     return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def autocast_is_on(x: Tensor) -> bool:
-    """Whether autocast acts on operations of `x`; never for meta tensors, on which torch refuses the question."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:

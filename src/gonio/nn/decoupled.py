@@ -22,10 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.execution import ProcessGroup, inside_backward, is_sharded, ordinary_eager, several_ranks, total
+from gonio.execution import (
+    ProcessGroup,
+    autocast_is_on,
+    inside_backward,
+    is_sharded,
+    ordinary_eager,
+    several_ranks,
+    total,
+)
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
-from gonio.geometry.norms import autocast_is_on, full_precision, least_norm, widen
+from gonio.geometry.norms import full_precision, least_norm, widen
 from gonio.nn import kernels
 from gonio.nn.angular import Angular, Cosine
 from gonio.nn.conversion import RunningStatistics

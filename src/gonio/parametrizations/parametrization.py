@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnsetStateError
-from gonio.geometry.norms import autocast_is_on, full_precision, widen
+from gonio.execution import autocast_is_on
+from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout
 
 __all__ = ["Parametrization", "describe", "kind_of"]
