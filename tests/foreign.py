@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["FSDP2_ON_A_CPU", "TORCHS_MUON", "timm", "torchvision", "torchvision_resnet18", "transformers"]
+__all__ = ["SHARDING_ON_A_CPU", "TORCHS_MUON", "timm", "torchvision", "torchvision_resnet18", "transformers"]
 
-FSDP2_ON_A_CPU = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot run FSDP2 on a CPU: its streams have no events there"
+SHARDING_ON_A_CPU = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot run FSDP2 on a CPU, nor shard every operation"
 )
 TORCHS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 _LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone

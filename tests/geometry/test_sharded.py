@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from catalog import seeded
+from foreign import SHARDING_ON_A_CPU
 from gonio import geometry
 from processes import group, spawned
 from tolerances import close
@@ -53,6 +54,7 @@ def differing() -> dict[str, float]:
     return wrong
 
 
+@SHARDING_ON_A_CPU
 def test_one_process(tmp_path: Path) -> None:
     with group(tmp_path):
         assert differing() == {}

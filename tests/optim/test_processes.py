@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foreign import FSDP2_ON_A_CPU
+from foreign import SHARDING_ON_A_CPU
 from optim.processes import CASES, alone, everything
 from processes import spawned
 
@@ -17,7 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return spawned(everything, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("kind", ["DDP", pytest.param("FSDP2", marks=FSDP2_ON_A_CPU)])
+@pytest.mark.parametrize("kind", ["DDP", pytest.param("FSDP2", marks=SHARDING_ON_A_CPU)])
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(found: list[dict[str, Any]], name: str, kind: str) -> None:
     """The order of sums differs: float32 within 1e-4; Muon computes in bfloat16, which may round otherwise."""

@@ -198,7 +198,7 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
         tensor(-2.4495)
     """
     excess = alignment(matrix) - 1
-    pairs = (_ordered_pairs(matrix) / 2).clamp_min(1)
+    pairs = (_ordered_pairs(matrix) / 2).clamp(min=1)
     deviation = alignment_variance(pairs, matrix.shape[-1]).sqrt()
     return torch.where(deviation > 0, excess / deviation.masked_fill(deviation == 0, 1), 0.0)
 

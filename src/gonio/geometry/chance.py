@@ -58,7 +58,7 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
         )
     theta = torch.as_tensor(theta)
     inside = (theta >= 0) & (theta <= pi)
-    sine = theta.sin().clamp_min(0)
+    sine = theta.sin().clamp(min=0)
     return torch.exp(torch.special.xlogy(dim - 2, sine) + _log_density_at_right_angle(dim)) * inside
 
 
@@ -223,7 +223,7 @@ class MarchenkoPastur:
         if self.ratio == 1:
             shape = ((high - x) * (high + x)).sqrt()
         else:
-            shape = ((high - x) * (x - low) * (x + low) * (x + high)).clamp_min(0).sqrt() / x
+            shape = ((high - x) * (x - low) * (x + low) * (x + high)).clamp(min=0).sqrt() / x
         return inside * shape / (pi * self.ratio * self.scale)
 
 
@@ -338,7 +338,7 @@ def _kolmogorov_distance(squares: Tensor, ratio: float) -> float:
 def _share_above(ratio: float) -> Tensor:
     """Probability above λ = 1 + c + 2√c cos φ, for φ from 0 to π, in which the law has a smooth density."""
     phi = torch.linspace(0, pi, LAW_POINTS + 1, dtype=torch.float64)
-    density = 2 * phi.sin().square() / (pi * (1 + ratio + 2 * sqrt(ratio) * phi.cos()).clamp_min(1e-300))
+    density = 2 * phi.sin().square() / (pi * (1 + ratio + 2 * sqrt(ratio) * phi.cos()).clamp(min=1e-300))
     density[-1] = 2 * (ratio == 1) / pi  # its limit there
     density = torch.where(torch.isfinite(density), density, 0.0)
     above = torch.cat([density.new_zeros(1), torch.cumulative_trapezoid(density, phi)])

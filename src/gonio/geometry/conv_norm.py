@@ -152,7 +152,7 @@ def _value_at(taps: Taps, group: int, omega: Tensor) -> Tensor:
     with torch.no_grad():
         u = torch.linalg.eigh(symbol @ symbol.mH)[1][:, -1]
         v = symbol.mH @ u
-        v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(v.dtype).tiny)
+        v = v / torch.linalg.vector_norm(v).clamp(min=torch.finfo(v.dtype).tiny)
     return (u.conj() @ (symbol @ v)).real
 
 
@@ -216,7 +216,7 @@ def _gram_bound(symbol: Tensor, iterations: int) -> Tensor:
 def _frobenius(gram: Tensor) -> Tensor:
     """Frobenius norm, never below the smallest normal number (a zero kernel)."""
     square = (gram.real.square() + gram.imag.square()).sum((-2, -1))
-    return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
+    return square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()
 
 
 def _rounded_up(value: Tensor, dtype: torch.dtype) -> Tensor:

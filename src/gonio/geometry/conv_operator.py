@@ -228,4 +228,4 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
         )
     (total,) = pull(wide)
     (count,) = pull(used)
-    return (total / count.clamp_min(1)).to(matrix.dtype)
+    return (total / count.clamp(min=1)).to(matrix.dtype)

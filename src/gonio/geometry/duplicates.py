@@ -155,7 +155,7 @@ def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(norms.isfinite().all()):  # NaN and infinity, or squares beyond the dtype
         if not bool(wide.isfinite().all()):
             raise InvalidArgumentError("near_duplicates() needs finite entries", "NaN or infinity", "Remove such rows.")
-        wide = wide / wide.abs().amax(-1, keepdim=True).clamp_min(1)
+        wide = wide / wide.abs().amax(-1, keepdim=True).clamp(min=1)
         norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     kept = (norms >= least_norm(vectors.dtype)).nonzero()[:, 0]
     return (wide / norms if len(kept) == len(wide) else wide[kept] / norms[kept]), kept
@@ -236,7 +236,7 @@ def cheapest_search(unit: Tensor, cosine: float, recall: float, seed: int) -> Se
 
 def _together(a: Tensor, b: Tensor) -> Tensor:
     """Probability that a random hyperplane does not separate two vectors."""
-    a, b = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (a, b))
+    a, b = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-30) for x in (a, b))
     return 1 - (a @ b.mT).clamp(-1, 1).acos() / pi
 
 
@@ -276,7 +276,7 @@ def _bands(share: Tensor, pool: int, bits: int, recall: float) -> tuple[int, flo
     """
     h = torch.arange(pool + 1, dtype=torch.float64)
     taken = torch.arange(bits, dtype=torch.float64)[:, None]
-    meet = ((pool - h - taken).clamp_min(0) / (pool - taken)).prod(0)
+    meet = ((pool - h - taken).clamp(min=0) / (pool - taken)).prod(0)
     miss = torch.log1p(-meet)  # −∞ at h = 0: such a pair meets in every band
 
     def expected(bands: int) -> float:

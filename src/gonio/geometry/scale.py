@@ -55,7 +55,7 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
     References: [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
     """
     squares, dtype = _squares(weights, "scale_imbalance")
-    return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp_min(0).to(dtype)
+    return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp(min=0).to(dtype)
 
 
 def _squares(weights: Iterable[Tensor], function: str) -> tuple[Tensor, torch.dtype]:

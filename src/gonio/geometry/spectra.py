@@ -100,7 +100,7 @@ class Spectrum:
     def effective_rank(self) -> Tensor:
         """See :func:`effective_rank`."""
         share = _relative(self.values)
-        share = share / share.sum(-1, keepdim=True).clamp_min(1)  # 1 at least, but for a zero matrix
+        share = share / share.sum(-1, keepdim=True).clamp(min=1)  # 1 at least, but for a zero matrix
         share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
         return torch.special.entr(share).sum(-1).exp() * (self.values[..., 0] > 0)
 
@@ -292,7 +292,7 @@ def _values_by_blocks(matrix: Tensor) -> Tensor:
     for _, block in row_blocks(matrix if n > d else matrix.mT):
         part = block.double() / scale
         gram += part.mT @ part
-    return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt() * scale
+    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt() * scale
 
 
 def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name: str) -> int | None:

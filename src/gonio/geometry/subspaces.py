@@ -114,8 +114,8 @@ def _krylov(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, 
                 break
         basis = torch.cat([basis, block], 1)
     basis, top = basis[:, : len(vectors)], vectors[:, :k]
-    values = squares[:k].clamp_min(0).sqrt()
-    right = (images @ top.to(images)) / values.clamp_min(torch.finfo(torch.float32).tiny).to(images)
+    values = squares[:k].clamp(min=0).sqrt()
+    right = (images @ top.to(images)) / values.clamp(min=torch.finfo(torch.float32).tiny).to(images)
     return basis @ top.to(basis), values, right, error
 
 
