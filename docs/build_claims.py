@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from gonio.claims import SEEDS, Claim, Finding, from_data, load_claims
-from gonio.report.claims import arm_rows, claimed_text, cost_text, effect_text
+from gonio.report.claims import arm_rows, claimed_text, contrast_text, cost_text, effect_text
 from gonio.report.claims_figures import claim_picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +119,7 @@ def _section(claim: Claim, one: Finding | None) -> list[str]:
         unit = f", {one.unit}" if one.unit else ""
         lines += [f"| arm | mean{unit} | range of {one.judgement.n} seeds |", "|---|---|---|"]
         lines += [f"| {name} | {mean} | {span} |" for name, mean, span in arm_rows(one)]
-        terms = " ".join(f"{weight:+g} · {arm}" for arm, weight in one.setting.decisive.items()) if one.setting else ""
+        terms = contrast_text(one.setting.decisive) if one.setting else ""
         lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
     else:
         lines += ["", claim.not_tried or f"{claimed_text(claim)} It needs the full run."]

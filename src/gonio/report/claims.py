@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -44,6 +45,7 @@ def claims_html(found: Findings) -> str:
             "found": one,
             "mark": _MARKS[one.verdict],
             "effect": effect_text(one),
+            "tested": contrast_text(one.setting.decisive) if one.setting else "",
             "picture": claim_picture(one, name=f"p{at}"),
             "arms": arm_rows(one),
             "cost": cost_text(one),
@@ -103,6 +105,21 @@ def effect_text(found: Finding) -> str:
     unit = "points" if difference and found.unit in ("%", "% of runs") else found.unit
     text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
     return text.replace("-", "−").replace("e−", "e-")
+
+
+def contrast_text(contrast: Mapping[str, float]) -> str:
+    """The number that is tested.
+
+    Example:
+        >>> from gonio.report.claims import contrast_text
+        >>> contrast_text({"sphere": 0.5, "ball": 0.5, "plain": -1})
+        '1/2 · sphere + 1/2 · ball − plain'
+    """
+    text = ""
+    for arm, weight in contrast.items():
+        size = Fraction(abs(weight)).limit_denominator(100)
+        text += f" {'+' if weight > 0 else '−'} {arm if size == 1 else f'{size} · {arm}'}"
+    return text.removeprefix(" + ").strip()
 
 
 def claimed_text(claim: Claim) -> str:
