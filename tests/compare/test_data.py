@@ -19,7 +19,7 @@ from gonio.compare import Task, make_plan
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import batches, evaluate
 from gonio.compare.tasks import images, resolve
-from gonio.compare.tasks.data import examples_of, paired, seeded
+from gonio.compare.tasks.task import examples_of, paired, seeded
 from gonio.errors import InvalidArgumentError
 
 TINY = str(Path(__file__).with_name("tiny.py"))

@@ -16,14 +16,13 @@ from torch.nn import functional as F
 from compare.plans import plan_of
 from gonio.compare import Metric, Split, Task, Training
 from gonio.compare.planning.plan import Plan
-from gonio.compare.planning.planner import make_plan
+from gonio.compare.planning.planner import check_training, make_plan
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import (
     SCHEDULES,
     Average,
     Step,
     autocast,
-    check_training,
     fit,
     judge,
     make_optimizer,

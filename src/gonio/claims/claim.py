@@ -16,8 +16,6 @@ from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
-__all__ = ["SEEDS", "Arm", "Claim", "Setting", "claim_names", "load_claim", "load_claims"]
-
 # The five documents that the claims come from, and the control of the method itself.
 SEEDS: Mapping[str, str] = {
     "000": "angles between filters",

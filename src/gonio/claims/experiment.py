@@ -24,8 +24,6 @@ from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError
 from gonio.models.user_code import code_digest
 
-__all__ = ["Choice", "Finding", "Findings", "as_data", "findings", "from_data", "plan_claim", "try_claims"]
-
 _FOLDER_TASK = "fashion-mnist"
 # measures for which models at chance level say nothing
 _SCORES = ("accuracy", "accuracy_after", "calibrated_accuracy", "trains")

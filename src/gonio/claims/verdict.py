@@ -21,8 +21,6 @@ from gonio.compare.judging.statistics import (
     sign_flip,
 )
 
-__all__ = ["VERDICTS", "Evidence", "Judgement", "contrasts", "judge"]
-
 VERDICTS = ("reproduced", "contradicted", "no useful effect", "undecided", "not tried")
 _FEWEST = 3  # pairs below which nothing is judged, as in a comparison
 _POWER_SEEDS = 1000  # the most seeds that "what it would take" names

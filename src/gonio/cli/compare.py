@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +20,28 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameErr
 if TYPE_CHECKING:
     from gonio.compare import Plan
     from gonio.compare.engines import Devices, Engine
+
+# By the fields of gonio.compare.Training; without an option the task's own value is used.
+_TRAINING: dict[str, Any] = {
+    "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
+    "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
+    "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
+    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum) or adamw.", metavar="NAME")],
+    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd.")],
+    "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
+    "decay": Annotated[
+        str | None, typer.Option(help="What decays: all parameters, or weights (no norms, no biases).", metavar="WHAT")
+    ],
+    "schedule": Annotated[
+        str | None, typer.Option(help="Of the learning rate: cosine, constant, step or one-cycle.", metavar="NAME")
+    ],
+    "warm_up": Annotated[float | None, typer.Option(help="Epochs in which the learning rate rises first.")],
+    "clip": Annotated[float | None, typer.Option(help="Largest norm of the gradient.")],
+    "label_smoothing": Annotated[float | None, typer.Option(help="Probability that is spread over all classes.")],
+    "ema": Annotated[float | None, typer.Option(help="Decay of a moving average of the parameters, which is judged.")],
+    "precision": Annotated[str | None, typer.Option(help="fp32, or autocast to bf16 or fp16.", metavar="NAME")],
+    "accumulate": Annotated[int | None, typer.Option(help="Parts in which a batch is processed.", min=1)],
+}
 
 # Options that decide the results of a study, in the order of its command; the others are settings of this machine.
 _DEFAULTS: dict[str, Any] = {
@@ -34,12 +58,12 @@ _DEFAULTS: dict[str, Any] = {
     "tune": 0,
     "robust": False,
     "epsilon": None,
-    **dict.fromkeys(options.TRAINING),
+    **dict.fromkeys(_TRAINING),
     "device": None,
     "output": Path("gonio-study"),
 }
 _OF_SCORE, _OF_MODEL = ("metric", "unit", "direction", "sesoi"), ("task", "model")
-_OF_TRAINING = ("tune", *options.TRAINING)
+_OF_TRAINING = ("tune", *_TRAINING)
 
 _Recipes = Annotated[
     list[str] | None,
@@ -107,7 +131,24 @@ _RunTimeout = Annotated[
 _Study = Annotated[Path, typer.Option("-o", "--output", help="The study's folder.", metavar="STUDY")]
 
 
-@options.takes_training
+def _takes_training(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a training; its argument `training` holds those that were named."""
+
+    @wraps(command)
+    def wrapped(*arguments: Any, **named: Any) -> None:
+        training = {name: value for name in _TRAINING if (value := named.pop(name)) is not None}
+        command(*arguments, training=training, **named)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "training"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    further = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in _TRAINING.items()]
+    wrapped.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *further]}
+    return wrapped
+
+
+@_takes_training
 def compare(
     context: typer.Context,
     recipes: _Recipes = None,

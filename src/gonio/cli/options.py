@@ -1,12 +1,9 @@
-"""Options that several commands share, those of `gonio measure`, and those of a training, each declared once."""
+"""Options that several commands share, and those of `gonio measure`, each declared once."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from enum import StrEnum
-from functools import wraps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -87,45 +84,3 @@ Config = Annotated[
         metavar="FILE",
     ),
 ]
-
-
-# --- how gonio compare trains ----------------------------------------------------------------------
-
-# By the fields of gonio.compare.Training; without an option the task's own value is used.
-TRAINING: dict[str, Any] = {
-    "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
-    "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
-    "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
-    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum) or adamw.", metavar="NAME")],
-    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd.")],
-    "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
-    "decay": Annotated[
-        str | None, typer.Option(help="What decays: all parameters, or weights (no norms, no biases).", metavar="WHAT")
-    ],
-    "schedule": Annotated[
-        str | None, typer.Option(help="Of the learning rate: cosine, constant, step or one-cycle.", metavar="NAME")
-    ],
-    "warm_up": Annotated[float | None, typer.Option(help="Epochs in which the learning rate rises first.")],
-    "clip": Annotated[float | None, typer.Option(help="Largest norm of the gradient.")],
-    "label_smoothing": Annotated[float | None, typer.Option(help="Probability that is spread over all classes.")],
-    "ema": Annotated[float | None, typer.Option(help="Decay of a moving average of the parameters, which is judged.")],
-    "precision": Annotated[str | None, typer.Option(help="fp32, or autocast to bf16 or fp16.", metavar="NAME")],
-    "accumulate": Annotated[int | None, typer.Option(help="Parts in which a batch is processed.", min=1)],
-}
-
-
-def takes_training(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a training; its argument `training` holds those that were named."""
-
-    @wraps(command)
-    def wrapped(*arguments: Any, **named: Any) -> None:
-        training = {name: value for name in TRAINING if (value := named.pop(name)) is not None}
-        command(*arguments, training=training, **named)
-
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "training"]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    further = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in TRAINING.items()]
-    wrapped.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *further]}
-    return wrapped

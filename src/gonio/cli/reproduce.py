@@ -18,8 +18,6 @@ from gonio.errors import InvalidArgumentError, MissingExtraError
 if TYPE_CHECKING:
     from gonio.claims import Choice, Claim, Findings
 
-__all__ = ["reproduce"]
-
 _FOLDER = Path("gonio-claims")
 _START = 0.3  # seconds to start a run's process
 

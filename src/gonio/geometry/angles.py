@@ -22,18 +22,6 @@ from gonio.geometry.norms import (
 )
 from gonio.seeding import generator
 
-__all__ = [
-    "alignment",
-    "alignment_zscore",
-    "angle_between",
-    "angles",
-    "coherence",
-    "cosines",
-    "hyperplanes",
-    "sign_hash",
-    "sign_similarity",
-]
-
 # Note [Close pairs]
 # acos loses half of the digits near ±1: in float32 it does not distinguish 0 from 3e-4 rad. For two vectors
 # the angle is 2·atan2(|a−b|, |a+b|) on unit vectors (Kahan), accurate to 1e-7 in float32. For all pairs that takes

@@ -14,19 +14,6 @@ from torch import Tensor
 
 from gonio.geometry.norms import computed_in, least_norm, normalize
 
-__all__ = [
-    "BLOCK",
-    "CosineBlock",
-    "GramMatrix",
-    "NormSummary",
-    "count_nonfinite",
-    "row_blocks",
-    "row_directions",
-    "row_norms",
-    "safe_scale",
-    "tiles",
-]
-
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
 LARGE = 1e15  # entries above it have squares whose sums overflow in float32
 GRAM_PARTS = 4  # row blocks of a Gram matrix

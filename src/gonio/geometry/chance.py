@@ -12,24 +12,6 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = [
-    "MarchenkoPastur",
-    "SpectrumDeviation",
-    "alignment_deviation",
-    "alignment_variance",
-    "expected_coherence",
-    "expected_pairs_above",
-    "marchenko_pastur",
-    "random_angle_density",
-    "random_angle_std",
-    "random_coherence",
-    "random_largest_singular_value",
-    "random_orthogonality_defect",
-    "random_spectrum_distance",
-    "spectrum_deviation",
-    "welch_bound",
-]
-
 TRACY_WIDOM = 3.2724  # 0.999 quantile of the Tracy–Widom law of order 1
 LAW_POINTS = 4096  # of the Marchenko–Pastur distribution function
 Number = TypeVar("Number", float, Tensor)

@@ -18,13 +18,6 @@ from gonio.geometry.spectra import singular_values
 from gonio.geometry.views import PLAIN, Layout
 from gonio.seeding import generator
 
-__all__ = [
-    "conv_spectral_norm",
-    "conv_spectral_norm_bound",
-    "conv_spectral_norm_certificate",
-    "conv_spectral_norm_estimate",
-]
-
 # Note [Ruling out frequencies]
 # s_max(F) < t exactly if t²I − FFᴴ has a Cholesky factor, which costs a third of the singular values. So norms are
 # computed at a few frequencies spread over the grid, and elsewhere only where the factorisation fails at the largest

@@ -20,18 +20,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import widen
 from gonio.geometry.views import PLAIN, Layout
 
-__all__ = [
-    "Taps",
-    "frequencies",
-    "half_grid",
-    "operator_matrix",
-    "periodic_grid",
-    "polyphase_grid",
-    "radians",
-    "taps_of",
-    "unview_operator",
-]
-
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

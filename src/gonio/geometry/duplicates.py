@@ -17,8 +17,6 @@ from gonio.geometry.blocks import BLOCK, row_blocks, row_directions
 from gonio.geometry.norms import flat_filters, full_precision, least_norm, whole, widen
 from gonio.seeding import generator
 
-__all__ = ["NEAR", "NearDuplicates", "near_duplicates", "near_pairs"]
-
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache

@@ -12,8 +12,6 @@ from torch import Tensor
 from gonio.execution import ordinary_eager
 from gonio.geometry.norms import least_norm, safe_norm
 
-__all__ = ["applies_to", "rescaled"]
-
 _LEAST = {dtype: least_norm(dtype) for dtype in (torch.float32, torch.float64)}
 
 

@@ -23,8 +23,6 @@ from gonio.geometry.norms import (
 )
 from gonio.seeding import generator
 
-__all__ = ["Krylov", "lanczos_error", "largest_singular_value", "spectral_norm"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Krylov:

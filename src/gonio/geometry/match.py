@@ -14,8 +14,6 @@ from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import check_finite, flat_filters, full_precision, whole, widen
 from gonio.seeding import generator
 
-__all__ = ["Matching", "match"]
-
 SIMULATED = 1024  # rows on each side, at most, of the random directions that give the chance level
 CERTAINTY = 0.99  # with which no pair of random directions exceeds `limit`
 

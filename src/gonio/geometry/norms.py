@@ -13,23 +13,6 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import autocast_is_on
 
-__all__ = [
-    "check_finite",
-    "check_matrix",
-    "computed_in",
-    "filter_norms",
-    "flat_filters",
-    "full_precision",
-    "least_norm",
-    "matrix_vector",
-    "normalize",
-    "safe_norm",
-    "unit_vectors",
-    "whole",
-    "widen",
-    "widest",
-]
-
 # Note [Zero vectors]
 # A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13 in float32
 # and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction

@@ -16,8 +16,6 @@ from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
 from gonio.seeding import generator
 
-__all__ = ["PairStatistics", "pair_statistics"]
-
 SAMPLE = 4096  # filters per matrix; of more filters, this many are drawn
 LENGTH = 1 << 24  # entries of the drawn filters, in float32 at once: 64 MiB
 FEWEST = 16  # filters drawn, however long they are

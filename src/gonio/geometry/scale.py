@@ -10,8 +10,6 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import widen, widest
 
-__all__ = ["least_scale", "scale_imbalance"]
-
 
 def least_scale(weights: Iterable[Tensor]) -> Tensor:
     r"""Smallest sum of squared norms over all rescalings :math:`\gamma_l` of the layers whose product is 1.

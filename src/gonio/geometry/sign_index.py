@@ -11,8 +11,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
 from gonio.geometry.norms import full_precision, normalize, whole, widen
 
-__all__ = ["Neighbours", "SignIndex"]
-
 _ROWS = 1 << 14  # stored vectors whose agreements with the queries are held at once
 
 

@@ -14,21 +14,6 @@ from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import check_finite, check_matrix, full_precision, safe_norm, whole, widen, widest
 from gonio.seeding import generator
 
-__all__ = [
-    "OrthogonalityDefect",
-    "Spectrum",
-    "SpectrumEstimate",
-    "condition_number",
-    "effective_rank",
-    "energy_rank",
-    "orthogonality_defect",
-    "shared_gram",
-    "singular_values",
-    "spectrum",
-    "spectrum_estimate",
-    "stable_rank",
-]
-
 # Note [Gram or SVD]
 # eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but the error of a singular value s
 # is about 1e-15·s_max²/s. If the ratio of eigenvalues is below this limit (s/s_max < 3e-6) the SVD is used.

@@ -13,8 +13,6 @@ from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import check_finite, computed_in, full_precision, widest
 from gonio.seeding import generator
 
-__all__ = ["IntruderDimensions", "TopSubspace", "intruder_dimensions", "principal_angles", "top_subspace"]
-
 # Note [Block Krylov]
 # From a random block Q₀ the vectors (W Wᵀ)ʲ Q₀ span a space whose Ritz vectors converge with the square root of
 # the relative gap, so that a Gaussian matrix, whose top singular values are close together, needs tens of steps where

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
-__all__ = ["Layout", "View", "check_shape", "layout_of", "matrix_view", "unview"]
-
 View = Literal["filters", "taps", "last_two"]
 VIEWS = get_args(View)
 ATTENTION = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}  # blocks of each

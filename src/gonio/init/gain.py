@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 
-__all__ = ["Gain", "gain", "resolve_gain"]
-
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 Gain: TypeAlias = float | str | Activation
 

@@ -14,8 +14,6 @@ from gonio.geometry.views import PLAIN, Layout
 from gonio.init.gain import Gain, resolve_gain
 from gonio.init.variance import fans, variance_scaling_
 
-__all__ = ["mup_", "mup_groups"]
-
 Kind = Literal["input", "hidden", "output"]
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 

@@ -14,8 +14,6 @@ from gonio.geometry.views import PLAIN, Layout, View, matrix_view, unview
 from gonio.init.gain import Gain, resolve_gain
 from gonio.init.variance import check_fillable, fans, fresh_generator, write_
 
-__all__ = ["delta_orthogonal_", "haar_columns", "orthogonal_"]
-
 # Note [Stewart's method]
 # Uniform orthonormal columns without a QR decomposition: in the QR of a Gaussian matrix the reflected trailing
 # columns are again Gaussian and independent, so reflector j can be built from new numbers x ~ N(0, I_{n−j}). Then

@@ -20,20 +20,6 @@ from gonio.geometry.norms import computed_in
 from gonio.geometry.views import PLAIN, Layout, check_shape
 from gonio.init.gain import Gain, resolve_gain
 
-__all__ = [
-    "Distribution",
-    "Fans",
-    "Preserve",
-    "check_fillable",
-    "fans",
-    "fresh_generator",
-    "he_",
-    "lecun_",
-    "variance_scaling_",
-    "write_",
-    "xavier_",
-]
-
 Preserve: TypeAlias = Literal["norm", "rms", "both"]
 DistributionName = Literal["normal", "uniform", "truncated_normal", "rademacher"]
 Draw: TypeAlias = Callable[[torch.Size, torch.Generator], Tensor]

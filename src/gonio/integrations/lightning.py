@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError
 from gonio.measuring import Tracker
 
-__all__ = ["AddedPenalty", "add_penalty_", "tracker_callback"]
-
 _MARK = "_gonio_penalty"
 _STATE = "gonio_penalty"  # the key in a checkpoint
 

@@ -19,8 +19,6 @@ from gonio.errors import MissingExtraError, NotApplicableError
 from gonio.integrations.lightning import AddedPenalty
 from gonio.measuring import Tracker
 
-__all__ = ["add_penalty_", "tracker_callback"]
-
 
 def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
     """Add `penalty()` to the training loss of a `transformers.Trainer`; `undo_()` of the result removes it.

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
 
-__all__ = ["BUILT_IN", "ByteTransformer", "byte_transformer", "digits_cnn", "pointnet"]
-
 
 def digits_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """Three conv-BN-ReLU blocks (16, 32, 64 filters), pooling to 2 × 2, and two linear layers.

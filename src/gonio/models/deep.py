@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from gonio.errors import UnknownNameError
 from gonio.nn import SwitchableNorm2d
 
-__all__ = ["Residual", "deep_cnn", "deep_mlp", "residual_mlp"]
-
 _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "tanh": nn.Tanh,

@@ -24,8 +24,6 @@ from gonio.errors import (
     UnreadableFileError,
 )
 
-__all__ = ["LIBRARIES", "from_timm", "from_torchvision", "from_transformers", "load_library", "unusable"]
-
 Found = tuple[Callable[..., nn.Module], Mapping[str, str]]
 """A function that builds models, and its names for `num_classes` and `in_channels`."""
 

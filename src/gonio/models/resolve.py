@@ -13,8 +13,6 @@ from gonio.models.built_in import BUILT_IN
 from gonio.models.libraries import LIBRARIES
 from gonio.models.user_code import accepted, is_user_code, load_function
 
-__all__ = ["ModelFactory", "resolve"]
-
 
 @dataclass(frozen=True)
 class ModelFactory:

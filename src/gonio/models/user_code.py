@@ -15,8 +15,6 @@ from typing import Any
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 
-__all__ = ["accepted", "code_digest", "is_user_code", "load_function", "load_script"]
-
 
 def is_user_code(spec: str) -> bool:
     """Whether `spec` names a Python file (`file.py:factory`) rather than a built-in.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
 
-__all__ = ["RunningStatistics", "annotate_", "check_plain", "share_", "with_weight_"]
-
 Layer = TypeVar("Layer", bound=nn.Module)
 
 

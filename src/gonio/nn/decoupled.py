@@ -39,18 +39,6 @@ from gonio.nn.angular import Angular, Cosine
 from gonio.nn.conversion import RunningStatistics
 from gonio.nn.magnitude import Coefficients, Magnitude, Number, Tanh, scaled
 
-__all__ = [
-    "COSINE",
-    "TANH",
-    "ConvMap",
-    "ConvTransposeMap",
-    "Decoupled",
-    "DenseMap",
-    "Gradient",
-    "LinearMap",
-    "Weighted",
-]
-
 Weighted = Literal["linear", "tanh_product", "tanh_each"]
 Gradient = Literal["exact", "weighted"]
 

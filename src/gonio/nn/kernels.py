@@ -35,13 +35,6 @@ from gonio.nn.switchable_function import (
     value_at,
 )
 
-__all__ = [
-    "bounded_asin",
-    "product_with_squares",
-    "scale_",
-    "switchable_norm_by_rows",
-]
-
 Number = float | Tensor
 LARGE = 2**16  # entries of an input or output, from which the forms of decoupled layers save time and memory
 

@@ -14,16 +14,6 @@ from gonio.nn.conversion import annotate_, check_plain, share_, with_weight_
 from gonio.nn.decoupled import COSINE, TANH, ConvMap, ConvTransposeMap, Decoupled, DenseMap, Gradient, Weighted
 from gonio.nn.magnitude import Magnitude
 
-__all__ = [
-    "DecoupledConv1d",
-    "DecoupledConv2d",
-    "DecoupledConv3d",
-    "DecoupledConvTranspose1d",
-    "DecoupledConvTranspose2d",
-    "DecoupledConvTranspose3d",
-    "DecoupledLinear",
-]
-
 Size = int | tuple[int, ...]
 
 

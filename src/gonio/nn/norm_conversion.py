@@ -13,8 +13,6 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.nn.conversion import check_plain
 from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
-__all__ = ["to_batch_norm", "to_group_norm", "to_instance_norm", "to_layer_norm"]
-
 # A converter's annotation says which layers it takes, so each union leaves out what the converter makes.
 _Batch = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _Instance = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.nn.decoupled import Decoupled
 
-__all__ = ["Blending", "Projection", "convert_gradually_", "project_weights_"]
-
 
 @dataclass(frozen=True)
 class Projection:

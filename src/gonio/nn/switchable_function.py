@@ -21,24 +21,6 @@ from torch import Tensor
 from gonio.execution import ProcessGroup, total
 from gonio.geometry.norms import widen
 
-__all__ = [
-    "Mixed",
-    "Settings",
-    "accumulator",
-    "at_least_one",
-    "batch_statistics",
-    "layer_statistics",
-    "mix",
-    "mixed_from",
-    "mixing_weights",
-    "moments",
-    "pivot_of",
-    "slope_of",
-    "spread",
-    "switchable_norm",
-    "value_at",
-]
-
 Logits = tuple[Tensor, Tensor]  # of the means and of the variances
 Affine = tuple[Tensor | None, Tensor | None]  # scale and shift
 Found = tuple[Tensor, Tensor | None, Tensor | int]  # output; statistics of the batch, (2, 1, C), and its samples

@@ -15,8 +15,6 @@ from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
 from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
 
-__all__ = ["SwitchableNorm1d", "SwitchableNorm2d", "SwitchableNorm3d"]
-
 KINDS = ("instance", "layer", "batch")
 
 

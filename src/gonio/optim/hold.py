@@ -23,8 +23,6 @@ from gonio.surgery.graph import trace
 from gonio.surgery.optimizer import check_optimizer, parameter_ids
 from gonio.surgery.where import Where, as_selector, sites
 
-__all__ = ["Held", "hold_", "step_of_hold"]
-
 Step = Literal["free", "fixed"]
 STEPS = ("free", "fixed")
 KEY = "gonio_hold"  # in an optimizer's state dict

@@ -15,8 +15,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.penalty.matrices import Blocks
 
-__all__ = ["Muon"]
-
 Coefficients = tuple[float, float, float]
 ADJUSTMENTS = ("original", "match_rms_adamw")
 

@@ -17,8 +17,6 @@ from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.geometry.norms import computed_in
 
-__all__ = ["NORMS", "Norm", "Vectors"]
-
 Norm = Literal["matrix", "filters", "columns"]
 NORMS = ("matrix", "filters", "columns")
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-__all__ = ["HEIGHT", "WIDTH", "Drawn", "Lane", "depth_lane", "line", "marks", "stages"]
-
 WIDTH, HEIGHT = 1000, 56  # of a lane, in units of its SVG
 _LOG = 30.0  # ratio of the largest to the smallest value from which a lane is logarithmic
 _DECADES = 1e4  # of a logarithmic lane, at most; smaller values lie on its lower edge

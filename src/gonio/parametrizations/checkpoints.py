@@ -16,8 +16,6 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.parametrizations.parametrization import Parametrization, describe, kind_of
 
-__all__ = ["plain_state_dict", "translate_"]
-
 _OWN = "_parametrization."
 _DESCRIPTION = f"{_OWN}_extra_state"
 

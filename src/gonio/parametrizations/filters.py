@@ -15,8 +15,6 @@ from gonio.geometry.norms import safe_norm
 from gonio.geometry.views import Layout
 from gonio.parametrizations.parametrization import Parametrization
 
-__all__ = ["Sphere", "WeightNorm", "by_filter", "filter_size", "from_matrices", "matrices_of", "rescaled"]
-
 
 class WeightNorm(Parametrization):
     r"""Each filter as a norm times a direction: :math:`w_i = g_i \, v_i / \lVert v_i \rVert`.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from gonio.geometry.norms import matrix_vector
 
-__all__ = ["STALE", "DividedBySpectralNorm"]
-
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
 # Note [Stale vectors]

@@ -31,9 +31,6 @@ from gonio.geometry.views import layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
 
-__all__ = ["Parametrized", "attach", "child_name", "detach", "is_parametrized", "parametrization_of"]
-
-
 # --- attach and detach ----------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from gonio.geometry.norms import widen
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.parametrizations.parametrization import Parametrization
 
-__all__ = ["Orthogonal", "polar"]
-
 
 class Orthogonal(Parametrization):
     r"""Orthonormal filters: the polar factor :math:`Q = (V V^\top)^{-1/2} V` of each group's matrix, times s.

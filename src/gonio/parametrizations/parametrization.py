@@ -16,8 +16,6 @@ from gonio.execution import autocast_is_on
 from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout
 
-__all__ = ["Parametrization", "describe", "kind_of"]
-
 _VERSION = 1  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
 

@@ -21,8 +21,6 @@ from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
-__all__ = ["SpectralNorm", "tick_", "tick_on_step"]
-
 Of = Literal["filters", "conv"]
 _UNTICKED = 100  # changes of the weight without a tick, after which a warning is given
 # Layers of one shape are iterated as one stack, which copies their weights. On CPU the copy takes longer than the

@@ -27,8 +27,6 @@ from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.seeding import generator
 
-__all__ = ["EXACT", "ConvolutionView", "FilterView", "SpectralView"]
-
 EXACT = 2**28  # multiplications up to which the first vectors come from a singular value decomposition
 _ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
 _POINTS = 8  # of the grid, per dimension and unit of the kernel's reach: a margin of 2 % per dimension

@@ -13,8 +13,6 @@ from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import by_filter, filter_size, rescaled
 from gonio.parametrizations.parametrization import Parametrization
 
-__all__ = ["WeightStandardization"]
-
 Scale = Literal["std", "fan_in"]
 
 

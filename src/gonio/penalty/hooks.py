@@ -28,8 +28,6 @@ from gonio.execution import inside_backward, is_sharded
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["OutputHook", "data_parallel_group"]
-
 # More forward passes than this without penalty() keep as many sets of activations alive.
 MOST_KEPT = 64
 

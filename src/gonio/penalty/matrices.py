@@ -16,8 +16,6 @@ from gonio.penalty.terms import TABLES, WeightRef, weights_of
 from gonio.surgery.where import Site, sites
 from gonio.surgery.wrapping import unwrapped
 
-__all__ = ["Blocks", "MatrixGroups", "matrix_groups"]
-
 
 @dataclass(frozen=True)
 class Blocks:

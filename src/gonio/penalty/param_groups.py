@@ -16,8 +16,6 @@ from gonio.penalty.terms import TABLES, weights_of
 from gonio.surgery.where import sites
 from gonio.surgery.wrapping import unwrapped
 
-__all__ = ["ParamGroups", "param_groups"]
-
 
 @dataclass(frozen=True)
 class ParamGroups(Groups):

@@ -21,8 +21,6 @@ from gonio.surgery.wrapping import refuse_flat_shards
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Penalty"]
-
 
 class Penalty:
     r"""The sum of regularizers over the layers that their rules choose, to be added to the loss.

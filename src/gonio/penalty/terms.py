@@ -24,18 +24,6 @@ from gonio.surgery.where import Site, Where, as_selector, select
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "TABLES",
-    "Binding",
-    "OutputTerm",
-    "Term",
-    "WeightRef",
-    "WeightTerm",
-    "bind",
-    "terms_of",
-    "weights_of",
-]
-
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
 

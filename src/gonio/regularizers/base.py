@@ -22,18 +22,6 @@ from gonio.regularizers.schedules import Schedule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "AddGradient",
-    "Evaluation",
-    "OutputRegularizer",
-    "Regularizer",
-    "WeightRegularizer",
-    "identity_like",
-    "replicated",
-    "replicated_like",
-    "require",
-]
-
 PLAIN = Layout()
 AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
 

@@ -13,8 +13,6 @@ from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer
 from gonio.regularizers.orthogonality import small_side
 
-__all__ = ["ConvOrthogonality"]
-
 _CONV = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 

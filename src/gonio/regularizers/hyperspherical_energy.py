@@ -14,8 +14,6 @@ from gonio.geometry.norms import normalize
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like, require
 
-__all__ = ["HypersphericalEnergy"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HypersphericalEnergy(WeightRegularizer):

@@ -21,22 +21,6 @@ from gonio.geometry.norms import matrix_vector
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Pairs",
-    "SelfOrthogonalityTerms",
-    "WithGradient",
-    "compiled_log_norm",
-    "defect_and_gradient",
-    "first_sample",
-    "gram",
-    "log_norm_and_gradient",
-    "multiplied",
-    "stretch_and_gradient",
-    "total",
-    "worst_entry_and_gradient",
-]
-
-
 HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than the copy of the rest costs
 
 

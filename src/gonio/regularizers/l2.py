@@ -10,8 +10,6 @@ from torch import Tensor
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import Evaluation, WeightRegularizer
 
-__all__ = ["L2", "ScaleRegularizer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRegularizer(WeightRegularizer):

@@ -14,8 +14,6 @@ from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
 
-__all__ = ["DoubleOrthogonality", "Filters", "MutualCoherence", "Orthogonality", "small_side"]
-
 Filters = Literal["raw", "unit"]
 
 

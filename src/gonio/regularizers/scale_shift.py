@@ -19,8 +19,6 @@ from gonio.regularizers.base import AddGradient, Evaluation, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
 from gonio.regularizers.l2 import ScaleRegularizer
 
-__all__ = ["ScaleShift"]
-
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 LEAST_FLOOR = 1e-3
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9

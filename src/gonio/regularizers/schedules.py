@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gonio.errors import InvalidArgumentError
 
-__all__ = ["Milestones", "Schedule", "Warmup"]
-
 
 class Schedule(ABC):
     """A factor on a regularizer's strength that depends on the training step alone."""

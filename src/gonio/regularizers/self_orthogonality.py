@@ -17,8 +17,6 @@ from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_samp
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SelfOrthogonality"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelfOrthogonality(OutputRegularizer):

@@ -16,8 +16,6 @@ from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated, r
 from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
 
-__all__ = ["SRIP"]
-
 GOLDEN = 0.6180339887498949
 
 

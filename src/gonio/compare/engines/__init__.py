@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gonio.compare.engines.devices import Devices
-from gonio.compare.engines.local import Engine, Future, Local, NodeLost, default_jobs
+from gonio.compare.engines.local import Devices, Engine, Future, Local, NodeLost, default_jobs
 from gonio.compare.engines.ray import Ray
 
 __all__ = ["Devices", "Engine", "Future", "Local", "NodeLost", "Ray", "default_jobs"]

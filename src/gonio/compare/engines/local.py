@@ -1,4 +1,4 @@
-"""The interface of an engine, and the one of this machine: processes that end with the comparison, not together."""
+"""The interface of an engine, and the one of this machine: processes that end with the comparison, and devices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from gonio.compare.engines.devices import Devices
+import torch
+
 from gonio.errors import InvalidArgumentError
 
+KINDS = ("cpu", "cuda", "mps")
 # Imported once, in the server from which every worker is forked: a run then starts in 40 ms instead of 3 s.
 # torch.optim imports torch._dynamo when the first optimizer is made.
 _PRELOAD = ["torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.compare"]
@@ -65,6 +68,54 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the engine's resources; its calls have ended or were stopped."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the runs of a study compute on.
+
+    Attributes:
+        kind: `cpu`, `cuda` or `mps`; part of a plan, because results of different kinds differ in their last bits.
+        visible: one value of `CUDA_VISIBLE_DEVICES` for each GPU; each process sees one of them, as its first. Empty
+            if there is nothing to share out.
+
+    Example:
+        >>> gonio.compare.engines.Devices.named("cpu")
+        Devices(kind='cpu', visible=())
+    """
+
+    kind: str = "cpu"
+    visible: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, name: str | None) -> Devices:
+        """The devices of a name: `cpu`, `mps`, `cuda` (all GPUs) or `cuda:N`; None: the accelerator if there is one.
+
+        Raises:
+            InvalidArgumentError: there is no such device on this machine.
+        """
+        if name is None:
+            return cls.named(next((kind for kind in ("cuda", "mps") if _count(kind)), "cpu"))
+        kind, colon, number = name.partition(":")
+        if kind not in KINDS or (colon and not (kind == "cuda" and number.isdecimal())):
+            raise InvalidArgumentError("a device is cpu, cuda, cuda:N or mps", repr(name), "Choose one of them.")
+        count = _count(kind)
+        if count <= int(number or 0):
+            found = f"{count} such device{'' if count == 1 else 's'} that this torch {torch.__version__} can use"
+            raise InvalidArgumentError(f"the device {name!r} must be on this machine", found, "Choose another, or cpu.")
+        if kind != "cuda":
+            return cls(kind)
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")  # of a shared machine: this process may use these alone
+        names = listed.split(",") if listed else [str(index) for index in range(count)]
+        return cls(kind, (names[int(number)],) if number else tuple(names[:count]))
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind there are; asking does not start CUDA in this process."""
+    if kind == "cuda":
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the driver is asked, so processes can be forked
+        return torch.cuda.device_count()
+    return int(kind == "cpu" or torch.backends.mps.is_available())
 
 
 class Local:

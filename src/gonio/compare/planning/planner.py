@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gonio.compare.engines.local import call_apart
 from gonio.compare.planning.plan import (
@@ -22,11 +24,10 @@ from gonio.compare.planning.plan import (
     installed_versions,
 )
 from gonio.compare.running.scripts import probe_script
-from gonio.compare.running.training import check_training
+from gonio.compare.running.training import DECAYS, OPTIMIZERS, PRECISIONS, SCHEDULES, autocast
 from gonio.compare.running.tuning import require_optuna
 from gonio.compare.tasks import resolve as resolve_task
-from gonio.compare.tasks.data import paired
-from gonio.compare.tasks.task import Task
+from gonio.compare.tasks.task import Task, paired
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest, is_user_code
@@ -320,6 +321,55 @@ def _check_further(task: Task, *, robust: bool, tune: int) -> None:
     if tune:
         _positive("the number of trials", tune)
         require_optuna()
+
+
+def check_training(training: Training, task: Task, *, device: str = "cpu") -> None:
+    """Refuse a training that cannot be done on this task and device.
+
+    Raises:
+        InvalidArgumentError: names the setting.
+    """
+    for name in ("epochs", "batch_size", "lr"):
+        _require(0 < getattr(training, name) < math.inf, f"{name} must be a positive number", getattr(training, name))
+    known = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
+    for name, names in known.items():
+        found = getattr(training, name)
+        _require(found in names, f"{name} must be one of {', '.join(names)}", found, "Choose one of them.")
+    for name in ("weight_decay", "warm_up"):
+        _require(0 <= getattr(training, name) < math.inf, f"{name} must be 0 or above", getattr(training, name))
+    for name in ("momentum", "label_smoothing", "ema"):
+        _require(0 <= getattr(training, name) < 1, f"{name} must be from 0 to below 1", getattr(training, name))
+    warm, clip, parts = training.warm_up, training.clip, training.accumulate
+    _require(warm < training.epochs, f"warm_up must be shorter than the {training.epochs} epochs", warm)
+    _require(not (warm and training.schedule == "one-cycle"), "one-cycle warms up by itself", f"warm_up={warm:g}")
+    _require(clip is None or 0 < clip < math.inf, "clip must be a positive number", clip)
+    size = training.batch_size
+    _require(parts >= 1 and (parts == 1 or size >= 2 * parts), "accumulate needs two examples in each part",
+             f"{parts} parts of {size}")  # fmt: skip
+    most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
+    _require(size <= len(task.train), most, size, "Choose a smaller one.")
+    _require(not training.label_smoothing or task.loss is F.cross_entropy,
+             "label_smoothing needs a task whose loss is cross_entropy", task.name, "Leave it out.")  # fmt: skip
+    _check_precision(device, training.precision)
+
+
+def _require(holds: bool, problem: str, found: object, do: str = "Give another value.") -> None:
+    if not holds:
+        raise InvalidArgumentError(problem, str(found) if isinstance(found, str) and " " in found else repr(found), do)
+
+
+def _check_precision(device: str, precision: str) -> None:
+    """Compute a small convolution and its gradient, which is the only way to know whether the device can."""
+    if precision == "fp32":
+        return
+    try:
+        layer = nn.Conv2d(2, 2, 3).to(device)
+        with autocast(torch.device(device), precision):
+            layer(torch.ones(1, 2, 4, 4, device=device)).sum().backward()
+    except Exception as error:  # a backend may raise anything
+        found = f"{device}: {(str(error).splitlines() or [''])[0][:200]}"
+        needs = f"precision {precision} needs a device that computes in it"
+        raise InvalidArgumentError(needs, found, "Choose bf16 or fp32, or another --device.") from error
 
 
 def _check_paired(task: Task, training: Training, workers: int) -> None:

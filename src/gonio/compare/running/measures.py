@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.training import batches, evaluate, fit
-from gonio.compare.tasks.data import Examples
-from gonio.compare.tasks.task import Task
+from gonio.compare.tasks.task import Examples, Task
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnknownNameError
 from gonio.geometry import (
     Layout,
@@ -36,8 +35,6 @@ from gonio.nn import DecoupledConv2d, SwitchableNorm1d, SwitchableNorm2d, Switch
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed, generator
 from gonio.surgery import balance_, calibrate_, equivalent, swap_
-
-__all__ = ["MEASURES", "Kind", "Subject", "kind_of"]
 
 _SAME = 1e-9  # largest relative deviation of outputs in float64 that counts as the same function
 _SWITCHABLE = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)

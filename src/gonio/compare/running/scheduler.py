@@ -17,8 +17,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gonio.compare.engines.devices import Devices
-from gonio.compare.engines.local import Engine, Future, Local, NodeLost, call_apart
+from gonio.compare.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.statistics import require_scipy

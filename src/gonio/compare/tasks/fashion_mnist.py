@@ -15,8 +15,6 @@ from gonio.compare.tasks.task import Split, Task
 from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.seeding import generator
 
-__all__ = ["fashion_mnist"]
-
 _TRAIN, _VALIDATION, _TEST = 3000, 1000, 4000  # images; each class has about a tenth
 _DEFAULT = "data/FashionMNIST/raw"  # where torchvision's download leaves the files
 _MAGIC = {1: (0, 0, 8, 1), 3: (0, 0, 8, 3)}  # of labels and of images, by number of dimensions

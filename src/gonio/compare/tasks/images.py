@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gonio.compare.planning.plan import AttackConfig, Training
-from gonio.compare.tasks.data import Examples, ItemSet
-from gonio.compare.tasks.task import Split, Task
+from gonio.compare.tasks.task import Examples, ItemSet, Split, Task
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
 from gonio.models.libraries import unusable
 from gonio.seeding import generator
