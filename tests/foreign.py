@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["SHARDING_ON_A_CPU", "TORCHS_MUON", "timm", "torchvision", "torchvision_resnet18", "transformers"]
-
-SHARDING_ON_A_CPU = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot run FSDP2 on a CPU, nor shard every operation"
+_OLDEST = torch.__version__.startswith("2.6.")
+SHARDING_ON_A_CPU = pytest.mark.skipif(_OLDEST, reason="torch 2.6 cannot run FSDP2 on a CPU, nor shard every operation")
+FLOAT8_ROWS = pytest.mark.skipif(_OLDEST, reason="torch 2.6 cannot index float8 tensors")
+STILL_STATISTICS = pytest.mark.skipif(
+    _OLDEST, reason="torch 2.6 rounds the running statistics of InstanceNorm anew in evaluation mode"
 )
 TORCHS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 _LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from catalog import seeded
 
-__all__ = ["ResNet18", "images", "train"]
-
 
 class Block(nn.Module):
     """Two convolutions and a shortcut, projected where the shape changes."""

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-__all__ = ["WORLD", "attempt", "group", "spawned"]
-
 WORLD = 2
 
 

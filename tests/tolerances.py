@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["close", "exact"]
-
 # dtype: (relative, absolute)
 _EXACT = {
     torch.float64: (1e-12, 1e-12),  # DESIGN §6: fold and equalities in fp64; about 4500 ulp

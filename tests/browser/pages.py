@@ -17,8 +17,6 @@ from gonio.report.claims import claims_html
 from report.samples import results
 from report.test_page import PAYLOADS
 
-__all__ = ["FLAWED", "PAGES", "large"]
-
 FLAWED = {"body.2": "G203", "body.4": "G102"}  # layer → rule that it breaks
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-__all__ = ["COMMAND", "TASK", "invoke", "shell", "write_task"]
-
 COMMAND = [sys.executable, "-c", "import sys; sys.argv[0] = 'gonio'; from gonio.cli import main; main()"]
 
 # Three classes of noisy 8 × 8 prototypes; a run takes a fraction of a second.

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["KILLED", "Layer", "fail", "faulty", "kill"]
-
 KILLED = 9
 FILES: tuple[tuple[Any, str], ...] = (
     (io, "open"),

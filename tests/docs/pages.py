@@ -30,8 +30,6 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 from foreign import timm, torchvision, transformers
 
-__all__ = ["ROOT", "commands", "is_long", "run_page"]
-
 NUMBER = re.compile(r"[+\-−]?(?<![\w.])\d[\d,]*\.?\d*(?:e[+-]?\d+)?(?![\w])")
 OPTION = re.compile(r"^:[\w-]+:.*", flags=re.M)  # of a {code-cell}
 Output = Callable[[Example, str], None]

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["NUMBER", "REPEATABLE", "THOROUGH", "awkward", "awkward_matrices"]
-
 # Two busy cores can take any time for one example, and a failure has to be the same for everybody.
 REPEATABLE = settings(max_examples=200, deadline=None, derandomize=True)
 settings.register_profile("thorough", REPEATABLE, max_examples=10_000, suppress_health_check=list(HealthCheck))

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from gonio.geometry import Layout, layout_of
 
-__all__ = ["LAYERS", "signal"]
-
 
 def _shapes() -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}

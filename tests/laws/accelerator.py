@@ -35,8 +35,6 @@ from gonio import regularizers as R
 from gonio.parametrizations import spectral_views
 from laws.support import MODULES, ModuleCase, parametrized
 
-__all__ = ["CONTROLS", "PENALTIES", "TICKS", "main"]
-
 DEVICE = "fakegpu"
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
 SHAPES = {"nonzero", "unique_dim", "_unique2", "masked_select"}

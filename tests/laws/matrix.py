@@ -18,8 +18,6 @@ import torch
 
 from laws.settings import SUBJECTS, row_of
 
-__all__ = ["SETTINGS", "page", "problems"]
-
 SETTINGS = {
     "compile": "`torch.compile` without a graph break or a recompilation after the first call",
     "autocast": "bfloat16 autocast; norms and penalties keep their precision",

@@ -16,8 +16,6 @@ from catalog import REGULARIZERS, RegularizerCase, seeded
 from laws.support import MODULES, ModuleCase
 from processes import WORLD, attempt
 
-__all__ = ["CONTROLS", "PENALTIES", "PENALTY_CONTROL", "alone", "everything"]
-
 
 class _BatchMean(nn.Linear):
     """Statistics of one process alone: data-parallel training cannot equal the joined batch."""

@@ -25,8 +25,6 @@ from gonio import regularizers as R
 from laws.support import MODULES, assert_near, clone
 from tolerances import close, exact
 
-__all__ = ["SUBJECTS", "Subject", "loss_of", "row_of", "train"]
-
 BATCH = 8  # divisible by 2 and 4 processes
 
 

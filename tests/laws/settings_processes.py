@@ -24,8 +24,6 @@ from gonio.errors import GonioError
 from gonio.geometry.norms import whole
 from laws.settings import SUBJECTS, Subject, loss_of
 
-__all__ = ["DISTRIBUTED", "REFUSED", "WORLD", "Result", "ranks_of"]
-
 WORLD = int(os.environ.get("GONIO_WORLD", "2"))  # 2 or 4
 REFUSED = "refused"
 Result = list[Tensor] | str  # the state after the training; the sentence of a refusal; or an error with its place

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Snapshot", "assert_restored"]
-
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OPTIMIZERS", "Residual", "Scaled", "Watch", "network", "train"]
-
 
 class Residual(nn.Module):
     def __init__(self, branch: nn.Module) -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-__all__ = ["MODELS", "NAMES", "Verdict"]
-
 NAMES = {
     "html": "<script>alert(1)</script><b>",
     "attribute": '" onmouseover="alert(1)',

@@ -12,8 +12,6 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.nn import angular, magnitude
 
-__all__ = ["MAGNITUDES", "OPERATORS", "conversions", "gradients", "shapes"]
-
 MAGNITUDES = (
     magnitude.Sphere(alpha=1.3),
     magnitude.Ball(alpha=1.3, radius=0.9, learn_radius=True),

@@ -15,8 +15,6 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.nn import magnitude
 
-__all__ = ["CASES", "LOCAL", "TRAININGS", "alone", "everything", "single"]
-
 # name -> (layer, input of all samples, how many of them each process has)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
     "unequal": (lambda: gnn.SwitchableNorm2d(3), (6, 3, 4, 4), (5, 1)),

@@ -15,8 +15,6 @@ import gonio
 from catalog import seeded
 from processes import WORLD, attempt
 
-__all__ = ["CASES", "alone", "everything", "network"]
-
 Case = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from catalog import PARAMETRIZATIONS, ParametrizationCase, seeded
 from gonio import parametrizations as P
 
-__all__ = ["LAYERS", "MEMBERS", "make", "parametrized", "sample"]
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 4),
     "tall linear": lambda: nn.Linear(3, 7, bias=False),

@@ -14,8 +14,6 @@ from gonio import regularizers as R
 from gonio.geometry.norms import whole
 from processes import WORLD, attempt
 
-__all__ = ["RULES", "batch", "everything", "network", "train"]
-
 RULES: dict[str, R.Regularizer] = {
     "L2": R.L2(1.0, before_norm="keep"),
     "Orthogonality": R.Orthogonality(1.0),

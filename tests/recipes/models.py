@@ -7,8 +7,6 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reversed", "Untraceable", "convnet", "state"]
-
 
 def convnet() -> nn.Sequential:
     """conv-norm-ReLU twice, then two linear layers."""

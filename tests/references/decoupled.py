@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["angular", "decoupled", "magnitude"]
-
 
 def magnitude(kind: object, norm: Tensor, alpha: Tensor, beta: Tensor, rho: Tensor) -> Tensor:
     """h of the norm, by the name of the magnitude."""

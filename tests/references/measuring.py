@@ -12,16 +12,6 @@ from scipy import integrate, special
 
 from references.geometry import filter_rows
 
-__all__ = [
-    "angle_std_by_chance",
-    "closest",
-    "coherence_by_chance",
-    "defect",
-    "distance_from_marchenko_pastur",
-    "figures",
-    "groups_of",
-]
-
 Matrix = NDArray[np.float64]
 
 

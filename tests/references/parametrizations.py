@@ -11,18 +11,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "conv_spectral",
-    "filter_masks",
-    "matrices",
-    "orthogonal",
-    "rows",
-    "spectral",
-    "sphere",
-    "standardized",
-    "weight_norm",
-]
-
 
 def filter_masks(layer: nn.Module) -> list[tuple[int, Tensor]]:
     """(group, mask over the weight) of each output filter, by differentiating the layer's output."""

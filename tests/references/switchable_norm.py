@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["switchable_norm"]
-
 AXES = {"instance": (2,), "layer": (1, 2), "batch": (0, 2)}
 
 

@@ -6,8 +6,6 @@ import base64
 import hashlib
 from html.parser import HTMLParser
 
-__all__ = ["Page"]
-
 VOID = {"meta", "br", "hr", "img", "input", "link", "col"}
 EMPTY_SVG = {"path", "use", "line", "rect", "circle"}
 

@@ -8,8 +8,6 @@ from typing import Any
 from gonio.compare.judging.results import Effect, Ratio, Results, RunRecord
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 
-__all__ = ["effect", "geometry", "plan", "results", "run"]
-
 
 def geometry(layers: int, shift: float = 0.0, paths: tuple[str, ...] = ()) -> dict[str, Any]:
     """Angle counts of a bell around 90° + shift and five norm quantiles, per layer."""

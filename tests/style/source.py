@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Source", "functions", "length", "sources"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from catalog import seeded
 
-__all__ = ["Doubled", "Net", "compiled_in_place", "tied", "trained"]
-
 
 class Net(nn.Module):
     """Layers by name, and `compute(module, x)` that calls them."""

@@ -19,8 +19,6 @@ from gonio import parametrizations as P
 from gonio import surgery as S
 from processes import WORLD, attempt
 
-__all__ = ["CALIBRATED", "EDITS", "REFUSED", "X", "buffers", "calibrated", "edited", "joined", "network", "prepared"]
-
 
 def batch_norms() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))

@@ -16,8 +16,6 @@ import gonio
 from foreign import timm
 from gonio.measuring import Measurements
 
-__all__ = ["build", "on_meta", "with_weights"]
-
 MOST_PARAMETERS = 30_000_000
 
 

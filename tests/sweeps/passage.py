@@ -28,8 +28,6 @@ from gonio.surgery.equivalent import call, outputs
 from gonio.surgery.graph import trace
 from gonio.surgery.kinds import is_batch_norm
 
-__all__ = ["VERBS", "Passage", "check_verb", "prepared", "walk"]
-
 FOLD_LIMIT = {"float32": 1e-5, "float64": 1e-12}
 ROUNDINGS = 10  # how many times the rounding of the model itself folding may move, where that is above the limit
 

@@ -36,8 +36,6 @@ from foreign import timm
 from sweeps.measure_timm import on_meta, with_weights
 from sweeps.passage import walk
 
-__all__ = ["LISTED", "SMALL", "build", "main", "models", "sample"]
-
 LISTED = Path(__file__).with_name("timm_models.tsv")
 MOST_PARAMETERS = 30_000_000
 # What each run of the tests goes through: 30 models of as many designs, a second each.
