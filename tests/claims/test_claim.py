@@ -8,6 +8,7 @@ import pytest
 
 from gonio.claims import SEEDS, Choice, claim_names, load_claim, load_claims, plan_claim
 from gonio.claims.claim import read_claim
+from gonio.claims.experiment import FULL_SEEDS
 from gonio.errors import InvalidArgumentError, UnknownNameError
 
 ARMS = [{"name": "a"}, {"name": "b", "training": {"epochs": 3}}]
@@ -82,10 +83,16 @@ def test_every_claim_of_the_catalogue_has_a_plan(name: str) -> None:
         if setting is None or setting.task.startswith("fashion"):
             continue
         plan = plan_claim(claim, Choice(full=full))
-        assert len(plan.seeds) >= 10
+        assert len(plan.seeds) >= (FULL_SEEDS if full else 10)
         assert len({entry.hash for entry in plan.recipes}) == len(setting.arms)
         assert sum(setting.decisive.values()) == pytest.approx(0) or len(setting.decisive) == 1
         assert all(arm.level is not None for arm in setting.arms) or claim.picture != "levels"
+
+
+def test_an_effect_of_every_seed_can_pass_holm_over_the_catalogue() -> None:
+    tried = [claim for claim in load_claims() if claim.budget != "none"]
+    assert len(tried) * 2 / 2**FULL_SEEDS < 0.05
+    assert len(tried) * 2 / 2**10 > 0.05  # the claims' own ten seeds would not do
 
 
 def test_the_quick_claims_cover_every_seed_document_but_for_named_ones() -> None:

@@ -25,6 +25,9 @@ from gonio.errors import InvalidArgumentError
 from gonio.models.user_code import code_digest
 
 _FOLDER_TASK = "fashion-mnist"
+# A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
+# would not pass Holm over the catalogue.
+FULL_SEEDS = 12
 # measures for which models at chance level say nothing
 _SCORES = ("accuracy", "accuracy_after", "calibrated_accuracy", "trains")
 
@@ -35,7 +38,8 @@ class Choice:
 
     Attributes:
         full: the full experiment, not the quick one.
-        seeds: number of seeds; None: the claim's own. first_seed: the first of them.
+        seeds: number of seeds; None: the claim's own, at least 12 in the full experiment.
+        first_seed: the first of them.
         task, model: in place of the claim's own. data: folder of the files of Fashion-MNIST.
     """
 
@@ -45,6 +49,11 @@ class Choice:
     task: str | None = None
     model: str | None = None
     data: str | None = None
+
+    def seeds_of(self, setting: Setting) -> tuple[int, ...]:
+        """The seeds that the setting is tried with."""
+        own = max(setting.seeds, FULL_SEEDS) if self.full else setting.seeds
+        return seeds_of(range(self.first_seed, self.first_seed + (own if self.seeds is None else self.seeds)))
 
     def task_of(self, setting: Setting) -> str:
         """The task's name, with the folder of its data if it needs one."""
@@ -151,14 +160,13 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     task = resolve_task(spec)
     model = choice.model or setting.model.get("name", task.model)
     _check_model(claim, setting, choice.model)
-    count = setting.seeds if choice.seeds is None else choice.seeds
     measure = Measure(claim.measure, dict(claim.options))
     kind = kind_of(measure)
     plan = Plan(
         task=spec,
         model=model,
         recipes=tuple(_entry(arm, setting, own=choice.model is None) for arm in setting.arms),
-        seeds=seeds_of(range(choice.first_seed, choice.first_seed + count)),
+        seeds=choice.seeds_of(setting),
         training=setting.training.over(task.training),
         metric=claim.measure,
         direction="min" if claim.direction == "smaller" else "max",

@@ -28,7 +28,10 @@ _Names = Annotated[
 _List = Annotated[bool, typer.Option("--list", help="List the claims, and stop.")]
 _Full = Annotated[bool, typer.Option("--full", help="The full experiments: minutes to hours.")]
 _Seeds = Annotated[
-    int | None, typer.Option("--seeds", help="Seeds of each claim; default: the claim's own.", min=1, max=1000)
+    int | None,
+    typer.Option(
+        "--seeds", help="Seeds of each claim; default: the claim's own, with --full at least 12.", min=1, max=1000
+    ),
 ]
 _FirstSeed = Annotated[
     int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
