@@ -20,7 +20,13 @@ TINY = Settings(rounds=2, sample_seconds=1e-4, retries=0)
 AGREEMENT = 1e-3  # float32 sums in another order; a peer with another formula is off by far more
 
 
-@pytest.fixture(scope="module", params=topics())
+LONG = ("training_dynamics", "whole_steps")  # half a minute each: whole networks with every method
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(topic, marks=pytest.mark.slow) if topic in LONG else topic for topic in topics()],
+)
 def report(request: pytest.FixtureRequest) -> Report:
     topic = importlib.import_module(f"benchmarks.{request.param}")
     return run(topic, TINY, quick=True, threads=1)
@@ -30,7 +36,7 @@ def test_candidates_compute_the_same(report: Report) -> None:
     for row in report.rows:
         for measured in row.candidates:
             if measured.deviation is None:  # random results, steps with and without a penalty, other figures
-                assert report.topic in ("measuring", "orthogonal_init", "training_dynamics", "whole_steps")
+                assert report.topic in ("measuring", "orthogonal_init", *LONG)
                 continue
             assert measured.deviation < AGREEMENT, f"{row.case} {row.mode}: {measured.name} {measured.deviation}"
 

@@ -116,6 +116,14 @@ def test_the_rank_of_a_low_rank_change_is_found(shape: tuple[int, int]) -> None:
     assert moved.stable_rank == pytest.approx(float(squares.sum() / squares.max()), rel=1e-3)
 
 
+def test_what_was_zero_before_comes_after_the_largest_change() -> None:
+    before = {"a.weight": torch.zeros(3, 4), "b.weight": torch.ones(3, 4), "c.weight": torch.ones(3, 4)}
+    found = difference(
+        before, {"a.weight": torch.ones(3, 4), "b.weight": 2 * before["b.weight"], "c.weight": 4 * before["c.weight"]}
+    )
+    assert [row.path for row in found.largest] == ["c", "b", "a"]
+
+
 def test_the_rank_counts_the_directions_of_99_percent_of_the_change() -> None:
     weight = torch.zeros(20, 30)
     after = torch.zeros(20, 30)

@@ -67,12 +67,12 @@ def test_layers_that_turn_unevenly() -> None:
 
 def test_decay_that_does_nothing() -> None:
     found = rows("a", [0.1] * 4, 0.01)
-    assert said(found, a=Equilibrium(0.01, 1e5))[0].startswith("weight decay does nothing yet for a: the norms")
+    assert said(found, a=Equilibrium(0.01, 1e5))[0].startswith("Weight decay does nothing yet for a: the norms")
     assert said(found, a=Equilibrium(0.01, 1.0)) == []
 
 
 def test_a_warm_up_that_is_too_short() -> None:
-    assert said(rows("a", [0.5, 0.5] + [0.05] * 18))[0].startswith("layers turned 10 times as fast in the first tenth")
+    assert said(rows("a", [0.5, 0.5] + [0.05] * 18))[0].startswith("Layers turned 10 times as fast in the first tenth")
     assert said(rows("a", [0.01] * 2 + [0.05] * 18)) == []
     assert said(rows("a", [0.5, 0.5] + [0.05] * 18, rates=[1.0] * 2 + [0.1] * 18)) == [], "a larger rate explains it"
 

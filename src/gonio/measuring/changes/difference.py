@@ -97,8 +97,8 @@ class Differences(Table[TensorDifference]):
 
     @property
     def largest(self) -> tuple[TensorDifference, ...]:
-        """:attr:`moved`, the largest relative change first."""
-        return tuple(sorted(self.moved, key=lambda t: -(t.relative if t.relative is not None else float("inf"))))
+        """:attr:`moved`, the largest relative change first; those that were zero before have none and come last."""
+        return tuple(sorted(self.moved, key=lambda t: -(t.relative if t.relative is not None else -1.0)))
 
     @property
     def intruders(self) -> tuple[TensorDifference, ...]:

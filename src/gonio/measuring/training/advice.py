@@ -146,7 +146,7 @@ def _decay(layers: Sequence[LayerRotation]) -> list[str]:
     if not idle:
         return []
     return [
-        f"weight decay does nothing yet for {listing(idle, limit=4)}: the norms still are those of the initialisation. "
+        f"Weight decay does nothing yet for {listing(idle, limit=4)}: the norms still are those of the initialisation. "
         "Raise the product of learning rate and decay, train longer, or leave the decay out."
     ]
 
@@ -159,6 +159,6 @@ def _warm_up(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]])
     if not starts or not isfinite(median(starts)) or median(starts) < 4 or rates[0] > 1.1 * median(rates):
         return None
     return (
-        f"layers turned {median(starts):.0f} times as fast in the first tenth of the steps as later, at no larger "
+        f"Layers turned {median(starts):.0f} times as fast in the first tenth of the steps as later, at no larger "
         "learning rate: the warm-up is too short, or there is none. A hold with a fixed step needs none (gonio.hold_)."
     )
