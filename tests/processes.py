@@ -1,4 +1,4 @@
-"""Two gloo processes; what each of them returns comes back through files."""
+"""Two gloo processes, or as many as GONIO_WORLD says; what each of them returns comes back through files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-WORLD = 2
+WORLD = int(os.environ.get("GONIO_WORLD", "2"))  # 2 or 4: `make distributed` runs both
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def group(folder: Path | str, rank: int = 0, world: int = 1) -> Iterator[None]:
 
 
 def spawned(work: Callable[[], Any], folder: Path) -> list[Any]:
-    """What `work`, a function of a module, returns in each of two processes that form a group."""
+    """What `work`, a function of a module, returns in each of the processes, which form a group."""
     spawn(_on_rank, args=(str(folder), work), nprocs=WORLD)
     found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
     assert not any(isinstance(each, str) for each in found), found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,15 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import gonio
 from gonio.errors import GonioError
 from gonio.geometry.norms import whole
 from laws.settings import SUBJECTS, Subject, loss_of
+from processes import WORLD
 
-WORLD = int(os.environ.get("GONIO_WORLD", "2"))  # 2 or 4
 REFUSED = "refused"
 Result = list[Tensor] | str  # the state after the training; the sentence of a refusal; or an error with its place
 
@@ -133,21 +130,11 @@ def _attempt(work: Callable[[Subject], list[Tensor]], subject: Subject) -> Resul
         return f"{REFUSED if by_torch or isinstance(error, GonioError) else type(error).__name__}: {error}"
 
 
-def run_rank(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def everything() -> dict[str, Result]:
+    """What this process finds for each setting and subject."""
     found: dict[str, Result] = {}
     for setting, work in {**DISTRIBUTED, "FSDP1": flattened}.items():
         for subject in SUBJECTS:
             found[f"{setting} {subject.name}"] = _attempt(work, subject)
             dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # without it, leaving the group aborts now and then
-    dist.destroy_process_group()
-
-
-def ranks_of(folder: Path) -> list[dict[str, Result]]:
-    """What each process found."""
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return found

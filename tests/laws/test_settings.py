@@ -15,7 +15,8 @@ from torch import nn
 import foreign
 from laws import matrix
 from laws.settings import LOCAL, SUBJECTS, Subject, assert_trained, train
-from laws.settings_processes import DISTRIBUTED, REFUSED, Result, ranks_of
+from laws.settings_processes import DISTRIBUTED, REFUSED, Result, everything
+from processes import spawned
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = {"Lightning": "lightning", "HF": "transformers", "Accelerate": "accelerate", "ONNX": "onnxruntime"}
@@ -52,7 +53,7 @@ def over(settings: dict[str, Any]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
-    return ranks_of(tmp_path_factory.mktemp("settings"))
+    return spawned(everything, tmp_path_factory.mktemp("settings"))
 
 
 @pytest.fixture
