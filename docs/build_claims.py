@@ -54,7 +54,9 @@ def pages() -> dict[Path, str]:
             written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
         written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
     head = [HEAD, "# What the papers claim, tried here", ""]
-    written[PAGES / "README.md"] = "\n".join([*head, _counts(found), "", _CORRECTIONS, "", *_table(found)]) + "\n"
+    written[PAGES / "README.md"] = (
+        "\n".join([*head, _counts(found), "", _CORRECTIONS, "", *_table(found), "", *_other_seeds()]) + "\n"
+    )
     written |= {path: _between(path, text) for path, text in (
         (ROOT / "README.md", _methods(found)),
         (ROOT / "docs" / "index.md", "\n".join([_counts(found), "", *_table(found, folder="claims/")]) + "\n"),
@@ -160,6 +162,28 @@ def _table(found: dict[str, Finding], folder: str = "") -> list[str]:
         effect = effect_text(one) if one else ""
         rows.append(f"| [{claim.name}]({folder}{claim.seed}.md#{claim.name}) | {claim.claim} | {verdict} | {effect} |")
     return rows
+
+
+def _other_seeds() -> list[str]:
+    """How often each quick claim, and the control, got each verdict on disjoint sets of seeds."""
+    path = ROOT / "benchmarks" / "results" / "claims_agreement.json"
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        "## The same claims on other seeds",
+        "",
+        "Each quick claim was tried on five disjoint sets of seeds, and the control, a recipe that changes nothing, on "
+        "twenty (`benchmarks/claims_agreement.py`). No two sets contradict each other: where they differ, one is undecided.",
+        "",
+        "| claim | verdicts | mean effects |",
+        "|---|---|---|",
+    ]
+    rows = {**parts["quick"]["claims"], **parts["control"]["claims"]}
+    for verdicts in (set(row["counts"]) - {"undecided"} for row in rows.values()):
+        assert len(verdicts) <= 1, "the sentence above is wrong"
+    for name, row in rows.items():
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in row["counts"].items())
+        lines.append(f"| {name} | {counts} | {min(row['means'].values()):.3g} to {max(row['means'].values()):.3g} |")
+    return lines
 
 
 def main() -> None:
