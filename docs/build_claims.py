@@ -172,7 +172,8 @@ def _other_seeds() -> list[str]:
         "## The same claims on other seeds",
         "",
         "Each quick claim was tried on five disjoint sets of seeds, and the control, a recipe that changes nothing, on "
-        "twenty (`benchmarks/claims_agreement.py`). No two sets contradict each other: where they differ, one is undecided.",
+        "twenty (`benchmarks/claims_agreement.py`). No two sets contradict each other: where they differ, one is "
+        "undecided.",
         "",
         "| claim | verdicts | mean effects |",
         "|---|---|---|",
