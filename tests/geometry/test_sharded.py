@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from catalog import seeded
 from foreign import SHARDING_ON_A_CPU
 from gonio import geometry
-from processes import group, spawned
+from processes import WORLD, group, spawned
 from tolerances import close
 
 OF_ROWS = ["filter_norms", "normalize", "cosines", "angles", "coherence", "alignment", "alignment_zscore"]
@@ -61,5 +61,5 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    assert spawned(differing, tmp_path) == [{}, {}]
+def test_several_processes(tmp_path: Path) -> None:
+    assert spawned(differing, tmp_path) == [{}] * WORLD

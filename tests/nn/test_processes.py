@@ -1,4 +1,4 @@
-"""Statistics and trainings over two data-parallel processes equal those of one process on all samples."""
+"""Statistics and trainings over data-parallel processes equal those of one process on all samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from processes import spawned
 from tolerances import close
 
 CLOSE = close(torch.float64)
-pytestmark = pytest.mark.slow  # two processes that import torch: 10 to 16 s
+pytestmark = pytest.mark.slow  # processes that import torch: 10 to 16 s
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
+def test_several_processes_equal_one(ranks: list[dict[str, Any]], name: str) -> None:
     assert_same([rank[name] for rank in ranks], single(name))
 
 
@@ -45,13 +45,13 @@ def test_a_process_group_takes_the_place_of_all_processes(ranks: list[dict[str, 
 
 def test_a_layer_of_one_stage_waits_for_no_other_process(ranks: list[dict[str, Any]]) -> None:
     assert "one stage" in ranks[0]
-    assert "one stage" not in ranks[1]
+    assert all("one stage" not in rank for rank in ranks[1:])
 
 
 def test_local_statistics_differ(ranks: list[dict[str, Any]]) -> None:
     """Negative control: without synchronisation each process sees its own samples."""
     with pytest.raises(AssertionError, match="not close"):
-        assert_same([rank["local"] for rank in ranks], single("local"))
+        assert_same([rank["local"] for rank in ranks[:2]], single("local"))
 
 
 @pytest.mark.parametrize("name", TRAININGS)

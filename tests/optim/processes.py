@@ -54,7 +54,7 @@ def train(model: nn.Module, case: Case, samples: slice, scale: float) -> tuple[l
     optimizer, tracker = case(model)
     for step in range(4):
         optimizer.zero_grad()
-        x, y = seeded(8, 6, seed=step)[samples], seeded(8, 3, seed=step + 50)[samples]
+        x, y = seeded(4 * WORLD, 6, seed=step)[samples], seeded(4 * WORLD, 3, seed=step + 50)[samples]
         ((model(x) * y).sum() * scale).backward()
         optimizer.step()
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]

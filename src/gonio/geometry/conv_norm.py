@@ -82,7 +82,8 @@ def conv_spectral_norm(weight: Tensor, size: Sequence[int], *, layout: Layout = 
 
 def _double_taps(weight: Tensor, layout: Layout) -> tuple[Taps, float]:
     """The taps of the weight divided by its largest entry, in float64; and this entry."""
-    weight, scale = whole(weight), _largest_entry(weight)
+    weight = whole(weight)
+    scale = _largest_entry(weight)
     return taps_of(weight.to(widest(weight)) / scale, layout), scale
 
 

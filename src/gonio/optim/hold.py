@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
-from gonio.optim.vectors import NORMS, Norm, Vectors
+from gonio.optim.vectors import NORMS, Norm, Vectors, write_
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
@@ -54,7 +54,7 @@ class _HeldWeight:
         w = before.to(radius.dtype)
         change = self.parameter.to(radius.dtype) - w
         w = w + self.vectors.scaled(change, _over(rate * radius, self.vectors.norms(change)))
-        self.parameter.copy_(self.vectors.scaled(w, _over(radius, self.vectors.norms(w))))
+        write_(self.parameter, self.vectors.scaled(w, _over(radius, self.vectors.norms(w))))
 
     def _radius(self) -> Tensor:
         if self.radius.device != self.parameter.device:  # the model was moved

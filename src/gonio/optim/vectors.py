@@ -77,10 +77,10 @@ class Vectors:
     def scale_(self, weight: Tensor, factors: Tensor) -> None:
         """Multiply each vector of a weight by its factor, computed in the factors' dtype."""
         factors = self._fitted(weight, factors)
-        if weight.dtype == factors.dtype:
+        if weight.dtype == factors.dtype and not is_sharded(weight):
             weight.mul_(factors)
         else:  # one rounding of the product
-            weight.copy_(weight.to(factors.dtype) * factors)
+            write_(weight, weight.to(factors.dtype) * factors)
 
     def _fitted(self, weight: Tensor, factors: Tensor) -> Tensor:
         """Factors in a shape that broadcasts against the weight as it is stored, replicated for a sharded one."""
@@ -88,6 +88,13 @@ class Vectors:
         along = 1 if self.layout.matrices == 1 else rows  # without a copy per row for a single matrix
         fitted = factors.expand(-1, max(along, factors.shape[1]), *factors.shape[2:]).flatten(0, 1)
         return _replicated(fitted, weight) if is_sharded(weight) else fitted
+
+
+def write_(weight: Any, values: Any) -> None:
+    """Copy values into a weight; into its shards, because torch refuses that for fewer rows than processes."""
+    if is_sharded(weight):
+        weight, values = weight.to_local(), values.redistribute(placements=weight.placements).to_local()
+    weight.copy_(values)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gonio.geometry.chance import welch_bound
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
+from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like, replicated
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
 
 Filters = Literal["raw", "unit"]
@@ -158,7 +158,8 @@ class MutualCoherence(WeightRegularizer):
         if not matrix.numel():
             return Evaluation(matrix.sum())
         a = normalize(matrix) if self.filters == "unit" else small_side(matrix)
-        return Evaluation(_defect(a, diagonal=self.filters == "raw").abs().amax((-2, -1)).sum())
+        defect = replicated(_defect(a, diagonal=self.filters == "raw"))  # an empty shard has no largest entry
+        return Evaluation(defect.abs().amax((-2, -1)).sum())
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
