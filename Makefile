@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow test-cuda matrix soak versions sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow distributed test-cuda matrix soak versions sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -22,6 +22,12 @@ browser: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
+
+# The tests of several processes, with two and with four of them, ROUNDS times each; about two minutes a round.
+ROUNDS ?= 20
+distributed: $(VENV)/.dev
+	for world in 2 4; do for round in $$(seq $(ROUNDS)); do \
+	GONIO_WORLD=$$world $(BIN)/pytest -q -m processes tests || exit 1; done; done
 
 # The laws with real tensors on a CUDA device; one message where there is none.
 test-cuda: $(VENV)/.dev

@@ -25,10 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; run by `make test-slow`, not by `make test`")
     config.addinivalue_line("markers", "matrix(setting): fills cells of docs/matrix.md; recorded by `make matrix`")
     config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
+    config.addinivalue_line("markers", "processes: of a module that starts several; run by `make distributed`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests, and those for CUDA, out unless `-m` says which are wanted."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "spawned"):
+            item.add_marker("processes")
     if config.option.markexpr:
         return
     kept: list[pytest.Item] = []

@@ -25,8 +25,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import gonio
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase
@@ -284,7 +284,7 @@ def works() -> Iterator[tuple[str, Callable[[], Phases]]]:
 
 def main(path: str) -> None:
     """Run everything in both forms; write what was recorded, or the error, by name."""
-    _setup_privateuseone_for_python_backend(DEVICE)
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     found: dict[str, Phases | str] = {}
     for fast in (False, True):
         for name, work in works():

@@ -13,10 +13,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import backend_registration
 
 from catalog import PARAMETRIZATIONS
 from laws.accelerator import CONTROLS, PENALTIES, TICKS
 from laws.support import MODULES
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="torch 2.6 has no devices that are written in Python",
+)
 
 Found = dict[str, dict[str, list[str]] | str]
 ONCE = {"spectral_views.py to"}
