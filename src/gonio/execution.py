@@ -58,6 +58,16 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "device_mesh")
 
 
+def replicated(x: Any) -> Tensor:
+    """A DTensor with its partial sums added and its shards gathered in every process; other tensors unchanged."""
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return whole
+
+
 def several_ranks(group: ProcessGroup | None = None) -> bool:
     """Whether a process group, by default the one of all processes, has been started with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1

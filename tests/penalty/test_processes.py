@@ -1,4 +1,4 @@
-"""A batch over two processes equals the joined batch in one; sharded weights equal whole ones."""
+"""A batch over several processes equals the joined batch in one; sharded weights equal whole ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAYS |= {f"fsdp add {name}": rule for name, rule in RULES.items() if isinstance(
 
 
 @pytest.mark.parametrize("key", WAYS)
-def test_two_processes_equal_one(key: str, ranks: Found) -> None:
+def test_several_processes_equal_one(key: str, ranks: Found) -> None:
     """Data parallel on the joined batch; sharded, in the loss or added (E9: a shard's norm is not the weight's)."""
     check(ranks, key, train(network(), WAYS[key], batch()))
 

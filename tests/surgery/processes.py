@@ -1,4 +1,4 @@
-"""What each of two gloo processes does for the tests of edits and of `calibrate_`."""
+"""What each gloo process does for the tests of edits and of `calibrate_`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch(samples: int, seed: int) -> Tensor:
 
 
 Batches = tuple[tuple[int, ...], tuple[int, ...]]
-# name -> (model, samples of each batch by process)
+# name -> (model, samples of each batch in the first two processes; others have none)
 CALIBRATED: dict[str, tuple[Callable[[], nn.Module], Batches]] = {
     "equal": (batch_norms, ((4, 4), (4, 4))),
     "numbers differ": (batch_norms, ((4, 2, 3), (5,))),
@@ -53,7 +53,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Batches]] = {
 
 def mine(name: str, rank: int) -> list[Tensor]:
     sizes = {**CALIBRATED, **REFUSED}[name][1]
-    return [batch(n, seed=10 * rank + index) for index, n in enumerate(sizes[rank])]
+    others = (0,) * len(sizes[0]) if name.startswith("joined") else ()
+    return [batch(n, seed=10 * rank + index) for index, n in enumerate(sizes[rank] if rank < 2 else others)]
 
 
 def joined(name: str) -> list[Tensor]:
@@ -116,7 +117,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def parallelize(model: nn.Module) -> nn.Module:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("copies", "parts"))["parts"]
     return parallelize_module(model, mesh, {"4": ColwiseParallel(), "6": RowwiseParallel()})
 
 

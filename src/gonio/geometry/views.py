@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.execution import is_sharded, replicated
 
 View = Literal["filters", "taps", "last_two"]
 VIEWS = get_args(View)
@@ -139,6 +140,8 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
     if view == "last_two":
         blocks = layout.blocks if weight.ndim == 2 else 1
         return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
+    if layout.matrices > 1 and is_sharded(weight) and layout.matrices % weight.device_mesh.size():  # type: ignore[attr-defined]
+        weight = replicated(weight)  # shards that cut through matrices
     filters = weight.unflatten(0, (layout.matrices, -1))
     filters = filters.transpose(1, 2) if layout.transposed else filters  # (matrices, out, in, *kernel)
     if view == "filters":

@@ -319,16 +319,6 @@ def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def replicated(x: Any) -> Tensor:
-    """A DTensor with its partial sums added and its shards gathered in every process; other tensors unchanged."""
-    if not is_sharded(x):
-        return x
-    from torch.distributed.tensor import Replicate
-
-    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-    return whole
-
-
 def identity_like(gram: Tensor) -> Tensor:
     """The identity matrix of the size of a (stack of) square matrices."""
     return replicated_like(torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), gram)

@@ -8,10 +8,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from gonio.execution import replicated
 from gonio.geometry.chance import welch_bound
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like, replicated
+from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
 
 Filters = Literal["raw", "unit"]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import SecondDerivativeError
-from gonio.execution import is_sharded
+from gonio.execution import is_sharded, replicated
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
-from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated, replicated_like, require
+from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated_like, require
 from gonio.regularizers.kernels import multiplied, stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
 
