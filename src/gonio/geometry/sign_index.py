@@ -42,8 +42,9 @@ class SignIndex:
         seed: of the hyperplanes.
 
     Cost:
-        d · bits + n · bits + candidates · k · d multiplications per query, where exact search needs n · d. With
-        :math:`\text{bits} \ge d` there is nothing to gain, and exact search is the better choice.
+        d · bits + n · bits + candidates · k · d multiplications per query, where exact search needs n · d. Measured for
+        10,000 to 50,000 vectors, the search for the best counts costs more than the products save: exact search was as
+        fast or faster, and FAISS five to twenty times as fast.
 
     Raises: InvalidArgumentError for another rank, no rows, zero or non-finite vectors, or numbers below 1.
 
@@ -55,9 +56,8 @@ class SignIndex:
         ([[7, 8]], 0.83)
 
     References: M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
-    See also: :func:`near_duplicates`, all pairs within one set. FAISS, whose `IndexFlatIP` is faster for exact search
-        on several cores and whose graph and inverted-file indexes visit a small part of a large set; it is the better
-        choice from about a million vectors on.
+    See also: :func:`near_duplicates`, all pairs within one set. For speed, FAISS, whose inverted files and graphs visit
+        a small part of a set; this class shows what signs alone find, and needs no further package.
     """
 
     def __init__(self, vectors: Tensor, *, bits: int = 256, candidates: int = 20, seed: int = 0) -> None:
