@@ -4,7 +4,8 @@ The table of methods in README.md and that of all claims in docs/index.md lie be
 `<!-- /claims -->`. docs/claims/corrections.md is written by hand.
 
 `python docs/build_claims.py` writes the pages; with `--check` it fails if a page differs from what it would write.
-The full results of a claim replace its quick ones.
+The full results of a claim replace its quick ones. `--add FILE` first puts the claims of `gonio reproduce CLAIM --full
+--json FILE` into full.json and judges all of them again together, as one run of the whole catalogue would.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from gonio.claims import SEEDS, Claim, Finding, from_data, load_claims
-from gonio.report.claims import arm_rows, claimed_text, contrast_text, cost_text, effect_text
+from gonio.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
+from gonio.report.claims import arm_rows, claimed_text, claims_json, contrast_text, cost_text, effect_text
 from gonio.report.claims_figures import claim_picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,7 +190,33 @@ def _other_seeds() -> list[str]:
     return lines
 
 
+def judged_together(found: Sequence[Finding]) -> list[Finding]:
+    """The findings with the verdicts that their contrasts have in one run of all of them; nothing is trained."""
+    tried = [one for one in found if one.verdict != "not tried"]
+    seen = [
+        Evidence(
+            values=tuple(one.values.values()), direction=one.claim.direction, sesoi=one.claim.sesoi, unit=one.unit,
+            obstacle=one.judgement.reason if one.judgement.reason.startswith("No arm trains") else "",
+        )
+        for one in tried
+    ]  # fmt: skip
+    verdicts = {one.claim.name: verdict for one, verdict in zip(tried, judge(seen), strict=True)}
+    return [replace(one, judgement=verdicts.get(one.claim.name, one.judgement)) for one in found]
+
+
+def add(path: Path) -> None:
+    """Put the claims of a run of their own into the results of the full run."""
+    whole, new = (from_data(json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "full.json", path))
+    if new.versions != whole.versions:
+        sys.exit(f"{path} was made with {new.versions}, the full run with {whole.versions}: run the whole catalogue")
+    of = {one.claim.name: one for one in (*whole.findings, *new.findings)}
+    findings = judged_together([of[claim.name] for claim in load_claims() if claim.name in of])
+    (RESULTS / "full.json").write_text(claims_json(replace(whole, findings=tuple(findings))) + "\n", encoding="utf-8")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--add"]:
+        add(Path(sys.argv[2]))
     written = pages()
     stale = [path for path, text in written.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -56,3 +58,27 @@ def test_the_page_of_corrections_names_tests_and_claims_that_exist() -> None:
     linked = re.findall(r"\((\d+)\.md#([\w-]+)\)", text)
     assert linked
     assert [name for seed, name in linked if load_claim(name).seed != seed] == []
+
+
+def test_the_verdicts_follow_from_the_committed_contrasts(builder: ModuleType) -> None:
+    whole = builder.from_data(json.loads((builder.RESULTS / "full.json").read_text(encoding="utf-8")))
+    assert builder.judged_together(whole.findings) == list(whole.findings)
+
+
+def test_a_claim_of_its_own_run_joins_the_full_run(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (builder.RESULTS / "full.json").read_text(encoding="utf-8")
+    whole = builder.from_data(json.loads(text))
+    one = next(found for found in whole.findings if found.verdict == "reproduced")
+    alone = replace(whole, findings=tuple(builder.judged_together([one])))
+    assert alone.findings[0].judgement.p_holm < one.judgement.p_holm
+    (tmp_path / "one.json").write_text(builder.claims_json(alone), encoding="utf-8")
+    rest = replace(whole, findings=tuple(builder.judged_together([f for f in whole.findings if f is not one])))
+    (tmp_path / "full.json").write_text(builder.claims_json(rest), encoding="utf-8")
+    monkeypatch.setattr(builder, "RESULTS", tmp_path)
+    builder.add(tmp_path / "one.json")
+    assert (tmp_path / "full.json").read_text(encoding="utf-8") == text
+    (tmp_path / "one.json").write_text(builder.claims_json(replace(alone, versions={"torch": "1.0"})), encoding="utf-8")
+    with pytest.raises(SystemExit, match="run the whole catalogue"):
+        builder.add(tmp_path / "one.json")
