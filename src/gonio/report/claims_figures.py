@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _HEIGHT = 420, 230
+_COLUMNS, _LINE = 3, 17  # entries in a line of the legend; its height
+_MANY = 6  # arms whose names stand on two lines
 _COLORS = ("base", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
 _LOG = 8.0  # ratio of the largest to the smallest level from which their axis is logarithmic
 
@@ -31,11 +34,19 @@ def claim_picture(found: Finding, *, name: str) -> Any:
     if not any(found.scores.values()):
         return ""
     draw = {"pairs": _pairs, "levels": _levels, "angles": _angles}[found.claim.picture]
+    extra = _LINE * (math.ceil(_legends(found) / _COLUMNS) - 1) if _legends(found) else 0
     with figures.drawing():
-        made = figures.figure(_WIDTH, _HEIGHT)
-        axes = figures.panel(made, 58, 44, 12, 22)
+        made = figures.figure(_WIDTH, _HEIGHT + extra)
+        axes = figures.panel(made, 58, 44, 12, 22 + extra)
         draw(axes, found)
         return figures.inline(made, name=name, label=_label(found), css="fill")
+
+
+def _legends(found: Finding) -> int:
+    """Number of entries of the picture's legend."""
+    if found.claim.picture == "angles":
+        return len(found.histograms)
+    return len({arm.series or arm.name for arm in found.setting.arms if arm.level is not None}) if found.setting else 0
 
 
 def _label(found: Finding) -> str:
@@ -46,19 +57,23 @@ def _label(found: Finding) -> str:
 def _pairs(axes: Axes, found: Finding) -> None:
     """A column of dots per arm; the dots of one seed are joined."""
     arms = {arm: values for arm, values in found.scores.items() if values}
+    lines = 1 if len(arms) < _MANY else 2
     for at, (arm, values) in enumerate(arms.items()):
         color = figures.COLORS[_COLORS[at % len(_COLORS)]]
         axes.plot([at] * len(values), list(values.values()), "o", color=color, markersize=4.5, alpha=0.65, zorder=3)
         axes.plot([at - 0.16, at + 0.16], [statistics.fmean(values.values())] * 2, color=color, linewidth=3, zorder=4)
-        axes.annotate(shorten(plain(arm), longest=22), (at, 0), (0, -6), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", ha="center", va="top", fontsize=10.5,
-                      color=figures.COLORS["muted"])  # fmt: skip
+        last = lines > 1 and at == len(arms) - 1
+        axes.annotate(shorten(plain(arm), longest=22), (at, 0), (22 if last else 0, -6 - 13 * (at % lines)),
+                      xycoords=("data", "axes fraction"), textcoords="offset points", ha="right" if last else "center",
+                      va="top", fontsize=10.5, color=figures.COLORS["muted"])  # fmt: skip
     for (at, first), second in zip(enumerate(arms.values()), list(arms.values())[1:], strict=False):
         for seed in first.keys() & second.keys():
             axes.plot([at, at + 1], [first[seed], second[seed]], color=figures.COLORS["rule"], linewidth=0.8, zorder=1)
     axes.set_xlim(-0.5, len(arms) - 0.5)
     axes.set_xticks([])
     axes.margins(y=0.12)
+    if len({value for values in arms.values() for value in values.values()}) == 1:
+        axes.set_ylim(axes.dataLim.y0 - 1, axes.dataLim.y0 + 1)
     if len(arms) == 1:
         axes.axhline(0.0, color=figures.COLORS["muted"], linewidth=1)
     _unit(axes, found)
@@ -119,8 +134,8 @@ def _angles(axes: Axes, found: Finding) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=10.5, loc="lower left", bbox_to_anchor=(0, 0.98), ncols=3, borderaxespad=0,
-                handlelength=1.4, columnspacing=1.2, labelcolor=figures.COLORS["ink"])  # fmt: skip
+    axes.legend(frameon=False, fontsize=10.5, loc="lower left", bbox_to_anchor=(0, 0.98), ncols=_COLUMNS,
+                borderaxespad=0, handlelength=1.4, columnspacing=1.2, labelcolor=figures.COLORS["ink"])  # fmt: skip
 
 
 def _unit(axes: Axes, found: Finding) -> None:
