@@ -23,7 +23,7 @@ browser: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -q -m slow
 
-# The tests of several processes, with two and with four of them, ROUNDS times each; about two minutes a round.
+# The tests of several processes, with two and with four of them, ROUNDS times each; about a minute a round.
 ROUNDS ?= 20
 distributed: $(VENV)/.dev
 	for world in 2 4; do for round in $$(seq $(ROUNDS)); do \

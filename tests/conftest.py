@@ -25,13 +25,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; run by `make test-slow`, not by `make test`")
     config.addinivalue_line("markers", "matrix(setting): fills cells of docs/matrix.md; recorded by `make matrix`")
     config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
-    config.addinivalue_line("markers", "processes: of a module that starts several; run by `make distributed`")
+    config.addinivalue_line("markers", "processes: needs several; run by `make distributed`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests, and those for CUDA, out unless `-m` says which are wanted."""
+    """Leave slow tests, and those for CUDA, out unless `-m` says which are wanted.
+
+    What several processes found is a fixture named `ranks`, or the test calls `processes.spawned` itself.
+    """
     for item in items:
-        if hasattr(getattr(item, "module", None), "spawned"):
+        if isinstance(item, pytest.Function) and (
+            "ranks" in item.fixturenames or "spawned" in item.function.__code__.co_names
+        ):
             item.add_marker("processes")
     if config.option.markexpr:
         return

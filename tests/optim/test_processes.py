@@ -13,15 +13,15 @@ from processes import spawned
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return spawned(everything, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("kind", ["DDP", pytest.param("FSDP2", marks=SHARDING_ON_A_CPU)])
 @pytest.mark.parametrize("name", CASES)
-def test_several_processes_equal_one(found: list[dict[str, Any]], name: str, kind: str) -> None:
+def test_several_processes_equal_one(ranks: list[dict[str, Any]], name: str, kind: str) -> None:
     """The order of sums differs: float32 within 1e-4; Muon computes in bfloat16, which may round otherwise."""
-    results = [each[f"{kind} {name}"] for each in found]
+    results = [each[f"{kind} {name}"] for each in ranks]
     assert not any(isinstance(result, str) for result in results), results[0]
     (weights, rows), *others = results
     expected, expected_rows = alone(name)
