@@ -204,6 +204,29 @@ def test_robustness_is_paired_and_a_diverged_run_is_right_about_nothing() -> Non
     assert robust_of(plan_of(), runs) == ()
 
 
+def test_further_metrics_are_paired_and_a_run_without_a_finite_value_is_left_out() -> None:
+    plan = replace(plan_of(seeds=4), metrics={"loss": "nats", "nothing": ""})
+    losses = {"baseline": (1.0, 2.0, 3.0, 4.0), "r0": (1.5, 2.5, None, 4.8)}
+    runs = [
+        curve_run(recipe, seed, [1.0], metrics={"loss": loss, "nothing": None})
+        for recipe, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    found = {(one.metric, one.recipe): one for one in summarise(plan, runs, [], []).further}
+    assert list(found) == [(metric, recipe) for metric in ("loss", "nothing") for recipe in ("baseline", "r0")]
+    assert found["loss", "baseline"].score == 2.5
+    ours = found["loss", "r0"]
+    assert (ours.n, ours.unit, ours.score) == (3, "nats", pytest.approx(8.8 / 3))
+    assert ours.mean == pytest.approx(0.6)
+    assert ours.low is not None
+    assert ours.high is not None
+    # t(2) at 97.5 % is 4.303, and the sd of 0.5, 0.5, 0.8 is 0.1732
+    assert ours.high - ours.mean == pytest.approx(4.303 * 0.1732 / 3**0.5, rel=1e-3)
+    nothing = found["nothing", "r0"]
+    assert (nothing.score, nothing.n, nothing.mean, nothing.low) == (None, 0, None, None)
+    assert summarise(plan_of(), [curve_run("baseline", 0, [1.0])], [], []).further == ()
+
+
 def test_sizes_stand_beside_the_baselines() -> None:
     plan = plan_of()
     rows = [("baseline", "parameters", 0, 100.0), ("r0", "parameters", 0, 110.0), ("r0", "flops", 0, 5.0)]

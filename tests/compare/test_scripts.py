@@ -251,9 +251,8 @@ def test_a_script_measures_its_steps_shows_further_metrics_and_hands_over_its_mo
     assert results.effects[0].step_time is not None
     assert results.effects[0].step_time.n == 2
     assert [each.recipe for each in results.robustness] == ["baseline", "scale-shift"]
-    assert any(
-        "f1, which decides nothing" in note and "baseline 8.5; scale-shift +3 (" in note for note in results.notes
-    )
+    shown = [(one.metric, one.recipe, one.score, one.mean) for one in results.further if one.metric == "f1"]
+    assert shown == [("f1", "baseline", 8.5, None), ("f1", "scale-shift", 11.5, 3.0)]
 
 
 def test_only_some_steps_are_measured(tmp_path: Path) -> None:

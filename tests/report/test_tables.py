@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from gonio.compare import Threat
-from gonio.compare.judging.results import UNTRAINED, Amount, Reach, Robust, Tuned
+from gonio.compare.judging.results import UNTRAINED, Amount, Further, Reach, Robust, Tuned
 from gonio.compare.planning.plan import Tuning
 from gonio.report import html, text, to_csv, to_latex, to_markdown
 from gonio.report.figures import curve_charts
@@ -19,6 +19,7 @@ from gonio.report.tables import (
     Scale,
     attacks,
     costs,
+    further,
     headline,
     hidden_gradients,
     mark,
@@ -113,8 +114,31 @@ def full():
         Robust("orthogonal-init", means, 8, 1.25, -0.5, 3.0),
         Robust("decoupled-tanh", means, 8, -2.0, -3.0, -1.0, {"random <noise> misleads more than PGD": 3}),
     )
+    further = (
+        Further("baseline", "log loss", "nats", 0.25),
+        Further("orthogonal-init", "log loss", "nats", 0.21, 8, -0.04, -0.06, -0.02),
+        Further("decoupled-tanh", "log loss", "nats", None),
+        Further("baseline", "<b>f1", "", 1234.5),
+    )
     changes = {"tuning": Tuning(trials=20), "threat": Threat(epsilon=0.1, low=0.0, high=1.0)}
-    return results(effects=effects, tuning=tuning, robustness=robust, plan_changes=changes)
+    return results(effects=effects, tuning=tuning, robustness=robust, further=further, plan_changes=changes)
+
+
+def test_further_metrics_have_four_digits_of_the_largest_and_no_verdict() -> None:
+    table = further(full())
+    assert table.rows == (
+        ("baseline", "log loss, nats", "0.2500", "", ""),
+        ("orthogonal-init", "log loss, nats", "0.2100", "−0.0400", "−0.0600 to −0.0200"),
+        ("decoupled-tanh", "log loss, nats", "–", "–", ""),
+        ("baseline", "<b>f1", "1234", "", ""),
+    )
+    assert "no verdict" in table.notes[0]
+    page = html(full())
+    assert '<section id="further"' in page
+    assert "&lt;b&gt;f1" in page
+    assert "<b>f1" not in page
+    assert '<section id="further"' not in html(results())
+    assert "| orthogonal-init | log loss, nats | 0.2100 |" in to_markdown(full())
 
 
 def test_costs() -> None:
@@ -178,7 +202,7 @@ def test_every_export_shows_attacks_and_confounding() -> None:
     assert "| recipe | undisturbed | transfer | FGSM | PGD | worst of all | difference in the worst |" in markdown
     assert "| baseline | 96.0 | 90.0 | 50.0 | 30.0 | 29.0 |" in markdown
     assert "- decoupled-tanh: random &lt;noise&gt; misleads more than PGD (in 3 of 8 runs)" in markdown
-    assert tex.count(r"\begin{tabular}") == 3
+    assert tex.count(r"\begin{tabular}") == 4
     assert "within 0 to 1; 200 examples" in markdown
     assert "within 0 to 1; 200 examples" in tex
     rows = list(csv.DictReader(io.StringIO(to_csv(full()))))
@@ -194,10 +218,14 @@ def test_every_export_shows_attacks_and_confounding() -> None:
 
 def test_the_terminal_shows_attacks_and_confounding() -> None:
     shown = [Console(file=io.StringIO(), width=140) for _ in range(2)]
-    for console, made in zip(shown, (full(), replace(full(), robustness=())), strict=True):
+    for console, made in zip(shown, (full(), replace(full(), robustness=(), further=())), strict=True):
         console.print(text(made))
     attacked, plain = (console.file.getvalue() for console in shown)  # type: ignore[attr-defined]
-    for said in ("Accuracy under attack, %", "decoupled-tanh: random <noise> misleads more than PGD (in 3 of 8 runs)"):
+    for said in (
+        "Accuracy under attack, %",
+        "log loss, nats",
+        "decoupled-tanh: random <noise> misleads more than PGD (in 3 of 8 runs)",
+    ):
         assert said in attacked
         assert said not in plain
     assert "helps (confounded)" in attacked

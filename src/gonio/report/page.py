@@ -18,7 +18,7 @@ from gonio.escaping import plain
 from gonio.pages import page as pages
 from gonio.report import tables
 from gonio.report.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
-from gonio.report.tables import Scale, attacks, costs, evidence, hidden_gradients, tuning
+from gonio.report.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -52,6 +52,7 @@ def html(results: Results) -> str:
         "scale": Scale.of(results),
         "colors": {BASELINE: "base"} | colors,
         "evidence": evidence(results),
+        "further": further(results),
         "costs": costs(results),
         "tuning": tuning(results),
         "attacks": attacks(results),

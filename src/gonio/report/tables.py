@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Ratio, Reach, Results, Robust, Tuned
+from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
 from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import plain
 
@@ -274,8 +274,8 @@ class Table:
 
 def tables(results: Results) -> tuple[Table, ...]:
     """The tables of every export, the verdicts first; without those that have no row."""
-    attacked = attacks(results)
-    return (verdicts(results), evidence(results), *([attacked] if attacked.rows else []))
+    optional = (further(results), attacks(results))
+    return (verdicts(results), evidence(results), *(table for table in optional if table.rows))
 
 
 def verdicts(results: Results) -> Table:
@@ -300,6 +300,22 @@ def evidence(results: Results) -> Table:
     detectable = f"detectable effect, {scale.unit}"
     head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
     return Table("Evidence", head, tuple(map(row, results.effects)))
+
+
+def further(results: Results) -> Table:
+    """The metrics that decide nothing, each with the baseline first; without rows if there are none."""
+
+    def row(one: Further) -> tuple[str, ...]:
+        largest = max(abs(other.score or 0.0) for other in results.further if other.metric == one.metric)
+        digits = 3 - math.floor(math.log10(largest)) if largest > 0 else 3  # four of the largest mean
+        shown = Scale(one.unit, min(max(digits, 0), 6))
+        name = plain(f"{one.metric}, {one.unit}" if one.unit else one.metric)
+        mean = "" if one.recipe == BASELINE else shown.signed(one.mean)
+        return (one.recipe, name, shown.score(one.score), mean, shown.interval(one.low, one.high))
+
+    head = ("recipe", "metric", "mean", "difference", "95 % interval")
+    remark = "Differences are paired by seed and not corrected for the number of recipes: no verdict."
+    return Table("Further metrics", head, tuple(map(row, results.further)), (0, 1), (remark,))
 
 
 def attacks(results: Results) -> Table:
@@ -400,9 +416,9 @@ class _Verdicts:
         else:
             for effect in results.effects:
                 yield from _lines(effect, scale)
-        attacked = attacks(results)
-        if attacked.rows:
-            yield from (Text(""), Text(attacked.title, style="dim"), rich_table(attacked))
+        for table in (further(results), attacks(results)):
+            if table.rows:
+                yield from (Text(""), Text(table.title, style="dim"), rich_table(table))
         for recipe, signs in hidden_gradients(results).items():
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")

@@ -160,6 +160,28 @@ class Robust:
 
 
 @dataclass(frozen=True)
+class Further:
+    """A metric that decides nothing, of one recipe's runs.
+
+    Attributes:
+        metric, unit: its name and unit; a script's metrics have no unit.
+        score: mean over the seeds with a finite value; None if there is none.
+        n: pairs with the baseline in which both have a finite value.
+        mean, low, high: mean paired difference to the baseline, with its paired-t 95 % interval; None for the
+            baseline and for too few pairs. Not corrected for several comparisons.
+    """
+
+    recipe: str
+    metric: str
+    unit: str
+    score: float | None
+    n: int = 0
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
 class Effect:
     """One recipe against the baseline.
 
@@ -233,6 +255,7 @@ class Results:
         looks: number of finished runs at each look at new results.
         tuning: one entry per recipe, the baseline first; empty without tuning.
         robustness: the same for disturbed inputs.
+        further: one entry per further metric and recipe, the baseline first; empty if there is no such metric.
     """
 
     plan: Plan
@@ -247,6 +270,7 @@ class Results:
     looks: tuple[int, ...] = ()
     tuning: tuple[Tuned, ...] = ()
     robustness: tuple[Robust, ...] = ()
+    further: tuple[Further, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON-able data."""
@@ -327,6 +351,7 @@ def summarise(
         missing=len(plan.grid) - len(runs),
         looks=tuple(looks),
         robustness=robust_of(plan, runs),
+        further=_further(plan, runs),
     )
 
 
@@ -519,7 +544,6 @@ def _notes(
             f"After {change['finished']} runs had been done, {' and '.join(parts)} were added: "
             "the p values do not account for this second look."
         )
-    notes += _metric_notes(plan, runs)
     unhelped = [effect.recipe for effect in effects if effect.rho is not None and effect.rho <= 0]
     if unhelped:
         notes.append(f"Pairing by seed did not reduce the noise for {', '.join(unhelped)} (correlation ≤ 0).")
@@ -535,24 +559,19 @@ def _notes(
     return notes
 
 
-def _metric_notes(plan: Plan, runs: Sequence[RunRecord]) -> list[str]:
-    """One sentence for each further metric: the baseline's mean and the mean paired differences."""
+def _further(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Further, ...]:
+    """The metrics that decide nothing: the task's, or those that a script logged."""
     names = dict.fromkeys([*plan.metrics, *(name for run in runs for name in run.metrics)])
-    return [_metric_note(plan, name, runs) for name in names]
+    return tuple(_further_of(plan, name, entry.name, runs) for name in names for entry in plan.recipes)
 
 
-def _metric_note(plan: Plan, name: str, runs: Sequence[RunRecord]) -> str:
-    unit = plan.metrics.get(name, "")
-    values = {(run.recipe, run.seed): run.metrics.get(name) for run in runs}
+def _further_of(plan: Plan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> Further:
+    values = {(run.recipe, run.seed): run.metrics.get(metric) for run in runs}
     known = {key: value for key, value in values.items() if value is not None}
-    base = [known[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in known]
-    if not base:
-        return f"{name}, which decides nothing: no finite value of the baseline."
-    parts = [f"baseline {statistics.fmean(base):.4g} {unit}".strip()]
-    for entry in plan.recipes[1:]:
-        differences = _differences(_paired(known, entry.name, plan.seeds))
-        if differences:
-            interval = paired_t(differences)
-            shown = f" ({interval[1]:+.3g} to {interval[2]:+.3g})" if interval else ""
-            parts.append(f"{entry.name} {statistics.fmean(differences):+.3g}{shown}")
-    return f"{name}, which decides nothing (mean paired differences with 95 % intervals): {'; '.join(parts)}."
+    own = [known[recipe, seed] for seed in plan.seeds if (recipe, seed) in known]
+    found = Further(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
+    if recipe == BASELINE:
+        return found
+    differences = _differences(_paired(known, recipe, plan.seeds))
+    mean, low, high = paired_t(differences) or (statistics.fmean(differences) if differences else None, None, None)
+    return replace(found, n=len(differences), mean=mean, low=low, high=high)
