@@ -202,7 +202,7 @@ def angle_bias(subject: Subject, *, read: str = "weights", layers: str = "conv",
 
 
 def angle_spread(subject: Subject, *, read: str = "weights", layers: str = "conv", skip: int = 1) -> float:
-    """Standard deviation of the angles between the filters of a layer, averaged over the layers; as `angle_bias`."""
+    """Standard deviation of the angles between the filters of a layer, averaged over the layers."""
     found = _layer_angles(subject, read, layers, skip)
     return sum(float(angle.std()) for angle in found) / len(found)
 
