@@ -220,7 +220,8 @@ class SwitchableNorm2d(SwitchableNorm, torchs=nn.BatchNorm2d):
     where :math:`w` and :math:`w'` are the softmax of three numbers each, learned per layer (`mean_logits`,
     `var_logits`; equal at first). :math:`\mu_k` and the biased :math:`\sigma_k^2` are taken over (H, W),
     (C, H, W) and (N, H, W). With one weight at 1 it is instance, layer or batch normalisation. In
-    evaluation the batch statistics are the running ones.
+    evaluation the batch statistics are the running ones; after averaging weights (SWA, EMA) estimate them with
+    :func:`gonio.calibrate_`, because `torch.optim.swa_utils.update_bn` acts on torch's own batch norms alone.
 
     A statistic over a single value would erase the input, so it is left out and the other weights are
     scaled up: instance statistics of 1×1 maps, batch statistics of a single such sample.
