@@ -62,6 +62,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.history
 
 # Run the pages and write the outputs and tables that they show anew; docs/zh/start.md repeats those of docs/start.md.
 docs: $(VENV)/.dev

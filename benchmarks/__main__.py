@@ -1,4 +1,5 @@
-"""`python -m benchmarks [TOPIC …] [--quick] [--rows REGEX]`: measure and write benchmarks/results/TOPIC.json.
+"""`python -m benchmarks [TOPIC …] [--quick] [--rows REGEX]`: measure, write benchmarks/results/TOPIC.json and add it to
+history.jsonl.
 
 With `--rows` the other rows of the file stay, if they were measured under the same conditions.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import benchmarks
+from benchmarks import history
 from benchmarks.harness import Row, Settings, measure
 from benchmarks.machine import TUNED_MALLOC, allocator, describe, restart_with, versions
 from benchmarks.results import Report, RowResult, merged, path_of, read, write
@@ -101,6 +103,8 @@ def main(arguments: Sequence[str]) -> int:
             keys = [(row.table, row.case, row.mode) for row in topic.rows(quick=options.quick)]
             report = merged(report, old, keys)
         print(os.path.relpath(write(report)))
+        if not options.quick:
+            history.append(report)
     return 0
 
 
