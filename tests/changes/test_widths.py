@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from cli.shell import invoke
+from gonio import param_groups
 from gonio.errors import InvalidArgumentError
-from gonio.init import mup_, mup_groups
+from gonio.init import mup_
 from gonio.measuring import Widths, widths
 from gonio.measuring.widths import _exponent, _student
 
@@ -35,11 +36,15 @@ def right(n: int, *, head: float = 1.0, hidden: float = 0.5) -> nn.Module:
 
 
 def trainer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(mup_groups(model, right(64), lr=1e-2))
+    return torch.optim.Adam(param_groups(model, mup=True, base=right(64), lr=1e-2))
 
 
 def slow_embedding(model: nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": [p], "lr": g["lr"]} for g in mup_groups(model, right(64), lr=1e-2) for p in g["params"]]
+    groups = [
+        {"params": [p], "lr": g["lr"]}
+        for g in param_groups(model, mup=True, base=right(64), lr=1e-2)
+        for p in g["params"]
+    ]
     groups[0]["lr"] *= 64 / model[0].weight.shape[1]
     return torch.optim.Adam(groups)
 
@@ -64,6 +69,27 @@ def test_a_planted_mistake_is_found_in_every_seed(name: str) -> None:
         torch.manual_seed(seed)
         found = measured(factory, optimizer)
         assert expected in {(finding.code, finding.path) for finding in found.findings}, (name, seed, str(found))
+
+
+class Positioned(nn.Module):
+    """A right model with a weight of its own, added to the output of the embedding."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.position, self.layers = nn.Parameter(torch.zeros(1, n)), right(n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1:](self.layers[0](x) + self.position)
+
+
+def test_a_model_around_its_layers_is_not_its_last_layer() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(param_groups(model, mup=True, base=Positioned(64), lr=1e-2))
+
+    found = measured(Positioned, optimizer)
+    assert list(found) == ["layers.0", "layers.1", "layers.3", "layers.5"]
+    assert [row.path for row in found.values() if row.last] == ["layers.5"]
+    assert found.findings == ()
 
 
 def test_right_models_cause_no_finding() -> None:

@@ -18,7 +18,7 @@ from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, sho
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Measurements, Outline
+    from gonio.measuring import Changes, Differences, Measurements, Outline, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -60,7 +60,7 @@ def measure(
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
     if widths is not None:
-        _refuse("--widths", {**whole, "--headers": headers, "--html": html, "a second source": after})
+        _refuse("--widths", {**whole, "--headers": headers, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
     if after:
@@ -105,8 +105,7 @@ def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, st
     found = measuring.widths(
         lambda width: build_of_width(source, width, seed=next(seeds)), [int(w) for w in words], batch, loss=made.loss
     )
-    if not save_formats(targets, {"json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}):
-        show(found)
+    _write(found, targets)
 
 
 def _refuse(mode: str, given: dict[str, Any]) -> None:
@@ -116,7 +115,7 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
             raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-def _write(found: Measurements | Differences | Changes, targets: dict[str, str | None]) -> bool:
+def _write(found: Measurements | Differences | Changes | Widths, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
     command, date = shlex.join(["gonio", *sys.argv[1:]]), f"{datetime.now():%Y-%m-%d %H:%M}"
     page = partial(found.to_html, command=command, date=date)
