@@ -18,7 +18,7 @@ from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, sho
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Measurements, Outline, Widths
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -64,10 +64,15 @@ def measure(
         _widths(source, widths, task, seed, targets)
         return
     if after:
-        _refuse("two sources", {**whole, "--headers": headers})
+        alone = {name: value for name, value in whole.items() if name not in ("--fail-on", "--engine")}
+        _refuse("two sources", {**alone, "--headers": headers})
         first, *others = (read_source(word, seed=seed) for word in (source, *after))
         with progress("comparing") as update:
-            _write(measuring.measure(first, *others, progress=update), targets)
+            changed = measuring.measure(first, *others, engine=engine, progress=update)
+        told = changed.findings if isinstance(changed, measuring.Differences) else changed.all_findings
+        if _write(changed, targets):
+            _summarise(told)
+        _fail(told, fail_on)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
@@ -86,8 +91,8 @@ def measure(
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
     if _write(found, targets):
-        _summarise(found)
-    _fail(found, fail_on)
+        _summarise(found.findings)
+    _fail(found.findings, fail_on)
 
 
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
@@ -138,21 +143,21 @@ def _write_outline(outline: Outline, json: str | None) -> None:
         save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
 
 
-def _summarise(found: Measurements) -> None:
+def _summarise(found: Sequence[Finding]) -> None:
     """The findings in short, to stderr."""
     counts = ", ".join(f"{n} {level}" for level in reversed(_LEVELS) if (n := _count(found, [level])))
     print_err(f"findings: {counts or 'none'}")
-    for finding in found.findings[:_SHOWN]:
+    for finding in found[:_SHOWN]:
         print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
-    if len(found.findings) > _SHOWN:
-        print_err(f"… and {len(found.findings) - _SHOWN} more")
+    if len(found) > _SHOWN:
+        print_err(f"… and {len(found) - _SHOWN} more")
 
 
-def _count(found: Measurements, levels: Sequence[str]) -> int:
-    return sum(finding.level in levels for finding in found.findings)
+def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
+    return sum(finding.level in levels for finding in found)
 
 
-def _fail(found: Measurements, fail_on: options.Level | None) -> None:
+def _fail(found: Sequence[Finding], fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
     if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
         print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isfinite, log2
@@ -21,6 +21,7 @@ FIGURES = {
     "gradient": ("gradient", "RMS of the gradient at each layer's output, at initialisation"),
     "change": ("change", "RMS of the change of each layer's output by training"),
 }
+RULE = {"activation": "G601", "gradient": "", "change": "G602"}  # that judges the figure
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class WidthChart:
 
     Attributes:
         fitted: the range of the exponents. `promised`: those of μP, in words.
-        lines: path data of fitted lines by level of the layer's findings, "" for none. `promise`: of the promised ones.
+        lines: path data of the fitted lines by level of the finding on this figure, "" for none.
+        promise: path data of the promised ones.
         across, up: ticks: (position, label).
     """
 
@@ -50,8 +52,7 @@ def widths_page(found: Any, columns: Sequence[Column[Any]], *, whole: bool, made
         found: a :class:`gonio.measuring.Widths`.
     """
     shown = layer_map(found.tensors, found.findings, [_lane(figure, found.tensors) for figure in FIGURES])
-    levels = [max((level for _, level, _ in shown.codes.get(t.path, ())), default="") for t in found.tensors]
-    charts = [_chart(figure, found, levels) for figure in FIGURES]
+    charts = [_chart(figure, found, shown.codes) for figure in FIGURES]
     return render(
         "widths.html.j2",
         whole=whole,
@@ -80,7 +81,7 @@ def _signed(value: float) -> str:
 # --- charts of all layers --------------------------------------------------------------------------------------------
 
 
-def _chart(figure: str, found: Any, levels: Sequence[str]) -> WidthChart | None:
+def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str, str]]]) -> WidthChart | None:
     """Lines through 1 at the smallest width, so that layers of any size share a chart; None without exponents."""
     slopes = {i: slope for i, t in enumerate(found.tensors) if (slope := getattr(t, figure)) is not None}
     if not slopes:
@@ -104,7 +105,8 @@ def _chart(figure: str, found: Any, levels: Sequence[str]) -> WidthChart | None:
 
     lines: dict[str, str] = {}
     for i, slope in slopes.items():
-        lines[levels[i]] = lines.get(levels[i], "") + drawn(slope)
+        level = next((level for code, level, _ in codes.get(found.tensors[i].path, ()) if RULE[figure] == code), "")
+        lines[level] = lines.get(level, "") + drawn(slope)
     return WidthChart(
         *FIGURES[figure],
         fitted=" to ".join(dict.fromkeys((_signed(min(slopes.values())), _signed(max(slopes.values()))))),
