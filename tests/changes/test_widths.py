@@ -185,7 +185,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(result.stdout)["sizes"] == [8, 16]
     result = invoke("measure", "mine.py:make", "--widths", "8,16", "--html", "page.html")
     assert result.exit_code == 0, result.stderr
-    assert "--widths 8,16" in Page(Path("page.html").read_text(encoding="utf-8")).text
+    assert "Widths 8, 16; 4 models of each" in Page(Path("page.html").read_text(encoding="utf-8")).text
     for words, said in (
         (["mine.py:make", "--widths", "8,x"], "--widths takes whole numbers joined by commas; found '8,x'"),
         (["digits-cnn", "--widths", "8,16"], "--widths takes a file.py:factory of the width"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import radians, sqrt
 from typing import Any
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
-from gonio.geometry import Layout, chance, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry.chance import random_coherence
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.seeding import generator
 
 FILTERS = 4096  # of one matrix, at most, among which products are compared
 MATRICES = 16  # of one weight, at most, whose directions are compared
+FIRST = 3  # directions, the largest, among which a random change seldom makes intruders
 CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
 BLOCK = 1 << 22  # entries converted to float64 at once
 ROTATION = 0.1  # share of the change of a random difference below which the filters' products are preserved
@@ -50,6 +52,8 @@ class TensorDifference:
             0.5. None where chance alone comes near 0.5, below about 35 filters. `intruder_cosines`: these largest
             cosines, largest direction first (of the first matrix). `intruder_chance`: their median for a random
             direction. `intruders_random`: the number after a random change of the same norm; None without intruders.
+        intruders_first, intruders_first_random: of these, those among the 3 largest directions, where a random change
+            seldom has any: it replaces small directions.
         principal_angles: between the subspaces of the 10 largest left singular directions before and after, in degrees,
             smallest first (of the first matrix). `overlap`: their mean squared cosine; `overlap_random`: for two
             random subspaces.
@@ -79,6 +83,8 @@ class TensorDifference:
     gram_change_random: float | None = None
     intruders: int | None = None
     intruders_random: int | None = None
+    intruders_first: int | None = None
+    intruders_first_random: int | None = None
     intruder_cosines: tuple[float, ...] = ()
     intruder_chance: float | None = None
     principal_angles: tuple[float, ...] = ()
@@ -141,7 +147,8 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
         values["reordered"] = _reordered(matrices.flatten(0, 1), matrix_view(after, layout).flatten(0, 1))
         values |= _products(matrices, changes, norm, moved, name)
         if values.get("intruders"):
-            values["intruders_random"] = _intruders_by_chance(matrices, moved, name)
+            chance = _intruders_by_chance(matrices, moved, name)
+            values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
     return values, change
 
 
@@ -232,7 +239,7 @@ def _products(before: Tensor, change: Tensor, norm: float, moved: float, name: s
 def _tellable(matrices: Tensor) -> bool:
     """Whether an intruder can be told from a random direction."""
     groups, n, d = matrices.shape
-    return groups <= MATRICES and n > 1 and chance.random_coherence(min(n, d), n) <= CLEAR * THRESHOLD
+    return groups <= MATRICES and n > 1 and random_coherence(min(n, d), n) <= CLEAR * THRESHOLD
 
 
 def _considered(n: int, d: int) -> int:
@@ -249,6 +256,7 @@ def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
     angles = [principal_angles(one.base.left[:, :k], one.top.left) for one in found]
     return {
         "intruders": sum(len(one.numbers) for one in found),
+        "intruders_first": _first([number for one in found for number in one.numbers]),
         "intruder_cosines": tuple(round(c, 6) for c in found[0].cosines.tolist()),
         "intruder_chance": found[0].chance,
         "principal_angles": tuple(torch.rad2deg(angles[0]).tolist()),
@@ -257,11 +265,15 @@ def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
     }
 
 
-def _intruders_by_chance(before: Tensor, moved: float, name: str) -> int:
-    """The number of intruders after a change of this norm with independent normal entries."""
+def _first(numbers: Sequence[int]) -> int:
+    return sum(number < FIRST for number in numbers)
+
+
+def _intruders_by_chance(before: Tensor, moved: float, name: str) -> list[int]:
+    """The places of the intruders after a change of this norm with independent normal entries."""
     _, n, d = before.shape
-    total = 0
+    places: list[int] = []
     for i, old in enumerate(before):
         draw = torch.randn(n, d, generator=generator(0, "random change", name, i)).to(old)
-        total += len(intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers)
-    return total
+        places += intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers
+    return places

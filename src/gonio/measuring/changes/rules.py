@@ -10,11 +10,12 @@ from rich.text import Text
 
 from gonio.errors import listing
 from gonio.escaping import plain
-from gonio.measuring.changes.pair import TensorDifference
+from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.findings.rules import LEVELS, Finding, Rule, register, rule
 from gonio.measuring.measurements import TONES
 
+MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
 UNTOUCHED = 0.5  # share of the weights that may be equal without a finding, at least
 CANCELLED = 0.1  # by which a cosine of two changes lies below 0, at least
@@ -58,12 +59,17 @@ class Pairing:
 
 @rule("G501")
 def _intruders(t: TensorDifference) -> str | None:
-    if t.intruders is None or t.intruders < (t.intruders_random or 0) + 2:
-        return None
-    return (
-        f"{t.intruders} of the {len(t.intruder_cosines)} top directions are like none of the base; "
-        f"{t.intruders_random or 0} after a random change of the same norm"
-    )
+    top = len(t.intruder_cosines)
+    for found, by_chance, of in (
+        (t.intruders, t.intruders_random, f"{top} top"),
+        (t.intruders_first, t.intruders_first_random, f"{FIRST} largest"),
+    ):
+        if found is not None and found >= (by_chance or 0) + MORE:
+            return (
+                f"{found} of the {of} directions are like none of the base; "
+                f"{by_chance or 0} after a random change of the same norm"
+            )
+    return None
 
 
 @rule("G502")
