@@ -66,13 +66,7 @@ def measure(
     if after:
         alone = {name: value for name, value in whole.items() if name not in ("--fail-on", "--engine")}
         _refuse("two sources", {**alone, "--headers": headers})
-        first, *others = (read_source(word, seed=seed) for word in (source, *after))
-        with progress("comparing") as update:
-            changed = measuring.measure(first, *others, engine=engine, progress=update)
-        told = changed.findings if isinstance(changed, measuring.Differences) else changed.all_findings
-        if _write(changed, targets):
-            _summarise(told)
-        _fail(told, fail_on)
+        _changes([read_source(word, seed=seed) for word in (source, *after)], engine, targets, fail_on)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
@@ -93,6 +87,19 @@ def measure(
     if _write(found, targets):
         _summarise(found.findings)
     _fail(found.findings, fail_on)
+
+
+def _changes(
+    sources: list[Any], engine: options.Engine, targets: dict[str, str | None], fail_on: options.Level | None
+) -> None:
+    from gonio import measuring
+
+    with progress("comparing") as update:
+        found: Differences | Changes = measuring.measure(*sources, engine=engine, progress=update)
+    told = found.all_findings if isinstance(found, measuring.Changes) else found.findings
+    if _write(found, targets):
+        _summarise(told)
+    _fail(told, fail_on)
 
 
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
