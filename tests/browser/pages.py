@@ -62,6 +62,20 @@ def trained() -> str:
     return tracker.to_html()
 
 
+def scaled() -> str:
+    """A hidden layer whose output grows with the width, and one rate for all layers."""
+    torch.manual_seed(0)
+    batch = torch.randn(16, 4), torch.randint(3, (16,))
+
+    def factory(n: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 3))
+        nn.init.normal_(model[2].weight)
+        return model
+
+    found = gonio.measuring.widths(factory, (32, 64, 128), batch, seeds=2)
+    return found.to_html(command="gonio measure mine.py:factory --widths 32,64,128 --html page.html", date="2026-01-31")
+
+
 def claimed() -> str:
     """The committed results of two claims."""
     data = json.loads((ROOT / "benchmarks" / "results" / "claims" / "quick.json").read_text(encoding="utf-8"))
@@ -85,6 +99,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
     "changes": lambda: gonio.measure(network(), moved(1), moved(2)).to_html(),
     "training": trained,
+    "widths": scaled,
     "claims": claimed,
     "study": lambda: html(results(("orthogonal-init", "a-recipe-with-quite-a-long-name-" * 4), layers=1)),
     "payloads": lambda: html(results(tuple(PAYLOADS[::4]), seeds=1, layers=1)),

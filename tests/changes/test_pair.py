@@ -32,7 +32,7 @@ def changed(kind: str, weight: Tensor, seed: int) -> Tensor:
     top = float(torch.linalg.matrix_norm(weight, 2))
     if kind == "rotation":
         return rotated(weight, seed)
-    if kind == "scaled":
+    if kind == "gains":
         return weight * (1 + 0.5 * torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)))
     if kind == "low rank":
         return (
@@ -49,7 +49,7 @@ def measured(before: Tensor, after: Tensor) -> TensorDifference:
     return difference({"w.weight": before}, {"w.weight": after})["w"]
 
 
-KINDS = {"rotation": "rotation", "scaled": "scaled", "low rank": "rank 3", "intruders": "rank 3", "full": "full"}
+KINDS = {"rotation": "rotation", "gains": "gains", "low rank": "rank 3", "intruders": "rank 3", "full": "full"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,12 +58,12 @@ def test_all_figures_are_those_of_the_reference(kind: str, shape: tuple[int, int
     before = trained(*shape)
     after = changed(kind, before, 7)
     found, exact = measured(before, after), figures(before, after)
-    scaled = kind == "scaled"  # its angles are rounding
+    gains = kind == "gains"  # its angles are rounding
     for name in ("relative", "norm_ratio", "stable_rank", "effective_rank", "overlap"):
         assert getattr(found, name) == pytest.approx(exact[name], rel=1e-3), name
     for name in ("magnitude_change", "gram_change", "angle_mean", "direction_change"):
         assert getattr(found, name) == pytest.approx(exact[name], rel=2e-3, abs=2e-6 if name != "angle_mean" else 5e-3)
-    if not scaled and kind != "rotation":
+    if not gains and kind != "rotation":
         assert found.magnitude_direction == pytest.approx(exact["magnitude_direction"], abs=1e-3)
     assert (found.rank_99, found.intruders) == (exact["rank_99"], exact["intruders"])
     sure = exact["cosines"] > 0.5
@@ -84,7 +84,7 @@ def test_forty_planted_changes_of_each_kind_are_named_rightly(kind: str) -> None
         assert found.form == KINDS[kind], (seed, shape)
         if kind == "intruders":
             assert (found.intruders or 0) >= 2, seed  # of 40 rows one in 50 is near one of the base's by chance
-        if kind == "scaled":
+        if kind == "gains":
             assert found.angle_max == pytest.approx(0, abs=0.05)
 
 

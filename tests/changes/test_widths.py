@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 from torch import nn
 
 from cli.shell import invoke
+from gonio import param_groups
 from gonio.errors import InvalidArgumentError
-from gonio.init import mup_, mup_groups
+from gonio.init import mup_
 from gonio.measuring import Widths, widths
 from gonio.measuring.widths import _exponent, _student
+from report.html_reader import Page
 
 SIZES = (64, 128, 256)
 
@@ -35,11 +39,15 @@ def right(n: int, *, head: float = 1.0, hidden: float = 0.5) -> nn.Module:
 
 
 def trainer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(mup_groups(model, right(64), lr=1e-2))
+    return torch.optim.Adam(param_groups(model, mup=True, base=right(64), lr=1e-2))
 
 
 def slow_embedding(model: nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": [p], "lr": g["lr"]} for g in mup_groups(model, right(64), lr=1e-2) for p in g["params"]]
+    groups = [
+        {"params": [p], "lr": g["lr"]}
+        for g in param_groups(model, mup=True, base=right(64), lr=1e-2)
+        for p in g["params"]
+    ]
     groups[0]["lr"] *= 64 / model[0].weight.shape[1]
     return torch.optim.Adam(groups)
 
@@ -64,6 +72,27 @@ def test_a_planted_mistake_is_found_in_every_seed(name: str) -> None:
         torch.manual_seed(seed)
         found = measured(factory, optimizer)
         assert expected in {(finding.code, finding.path) for finding in found.findings}, (name, seed, str(found))
+
+
+class Positioned(nn.Module):
+    """A right model with a weight of its own, added to the output of the embedding."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.position, self.layers = nn.Parameter(torch.zeros(1, n)), right(n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1:](self.layers[0](x) + self.position)
+
+
+def test_a_model_around_its_layers_is_not_its_last_layer() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(param_groups(model, mup=True, base=Positioned(64), lr=1e-2))
+
+    found = measured(Positioned, optimizer)
+    assert list(found) == ["layers.0", "layers.1", "layers.3", "layers.5"]
+    assert [row.path for row in found.values() if row.last] == ["layers.5"]
+    assert found.findings == ()
 
 
 def test_right_models_cause_no_finding() -> None:
@@ -102,6 +131,45 @@ def test_it_prints_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["1"].activation == pytest.approx(0.5, abs=0.1)
 
 
+def test_the_page_shows_every_layer_with_its_fitted_and_its_promised_exponent() -> None:
+    torch.manual_seed(0)
+    found = measured(lambda n: right(n, hidden=0.0), trainer)
+    pages = {"whole": found.to_html(command="gonio measure <b>", date="today"), "part": found._repr_html_()}
+    assert len(Page(pages["whole"]).may_run()) == 1
+    assert "script" not in Page(pages["part"]).names()
+    for html in pages.values():
+        read = Page(html)
+        labels = [
+            attributes["aria-label"] or "" for tag, attributes in read.tags if tag == "svg" and "role" in attributes
+        ]
+        charts = [label for label in labels if "fitted exponents" in label]
+        assert [label.split(" over")[0] for label in charts] == ["output", "gradient", "change"]
+        assert charts[0].endswith("promised −0.50 for the last layer, 0 for the others")
+        assert sum("fitted exponent " in label for label in labels) == 3 * len(found)
+        links = {attributes.get("href") for tag, attributes in read.tags if tag == "a"}
+        rows = {attributes.get("id") for tag, attributes in read.tags if tag == "tr"}
+        assert {f"#t{list(found).index(finding.path)}" for finding in found.findings} <= links
+        assert {f"t{i}" for i in range(len(found))} <= rows
+    assert "gonio measure <b>" in Page(pages["whole"]).text
+
+
+def test_a_page_of_layers_without_exponents_and_of_a_path_with_markup() -> None:
+    row = replace(measured(right, trainer)["5"], path="<b>", activation=None, activation_interval=None)
+    for rows in ((row,), (replace(row, gradient=None, change=None),), ()):
+        text = Page(Widths((64, 128), 2, 1, rows).to_html()).text
+        assert "No findings." in text
+        assert ("<b>" in text) == bool(rows)
+
+
+def test_values_that_are_not_finite_are_null() -> None:
+    batch = torch.full((4, 2), math.inf), torch.zeros(4, dtype=torch.int64)
+    found = widths(lambda n: nn.Sequential(nn.Linear(2, n), nn.Linear(n, 2)), (4, 8), batch, seeds=2)
+    read = json.loads(found.to_json())
+    assert read["tensors"][0]["activation"] is None
+    assert read["tensors"][0]["activation_rms"] == [[None, None], [None, None]]
+    assert "No findings." in Page(found.to_html()).text
+
+
 def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match=r"two widths, two seeds and one step at least; found 1 widths"):
         widths(right, (64,), (torch.zeros(1), torch.zeros(1)))
@@ -115,6 +183,9 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = invoke("measure", "mine.py:make", "--widths", "8,16", "--json", "-")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["sizes"] == [8, 16]
+    result = invoke("measure", "mine.py:make", "--widths", "8,16", "--html", "page.html")
+    assert result.exit_code == 0, result.stderr
+    assert "Widths 8, 16; 4 models of each" in Page(Path("page.html").read_text(encoding="utf-8")).text
     for words, said in (
         (["mine.py:make", "--widths", "8,x"], "--widths takes whole numbers joined by commas; found '8,x'"),
         (["digits-cnn", "--widths", "8,16"], "--widths takes a file.py:factory of the width"),

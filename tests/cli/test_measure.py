@@ -111,10 +111,8 @@ def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
         assert invoke("measure", "fine.pt", "after.pt", option, "-").stdout.startswith(start)
 
 
-@pytest.mark.parametrize(
-    "words", ["--batch 4x1x8x8", "--fail-on warn", "--headers", "--engine ray", "--also operator_norm"]
-)
-def test_two_sources_have_no_findings_and_no_signals(folder: Path, words: str) -> None:
+@pytest.mark.parametrize("words", ["--batch 4x1x8x8", "--headers", "--also operator_norm", "--ignore G501"])
+def test_what_is_of_one_source_is_refused_for_two(folder: Path, words: str) -> None:
     option, *value = words.split()
     result = invoke("measure", "fine.pt", "fine.pt", option, *value)
     assert result.exit_code == 2
@@ -170,6 +168,47 @@ def test_a_finding_at_the_level_is_code_1(folder: Path, level: str) -> None:
     assert "G001" in result.stdout
     assert invoke("measure", "fine.pt", "--fail-on", level).exit_code == 0
     assert invoke("measure", "broken.pt").exit_code == 0
+
+
+def saved_changes() -> None:
+    """A base; one weight changed a little (info: the other is untouched), by more than itself (warn), and backwards."""
+    draw = torch.Generator().manual_seed(0)
+    base = {f"{name}.weight": torch.randn(20, 30, generator=draw) for name in "ab"}
+    step = torch.randn(20, 30, generator=draw)
+    for name, size in (("base", 0.0), ("little", 0.1), ("large", 4.0), ("back", -0.1)):
+        save_file({**base, "a.weight": base["a.weight"] + size * step}, f"{name}.safetensors")
+        if name in ("little", "back"):
+            save_file({key: w + size * step for key, w in base.items()}, f"{name}-all.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("others", "levels"),
+    [
+        ("little-all", ""),
+        ("little", "info"),
+        ("large", "info warn"),
+        ("little-all base", ""),
+        ("little-all little", "info"),
+        ("little-all large", "info warn"),
+        ("little-all back-all", "info warn"),  # of the pair alone
+    ],
+)
+def test_findings_on_changes_of_one_model_and_of_several_count(folder: Path, others: str, levels: str) -> None:
+    saved_changes()
+    words = ["measure", *(f"{name}.safetensors" for name in ("base", *others.split()))]
+    for level in get_args(Level):
+        result = invoke(*words, "--fail-on", level)
+        assert result.exit_code == (1 if level in levels.split() else 0), (level, result.stderr)
+    result = invoke(*words, "--json", "-", "--fail-on", "info")
+    assert json.loads(result.stdout)
+    assert ("findings: none" in result.stderr) == (not levels)
+    assert ("at or above info" in result.stderr) == bool(levels)
+
+
+def test_only_files_are_compared_on_a_cluster(folder: Path) -> None:
+    result = invoke("measure", "digits-cnn", "fine.pt", "fine.pt", "--engine", "ray")
+    assert result.exit_code == 2
+    assert "distributes the tensors of files; found Sequential" in " ".join(result.stderr.split())
 
 
 def test_the_levels_are_those_of_the_findings() -> None:

@@ -1,42 +1,46 @@
-"""μP by the shapes of two widths: variances, learning rates, and exponents of a network that has both."""
+"""μP by the shapes of two widths: kinds of weights, their variances and learning rates."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.init import lecun_, mup_, mup_groups
+from gonio.geometry import Layout
+from gonio.init import lecun_, mup_
+from gonio.init.mup import entry_growth, growth
 
 
-def network(n: int) -> nn.Module:
-    return nn.ModuleDict(
-        {
-            "embed": nn.Embedding(10, n),
-            "first": nn.Linear(3, n),
-            "hidden": nn.Linear(n, 4 * n),
-            "head": nn.Linear(4 * n, 5),
-        }
-    )
+@pytest.mark.parametrize(
+    ("shape", "base", "layouts", "kind", "rates"),
+    [
+        ((64, 3), (16, 3), (), "input", (1, 4)),
+        ((64, 32), (16, 8), (), "hidden", (1 / 4, 1)),
+        ((5, 64), (5, 16), (), "output", (1 / 4, 1 / 4)),
+        ((5, 16), (5, 16), (), "input", (1, 1)),
+        ((64, 1, 3, 3), (16, 1, 3, 3), (Layout(groups=64), Layout(groups=16)), "input", (1, 4)),
+        ((64, 8, 3, 3), (16, 2, 3, 3), (Layout(groups=8),), "hidden", (1 / 4, 1)),
+        ((64, 32), (16, 16), (Layout(transposed=True),), "hidden", (1 / 4, 1 / 2)),
+        ((64, 1, 2), (16, 1, 2), (Layout(transposed=True, groups=64), Layout(transposed=True, groups=16)), "input",
+         (1, 4)),
+    ],
+)  # fmt: skip
+def test_the_kind_and_the_rates_by_two_shapes(
+    shape: tuple[int, ...], base: tuple[int, ...], layouts: tuple[Layout, ...], kind: str, rates: tuple[float, float]
+) -> None:
+    grown = growth(shape, base, *layouts)
+    assert grown.kind == kind
+    assert (grown.rate("adam"), grown.rate("sgd")) == pytest.approx(rates)
 
 
-@pytest.mark.parametrize(("rule", "factors"), [("adam", (1, 1, 1 / 4, 1 / 4)), ("sgd", (4, 4, 1, 1 / 4))])
-def test_the_rates_of_each_kind(rule: str, factors: tuple[float, ...]) -> None:
-    wide, narrow = network(64), network(16)
-    groups = mup_groups(wide, narrow, lr=0.1, rule=rule)
-    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
-    assert len(rates) == len(list(wide.parameters()))
-    for name, factor in zip(("embed", "first", "hidden", "head"), factors, strict=True):
-        assert rates[id(wide[name].weight)] == pytest.approx(0.1 * factor), name
-    assert rates[id(wide["hidden"].bias)] == pytest.approx(0.1 * (4 if rule == "sgd" else 1))
-    assert rates[id(wide["head"].bias)] == pytest.approx(0.1)
-    optimizer = torch.optim.Adam(groups)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(rates)
+def test_entries_over_which_nothing_is_summed_are_inputs() -> None:
+    assert entry_growth((32, 64), (32, 16)).rate("sgd") == 4
+    assert entry_growth((5,), (5,)).rate("sgd") == entry_growth((64,), (16,)).rate("adam") == 1
+    with pytest.raises(InvalidArgumentError, match=r"found shapes \(8, 8\) and \(4, 4\)"):
+        entry_growth((8, 8), (4, 4))
 
 
 def test_at_the_width_of_the_base_nothing_changes() -> None:
-    assert [group["lr"] for group in mup_groups(network(16), network(16), lr=0.1)] == [0.1]
     first, second = (torch.empty(30, 40) for _ in range(2))
     mup_(first, base=(30, 40), generator=torch.Generator().manual_seed(0))
     lecun_(second, generator=torch.Generator().manual_seed(0))
@@ -61,7 +65,5 @@ def test_the_variance_of_each_kind(shape: tuple[int, ...], base: tuple[int, ...]
 def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match=r"at another width; found shapes \(3, 4\) and \(3, 4, 1\)"):
         mup_(torch.empty(3, 4), base=(3, 4, 1))
-    with pytest.raises(InvalidArgumentError, match="the rule 'adam' or 'sgd'; found 'lion'"):
-        mup_groups(network(4), network(4), lr=0.1, rule="lion")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"parameters of only one: 0\.bias, 0\.weight"):
-        mup_groups(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match=r"at least 2 dimensions; found shape \(3,\)"):
+        mup_(torch.empty(3), base=(3,))

@@ -19,7 +19,7 @@ from torch import nn
 import gonio
 from docs.pages import ROOT
 from gonio.errors import MissingExtraError
-from gonio.measuring import Suppression, Tracker, difference, measure, outline
+from gonio.measuring import Suppression, Tracker, difference, measure, outline, widths
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
 from report.html_reader import Page
 from report.test_page import PAYLOADS, TAGS
@@ -187,6 +187,8 @@ TYPES = {
     "list of two integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int, int],
     "list of 180 integers": lambda v: isinstance(v, list) and [type(x) for x in v] == [int] * 180,
     "list of numbers": lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v),
+    "list of lists": lambda v: isinstance(v, list) and all(isinstance(x, list) for x in v),
+    "true or false": lambda v: isinstance(v, bool),
     "list of objects": lambda v: isinstance(v, list) and all(isinstance(x, dict) for x in v),
 }
 
@@ -202,7 +204,8 @@ def check(found: dict[str, Any], heading: str) -> None:
     expected = documented()[heading]
     assert list(found) == list(expected), heading
     for key, value in found.items():
-        kinds = expected[key].strip().split(" or ")
+        kind = expected[key].strip()
+        kinds = [kind] if kind in TYPES else kind.split(" or ")
         assert any(TYPES[kind](value) for kind in kinds), f"{heading}: {key} is {expected[key]}, found {value!r}"
 
 
@@ -247,6 +250,20 @@ def test_every_figure_occurs_in_the_example(everything: dict[str, Any]) -> None:
     for heading in ("tensors", "signals"):
         empty = {key for key in documented()[heading] if all(row[key] is None for row in everything[heading])}
         assert not empty, heading
+
+
+def test_widths() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4), torch.randint(3, (8,))
+    made = widths(lambda n: nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3)), (8, 32), batch, seeds=2)
+    found = json.loads(made.to_json())
+    check(found, "gonio.widths/1")
+    assert found["schema"] == "gonio.widths/1"
+    for row in found["tensors"]:
+        check(row, "layers of widths")
+        assert [len(values) for values in row["activation_rms"]] == [2, 2]
+    for row in found["findings"]:
+        check(row, "findings")
 
 
 @pytest.mark.parametrize("kind", ["difference", "outline"])

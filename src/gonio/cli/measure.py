@@ -18,7 +18,7 @@ from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, sho
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Measurements, Outline
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -60,14 +60,13 @@ def measure(
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
     if widths is not None:
-        _refuse("--widths", {**whole, "--headers": headers, "--html": html, "a second source": after})
+        _refuse("--widths", {**whole, "--headers": headers, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
     if after:
-        _refuse("two sources", {**whole, "--headers": headers})
-        first, *others = (read_source(word, seed=seed) for word in (source, *after))
-        with progress("comparing") as update:
-            _write(measuring.measure(first, *others, progress=update), targets)
+        alone = {name: value for name, value in whole.items() if name not in ("--fail-on", "--engine")}
+        _refuse("two sources", {**alone, "--headers": headers})
+        _changes([read_source(word, seed=seed) for word in (source, *after)], engine, targets, fail_on)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
@@ -86,8 +85,21 @@ def measure(
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
     if _write(found, targets):
-        _summarise(found)
-    _fail(found, fail_on)
+        _summarise(found.findings)
+    _fail(found.findings, fail_on)
+
+
+def _changes(
+    sources: list[Any], engine: options.Engine, targets: dict[str, str | None], fail_on: options.Level | None
+) -> None:
+    from gonio import measuring
+
+    with progress("comparing") as update:
+        found: Differences | Changes = measuring.measure(*sources, engine=engine, progress=update)
+    told = found.all_findings if isinstance(found, measuring.Changes) else found.findings
+    if _write(found, targets):
+        _summarise(told)
+    _fail(told, fail_on)
 
 
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
@@ -105,8 +117,7 @@ def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, st
     found = measuring.widths(
         lambda width: build_of_width(source, width, seed=next(seeds)), [int(w) for w in words], batch, loss=made.loss
     )
-    if not save_formats(targets, {"json": found.to_json, "csv": found.to_csv, "md": found.to_markdown}):
-        show(found)
+    _write(found, targets)
 
 
 def _refuse(mode: str, given: dict[str, Any]) -> None:
@@ -116,7 +127,7 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
             raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
 
 
-def _write(found: Measurements | Differences | Changes, targets: dict[str, str | None]) -> bool:
+def _write(found: Measurements | Differences | Changes | Widths, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
     command, date = shlex.join(["gonio", *sys.argv[1:]]), f"{datetime.now():%Y-%m-%d %H:%M}"
     page = partial(found.to_html, command=command, date=date)
@@ -139,21 +150,21 @@ def _write_outline(outline: Outline, json: str | None) -> None:
         save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
 
 
-def _summarise(found: Measurements) -> None:
+def _summarise(found: Sequence[Finding]) -> None:
     """The findings in short, to stderr."""
     counts = ", ".join(f"{n} {level}" for level in reversed(_LEVELS) if (n := _count(found, [level])))
     print_err(f"findings: {counts or 'none'}")
-    for finding in found.findings[:_SHOWN]:
+    for finding in found[:_SHOWN]:
         print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
-    if len(found.findings) > _SHOWN:
-        print_err(f"… and {len(found.findings) - _SHOWN} more")
+    if len(found) > _SHOWN:
+        print_err(f"… and {len(found) - _SHOWN} more")
 
 
-def _count(found: Measurements, levels: Sequence[str]) -> int:
-    return sum(finding.level in levels for finding in found.findings)
+def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
+    return sum(finding.level in levels for finding in found)
 
 
-def _fail(found: Measurements, fail_on: options.Level | None) -> None:
+def _fail(found: Sequence[Finding], fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
     if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
         print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")

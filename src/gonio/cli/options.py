@@ -58,7 +58,7 @@ Base = Annotated[
     typer.Option(help="The base model of low-rank adapters: measure the adapted weights too.", metavar="MODEL|FILE"),
 ]
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
-Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of a file over a running cluster.")]
+Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of files over a running cluster.")]
 Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]
 FailOn = Annotated[Level | None, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
 Ignore = Annotated[

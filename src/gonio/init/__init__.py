@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gonio.init.gain import gain
-from gonio.init.mup import mup_, mup_groups
+from gonio.init.mup import mup_
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
 from gonio.init.variance import Fans, fans, he_, lecun_, variance_scaling_, xavier_
 
@@ -15,7 +15,6 @@ __all__ = [
     "he_",
     "lecun_",
     "mup_",
-    "mup_groups",
     "orthogonal_",
     "variance_scaling_",
     "xavier_",

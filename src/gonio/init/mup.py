@@ -1,21 +1,102 @@
-"""Maximal update parametrisation (μP): initialisation and learning rates for hyper-parameters that fit every width."""
+"""Maximal update parametrisation (μP): the kinds of weights by their shapes at two widths, and initialisation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import PLAIN, Layout
+from gonio.geometry.views import PLAIN, Layout, check_shape
 from gonio.init.gain import Gain, resolve_gain
-from gonio.init.variance import fans, variance_scaling_
+from gonio.init.variance import variance_scaling_
 
 Kind = Literal["input", "hidden", "output"]
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+Rule = Literal["adam", "sgd"]
+
+
+@dataclass(frozen=True)
+class Growth:
+    r"""How a parameter grows from one width to another, and what follows for its learning rate.
+
+    With :math:`r_\text{in}`, :math:`r_\text{out}` the growth of the length and of the number of filters:
+
+    ====== ======================== ====================== =====================================
+    kind   grows                    Adam                   SGD
+    ====== ======================== ====================== =====================================
+    input  fan_out, or neither      1                      :math:`r_\text{out}`
+    hidden both                     :math:`1/r_\text{in}`  :math:`r_\text{out}/r_\text{in}`
+    output fan_in                   :math:`1/r_\text{in}`  :math:`1/r_\text{in}`
+    ====== ======================== ====================== =====================================
+
+    Biases, gains and tables are inputs: nothing is summed over their entries.
+
+    Attributes:
+        fan_in, fan_out: the ratios; 1 where nothing grows.
+
+    Example:
+        >>> from gonio.init.mup import growth
+        >>> grown = growth((64, 32), (16, 8))
+        >>> grown.kind, grown.rate("adam"), grown.rate("sgd")
+        ('hidden', 0.25, 1.0)
+
+    References: as :func:`mup_`; the ratio of a hidden weight that is not square is that of the authors' package `mup`.
+    """
+
+    fan_in: float = 1.0
+    fan_out: float = 1.0
+
+    @property
+    def kind(self) -> Kind:
+        if self.fan_in == 1:
+            return "input"
+        return "output" if self.fan_out == 1 else "hidden"
+
+    def rate(self, rule: Rule) -> float:
+        """The learning rate over that of the narrower model."""
+        return (1.0 if rule == "adam" else self.fan_out) / self.fan_in
+
+
+def growth(shape: Sequence[int], base: Sequence[int], layout: Layout = PLAIN, was: Layout | None = None) -> Growth:
+    """The growth of a weight with filters over its shape in a narrower model.
+
+    Args:
+        was: the layout there; None for the same one. Depthwise convolutions have fewer groups.
+
+    Raises: InvalidArgumentError for another number of dimensions, other kernels, or a layout that does not fit.
+    """
+    was = was or layout
+    if len(shape) != len(base) or tuple(shape[2:]) != tuple(base[2:]):
+        raise _apart(shape, base)
+    check_shape(shape, layout)
+    if not layout.transposed:
+        return Growth(shape[1] / base[1], shape[0] / base[0])
+    check_shape(base, was)
+    inputs, outputs = shape[0] / layout.groups, shape[1] * layout.groups
+    return Growth(inputs / (base[0] / was.groups), outputs / (base[1] * was.groups))
+
+
+def entry_growth(shape: Sequence[int], base: Sequence[int]) -> Growth:
+    """The growth of a parameter whose entries nothing is summed over: a bias, a gain, a table, a position.
+
+    Raises: InvalidArgumentError for another number of dimensions, or if more than one of them grows.
+    """
+    ratios = [now / before for now, before in zip(shape, base, strict=False) if now != before]
+    if len(shape) != len(base) or len(ratios) > 1:
+        raise _apart(shape, base)
+    return Growth(fan_out=ratios[0]) if ratios else Growth()
+
+
+def _apart(shape: Sequence[int], base: Sequence[int]) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "μP compares a weight with the same weight at another width",
+        f"shapes {tuple(shape)} and {tuple(base)}",
+        "Pass the shape from a narrower model of the same factory.",
+    )
 
 
 def mup_(
@@ -57,88 +138,7 @@ def mup_(
         transfer", 2022, arXiv 2203.03466, table 3.
     """
     factor = resolve_gain(gain)
-    if _kind(weight.shape, base, layout) == "output":
-        factor *= sqrt(fans(base, layout).fan_in / fans(weight.shape, layout).fan_in)
+    grown = growth(weight.shape, base, layout)
+    if grown.kind == "output":
+        factor /= sqrt(grown.fan_in)
     return variance_scaling_(weight, preserve="rms", gain=factor, layout=layout, generator=generator)
-
-
-def mup_groups(
-    model: nn.Module,
-    base: nn.Module,
-    *,
-    lr: float,
-    rule: Literal["adam", "sgd"] = "adam",
-    layouts: Mapping[str, Layout] | None = None,
-) -> list[dict[str, Any]]:
-    r"""Parameter groups with the learning rates of μP, from the shapes of the same model at two widths.
-
-    With r the growth of a weight's fan_in (or of its fan_out) over the base:
-
-    ============ ======= =====================
-    kind         Adam    SGD
-    ============ ======= =====================
-    input, bias  1       :math:`r_\text{out}`
-    hidden       1/r     1
-    output       1/r     1/r
-    ============ ======= =====================
-
-    At the width of the base all factors are 1, so a learning rate that was tuned there stays. Embeddings are inputs; a
-    weight tied to one is treated as an embedding. Each group has `params`, `lr` and the `factor`.
-
-    Args:
-        base: the model at another width, with the same names.
-        lr: the learning rate at the width of the base.
-        rule: `adam`, for optimizers whose steps have a size of their own; `sgd`.
-        layouts: of weights, by name, that are stored in another way than those of linear layers and convolutions.
-
-    Raises: InvalidArgumentError if names or numbers of dimensions differ, or for an unknown rule.
-
-    Example:
-        >>> narrow, wide = (nn.Sequential(nn.Linear(8, n), nn.Linear(n, n), nn.Linear(n, 3)) for n in (16, 64))
-        >>> [(len(group["params"]), group["lr"]) for group in gonio.init.mup_groups(wide, narrow, lr=0.1)]
-        [(4, 0.1), (2, 0.025)]
-
-    References: as :func:`mup_`.
-    """
-    if rule not in ("adam", "sgd"):
-        raise InvalidArgumentError("mup_groups() needs the rule 'adam' or 'sgd'", repr(rule), "Choose one of them.")
-    shapes = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
-    own = dict(model.named_parameters())
-    if own.keys() != shapes.keys():
-        apart = sorted(own.keys() ^ shapes.keys())
-        raise InvalidArgumentError(
-            "mup_groups() compares the same model at two widths",
-            f"parameters of only one: {', '.join(apart[:4])}",
-            "Build both with the same factory.",
-        )
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, _TABLES)}
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in own.items():
-        layout = (layouts or {}).get(name, PLAIN)
-        factor = _factor(parameter, shapes[name], layout, rule, table=id(parameter) in tables)
-        groups.setdefault(factor, []).append(parameter)
-    return [{"params": group, "lr": lr * factor, "factor": factor} for factor, group in groups.items()]
-
-
-def _factor(parameter: Tensor, base: Sequence[int], layout: Layout, rule: str, *, table: bool) -> float:
-    if parameter.ndim < 2 or table:
-        return 1.0 if rule == "adam" else parameter.shape[-1] / base[-1] if parameter.ndim else 1.0
-    kind = _kind(parameter.shape, base, layout)
-    now, before = fans(parameter.shape, layout), fans(base, layout)
-    if kind == "input":
-        return 1.0 if rule == "adam" else now.fan_out / before.fan_out
-    return 1.0 if kind == "hidden" and rule == "sgd" else before.fan_in / now.fan_in
-
-
-def _kind(shape: Sequence[int], base: Sequence[int], layout: Layout) -> Kind:
-    """The kind of a weight by which of its sides changed."""
-    if len(shape) != len(base) or tuple(shape[2:]) != tuple(base[2:]):
-        raise InvalidArgumentError(
-            "μP compares a weight with the same weight at another width",
-            f"shapes {tuple(shape)} and {tuple(base)}",
-            "Pass the shape from a narrower model of the same factory.",
-        )
-    now, before = fans(shape, layout), fans(base, layout)
-    if now.fan_in == before.fan_in:
-        return "input"
-    return "hidden" if now.fan_out != before.fan_out else "output"

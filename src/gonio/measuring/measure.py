@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
 from gonio.measuring.figures.signals import measure_signals
 from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
@@ -23,8 +23,6 @@ from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, contents_of, name_of
-
-Progress = Callable[[int, int], None] | None
 
 
 @overload
@@ -36,18 +34,20 @@ def measure(
     loader: Any = ...,
     optimizer: torch.optim.Optimizer | None = ...,
     base: Source | None = ...,
-    engine: Literal["local", "ray"] = ...,
+    engine: Engine = ...,
     also: Also = ...,
     progress: Progress = ...,
 ) -> Measurements: ...
 
 
 @overload
-def measure(source: Source, after: Source, *, progress: Progress = None) -> Differences: ...
+def measure(source: Source, after: Source, *, engine: Engine = ..., progress: Progress = None) -> Differences: ...
 
 
 @overload
-def measure(source: Source, after: Source, other: Source, /, *more: Source, progress: Progress = None) -> Changes: ...
+def measure(
+    source: Source, after: Source, other: Source, /, *more: Source, engine: Engine = ..., progress: Progress = None
+) -> Changes: ...
 
 
 def measure(
@@ -58,7 +58,7 @@ def measure(
     loader: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     base: Source | None = None,
-    engine: Literal["local", "ray"] = "local",
+    engine: Engine = "local",
     also: Also = (),
     progress: Progress = None,
 ) -> Measurements | Differences | Changes:
@@ -83,8 +83,8 @@ def measure(
         optimizer: of the model's training, for advice on weight decay.
         base: for a source that holds low-rank adapters, the model that they adapt: then the adapted weights and their
             sums with the adapters are measured too.
-        engine: `ray` distributes the tensors of a file over the Ray cluster to which this process is, or can be,
-            connected; the file must have the same path on all nodes.
+        engine: `ray` distributes the tensors of one file, or of all files, over the Ray cluster to which this process
+            is, or can be, connected; the files must have the same paths on all nodes.
         also: figures that take longer than all others together: `operator_norm`, of convolutions, on a periodic grid of
             16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
         progress: called after each tensor with the number done and the number in all.
@@ -114,15 +114,16 @@ def measure(
     """
     options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base, "also": also or None}
     if after is not None:
-        _check_two((after, *more), {**options, "engine": None if engine == "local" else engine})
-        return (
-            changes(source, after, *more, progress=progress) if more else difference(source, after, progress=progress)
-        )
+        _check_two((after, *more), options)
+        if more:
+            return changes(source, after, *more, engine=engine, progress=progress)
+        return difference(source, after, engine=engine, progress=progress)
     _check(source, options, engine)
     training = Training.of(loader, optimizer) if isinstance(source, nn.Module) else None
     contents = contents_of(source, base)
     if engine == "ray":
-        tensors = _on_ray(source, base, contents.entries, progress, also)
+        words = (path_of(source), None if base is None else path_of(base), also)
+        tensors = on_ray(_measured, words, [prod(entry.shape or ()) for entry in contents.entries], progress)
     else:
         tensors = _here(contents.entries, progress, also)
     name, versions = name_of(source), _versions()
@@ -163,15 +164,7 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     for name, what in _OF_MODELS.items():
         if options[name] is not None and not isinstance(source, nn.Module):
             raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
-    if engine not in ("local", "ray"):
-        raise InvalidArgumentError("measure(engine=) is 'local' or 'ray'", repr(engine), "Choose one of them.")
-    for given in (source, options["base"]) if engine == "ray" else ():
-        if given is not None and not isinstance(given, (str, os.PathLike)):
-            raise InvalidArgumentError(
-                "measure(engine='ray') distributes the tensors of files",
-                type(given).__name__,
-                "Save the weights where all nodes can read them, or measure here.",
-            )
+    check_engine(engine, [given for given in (source, options["base"]) if given is not None])
     also = options["also"] or ()
     if isinstance(also, str):
         raise InvalidArgumentError("measure(also=) is a tuple of figures", repr(also), f"Write ({also!r},).")
@@ -197,11 +190,6 @@ def _versions() -> dict[str, str]:
     return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
-# --- engines: this process, or the workers of a Ray cluster ----------------------------------------------------------
-
-PARCELS = 4  # per core of the cluster, so that all workers end at about the same time
-
-
 def _here(entries: Sequence[Entry], progress: Progress, also: Also) -> list[TensorMeasurement]:
     """One tensor after the other."""
     made = []
@@ -212,53 +200,7 @@ def _here(entries: Sequence[Entry], progress: Progress, also: Also) -> list[Tens
     return made
 
 
-def _on_ray(
-    source: Source, base: Source | None, entries: Sequence[Entry], progress: Progress, also: Also
-) -> list[TensorMeasurement]:
-    """By workers that open the file themselves; only figures are sent."""
-    ray = _connected()
-    task = ray.remote(num_cpus=1)(_measured)
-    parcels = _parcels(entries, PARCELS * max(1, int(ray.cluster_resources().get("CPU", 1))))
-    paths = [None if path is None else os.path.abspath(os.fspath(path)) for path in (source, base)]  # type: ignore[arg-type]
-    waiting = {task.remote(*paths, numbers, also): numbers for numbers in parcels}
-    made: dict[int, TensorMeasurement] = {}
-    while waiting:
-        (ready, *_), _ = ray.wait(list(waiting))
-        made.update(zip(waiting.pop(ready), ray.get(ready), strict=True))
-        if progress is not None:
-            progress(len(made), len(entries))
-    return [made[number] for number in range(len(entries))]
-
-
-def _connected() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-
-        if not ray.is_initialized():
-            ray.init(address="auto", log_to_driver=False)
-    except ImportError as error:
-        raise MissingExtraError("measure(engine='ray')", "ray", "ray") from error
-    except ConnectionError as error:
-        raise InvalidArgumentError(
-            "measure(engine='ray') connects to a running cluster",
-            "none",
-            "Start one (`ray start --head`), or set RAY_ADDRESS, or measure here.",
-        ) from error
-    return ray
-
-
-def _measured(source: str, base: str | None, numbers: Sequence[int], also: Also) -> list[TensorMeasurement]:
+def _measured(source: str, base: str | None, also: Also, numbers: Sequence[int]) -> list[TensorMeasurement]:
+    """These tensors of a file, on a worker."""
     entries = contents_of(source, base).entries
     return [measure_tensor(entries[number], also=also) for number in numbers]
-
-
-def _parcels(entries: Sequence[Entry], count: int) -> list[list[int]]:
-    """Indices of entries, in parcels with about the same number of weights, largest first."""
-    parcels: list[list[int]] = [[] for _ in range(max(1, min(count, len(entries))))]
-    loads = [0] * len(parcels)
-    for number in sorted(range(len(entries)), key=lambda n: -prod(entries[n].shape or ())):
-        least = loads.index(min(loads))
-        parcels[least].append(number)
-        loads[least] += prod(entries[number].shape or ()) + 1
-    return [parcel for parcel in parcels if parcel]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import log2, sqrt
+from math import isfinite, log2, sqrt
 from statistics import NormalDist, mean
 from typing import Any, ClassVar
 
@@ -18,12 +18,16 @@ from gonio.errors import InvalidArgumentError
 from gonio.measuring.changes.rules import told
 from gonio.measuring.findings.rules import Finding, Rule, register, rule
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.measuring.showing.widths import widths_page
 from gonio.surgery import sites
 from gonio.surgery.equivalent import call
 
 TOLERANCE = 0.25  # of an exponent, in which small widths and few steps are not told from 0
 
+PROMISED = {"activation": (0.0, -0.5), "gradient": (-1.0, 0.0), "change": (0.0, 0.0)}  # of a layer, of the last one
+
 Loss = Callable[[Any, Any], Tensor]
+Values = tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -36,6 +40,8 @@ class WidthScaling:
         gradient: of the gradient of the loss at its output, at initialisation.
         change: of the change of its output on the same batch after the steps of training.
         last: whether it is the model's last layer, whose output at initialisation has to shrink with the width.
+        activation_rms, gradient_rms, change_rms: to which the lines are fitted: for each width that of each seed, None
+            where it is not finite.
     """
 
     name: str
@@ -47,6 +53,13 @@ class WidthScaling:
     change: float | None
     change_interval: tuple[float, float] | None
     last: bool = False
+    activation_rms: Values = ()
+    gradient_rms: Values = ()
+    change_rms: Values = ()
+
+    def promised(self, figure: str) -> float:
+        """The exponent of a figure of this layer under μP [1, table 14]."""
+        return PROMISED[figure][self.last]
 
 
 def _fit(value: float | None, interval: tuple[float, float] | None) -> str:
@@ -123,6 +136,17 @@ class Widths(Table[WidthScaling]):
         told_of = [f"* {f.code}: {f.path}: {f.found}" for f in self.findings]
         return "\n".join([*told_of, *[""] * bool(told_of), *markdown_table("layer", self.tensors, COLUMNS), ""])
 
+    def to_html(self, *, command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
+
+        Args:
+            command, date: shown on the page, so that the same models can be measured again.
+        """
+        return widths_page(self, COLUMNS, whole=True, made=(("Date", date), ("Command", command)))
+
+    def _repr_html_(self) -> str:
+        return widths_page(self, COLUMNS, whole=False, made=())
+
     def __repr__(self) -> str:
         return f"<Widths of {len(self.tensors)} layers at {', '.join(map(str, self.sizes))}>"
 
@@ -189,7 +213,7 @@ def widths(
         raise InvalidArgumentError("widths() compares layers by path", "none in common", "Name layers alike.")
     rows = tuple(_scaling(path, runs, last=path == paths[-1]) for path in paths)
     found = [finding for row in rows for r in WIDTH_RULES.values() if (finding := r.finding(row, row.path)) is not None]
-    return Widths(tuple(sizes), seeds, steps, rows, tuple(found))
+    return Widths(tuple(dict.fromkeys(sizes)), seeds, steps, rows, tuple(found))
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -225,7 +249,7 @@ def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps:
             value = loss(call(model, inputs), targets)
             if step == 0:
                 value.backward()
-                first = {path: leaf.detach().clone() for path, leaf in outputs.items()}
+                first = {path: leaf.detach().clone() for path, leaf in outputs.items() if not _around(path, outputs)}
                 gradients = {path: _rms(leaf.grad) if leaf.grad is not None else 0.0 for path, leaf in outputs.items()}
                 trainer.step()
             elif step < steps:
@@ -246,6 +270,11 @@ def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps:
     }
 
 
+def _around(path: str, others: Collection[str]) -> bool:
+    """Whether a module with weights of its own is around another one: a model with a position added to its input."""
+    return any(other != path and (not path or other.startswith(f"{path}.")) for other in others)
+
+
 def _has_weight(module: nn.Module) -> bool:
     return any(p.ndim > 1 for p in module._parameters.values() if p is not None)
 
@@ -255,19 +284,19 @@ def _rms(x: Tensor) -> float:
 
 
 def _scaling(path: str, runs: Sequence[tuple[int, Figures]], *, last: bool) -> WidthScaling:
-    fits = [_exponent([(size, found[path][i]) for size, found in runs]) for i in range(3)]
-    (activation, a), (gradient, g), (change, c) = fits
-    return WidthScaling(
-        name=path,
-        path=path,
-        activation=activation,
-        activation_interval=a,
-        gradient=gradient,
-        gradient_interval=g,
-        change=change,
-        change_interval=c,
-        last=last,
-    )
+    values: dict[str, Any] = {}
+    for i, figure in enumerate(PROMISED):
+        points = [(size, found[path][i]) for size, found in runs]
+        values[figure], values[f"{figure}_interval"] = _exponent(points)
+        values[f"{figure}_rms"] = _by_size(points)
+    return WidthScaling(name=path, path=path, last=last, **values)
+
+
+def _by_size(points: Sequence[tuple[int, float]]) -> Values:
+    by_size: dict[int, list[float | None]] = {}
+    for size, value in points:
+        by_size.setdefault(size, []).append(value if isfinite(value) else None)
+    return tuple(map(tuple, by_size.values()))
 
 
 def _exponent(points: Sequence[tuple[int, float]]) -> tuple[float | None, tuple[float, float] | None]:

@@ -10,7 +10,9 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
+from gonio.init.mup import Rule
 from gonio.penalty.matrices import Groups, MatrixGroups, matrix_groups
+from gonio.penalty.mup_groups import MupGroups, mup_groups
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import TABLES, weights_of
 from gonio.surgery.where import sites
@@ -42,7 +44,12 @@ class ParamGroups(Groups):
 
 @overload
 def param_groups(
-    model: nn.Module, weight_decay: float, *, penalty: Penalty | None = None, matrices: Literal[False] = False
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    penalty: Penalty | None = None,
+    matrices: Literal[False] = False,
+    mup: Literal[False] = False,
 ) -> ParamGroups: ...
 @overload
 def param_groups(
@@ -53,6 +60,17 @@ def param_groups(
     matrices: Literal[True],
     heads: Mapping[str, int] | None = None,
 ) -> MatrixGroups: ...
+@overload
+def param_groups(
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    penalty: Penalty | None = None,
+    mup: Literal[True],
+    base: nn.Module,
+    lr: float,
+    rule: Rule = "adam",
+) -> MupGroups: ...
 def param_groups(
     model: nn.Module,
     weight_decay: float | None = None,
@@ -60,8 +78,12 @@ def param_groups(
     penalty: Penalty | None = None,
     matrices: bool = False,
     heads: Mapping[str, int] | None = None,
-) -> ParamGroups | MatrixGroups:
-    """The model's trainable parameters in groups for an optimizer: weights decay, and nothing else does.
+    mup: bool = False,
+    base: nn.Module | None = None,
+    lr: float | None = None,
+    rule: Rule = "adam",
+) -> ParamGroups | MatrixGroups | MupGroups:
+    r"""The model's trainable parameters in groups for an optimizer: weights decay, and nothing else does.
 
     Weights are the tensors of linear layers, convolutions, attention and recurrent layers that have filters. Biases,
     the scales of normalisation layers, one scale per filter (weight normalisation's magnitudes, whatever their number
@@ -78,17 +100,38 @@ def param_groups(
     embeddings and what is tied to them, the output layer (by its name, or as the model's own method names it),
     depthwise filters, norms and biases.
 
+    With `mup=True` the groups have the learning rates of μP: a rate that was tuned for `base`, the same model with a
+    smaller width, then fits this one, whose weights :func:`gonio.init.mup_` initialised. With the growth
+    :math:`r_\text{in}`, :math:`r_\text{out}` of the numbers of inputs and outputs between the two:
+
+    ============= ======================== =====================================
+    kind          Adam, AdamW              SGD
+    ============= ======================== =====================================
+    input, biases 1                        :math:`r_\text{out}`
+    hidden        :math:`1/r_\text{in}`  :math:`r_\text{out}/r_\text{in}`
+    output        :math:`1/r_\text{in}`  :math:`1/r_\text{in}`
+    ============= ======================== =====================================
+
+    The decay of each group is divided by its factor, so that their product stays. Tables are inputs. So is a head that
+    is tied to one: the model has to multiply its outputs by :math:`1/r`. Attention has to divide its products by the
+    size of a head instead of its root, where that size grows.
+
     Args:
         model: as it will be trained; edits and parametrizations first.
         weight_decay: of the first group; needed unless `matrices`, whose groups without it have the optimizer's
-            default for matrices and 0 for the others.
+            default for matrices and 0 for the others, or `mup`, whose groups without it have 0.
         penalty: weights under its terms on scale (`L2`, `ScaleShift`) do not decay as well.
         matrices: whether matrices are apart, as :class:`MatrixGroups`.
         heads: with `matrices`, rows per head of layers (by a glob over paths) whose modules do not have the number.
+        mup: whether learning rates are those of μP, as :class:`MupGroups`.
+        base: with `mup`, the model at the width at which `lr` was tuned; it may be on the meta device.
+        lr: with `mup`, the learning rate there.
+        rule: with `mup`, `adam` for optimizers whose steps have a size of their own, or `sgd`.
 
     Raises:
         InvalidArgumentError: if weight_decay is negative or missing, or the model has nothing to train; if `heads` do
-            not divide a weight, match no layer or are given without `matrices`.
+            not divide a weight, match no layer or are given without `matrices`; if model and base have other
+            parameters, or one whose growth cannot be told; for a missing base or lr, or an unknown rule.
 
     Example:
         >>> groups = gonio.param_groups(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), 5e-4)
@@ -106,22 +149,35 @@ def param_groups(
           0.bias    not a matrix: a bias
           2.weight  not a matrix: the output layer
           2.bias    not a matrix: a bias
+        >>> narrow, wide = (nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 3)) for n in (16, 64))
+        >>> print(gonio.param_groups(wide, mup=True, base=narrow, lr=0.1, rule="sgd"))
+        lr 0.1 at the width of the base, rule sgd
+          0.weight  × 4        input: the gradient of each of 4 times as many outputs is smaller by that
+          0.bias    × 4        input: the gradient of each of 4 times as many outputs is smaller by that
+          2.weight  × 0.25     output: 4 times as many inputs are summed, and their gradients do not shrink
+          2.bias    × 1        input: the same size at both widths
+
+    References: G. Yang et al., "Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer",
+        2022, arXiv 2203.03466, table 3 (and table 8 for tied heads).
 
     See also:
         :meth:`gonio.Penalty.check`, which finds scale that an optimizer and a penalty shrink both.
     """
-    if weight_decay is None and not matrices:
+    _check_mup(mup, matrices, {"base": base, "lr": lr})
+    if weight_decay is None and not matrices and not mup:
         do = "Pass the decay of the first group; 0 decays nothing."
         raise InvalidArgumentError("param_groups() needs weight_decay", "none", do)
     if weight_decay is not None and weight_decay < 0:
         raise InvalidArgumentError("param_groups() needs weight_decay >= 0", f"{weight_decay}", "0 decays nothing.")
     if heads and not matrices:
         raise InvalidArgumentError("param_groups(heads=) cuts matrices", "matrices=False", "Pass matrices=True.")
-    reasons = _reasons(model, penalty)
+    reasons = _reasons(unwrapped(model) if mup else model, penalty)
     if not reasons:
         raise InvalidArgumentError(
             "param_groups() needs parameters that train", "none requires a gradient", "Thaw what should train first."
         )
+    if mup and base is not None and lr is not None:
+        return mup_groups(unwrapped(model), reasons, unwrapped(base), lr, rule, weight_decay or 0.0)
     if matrices:
         return matrix_groups(model, reasons, weight_decay, heads or {})
     parameters = dict(model.named_parameters())
@@ -132,6 +188,19 @@ def param_groups(
         {"params": [parameters[name] for name in spared], "weight_decay": 0.0},
     )
     return ParamGroups(groups, tuple(decayed), spared)
+
+
+def _check_mup(mup: bool, matrices: bool, needed: Mapping[str, object]) -> None:
+    """Raise unless all arguments of μP are given, or none."""
+    if mup and matrices:
+        do = "Build the groups of one of them; rates of Muon follow other rules."
+        raise InvalidArgumentError("param_groups() takes mup=True or matrices=True", "both", do)
+    for name, value in needed.items():
+        if mup and value is None:
+            do = "Pass the model at the width at which lr was tuned, and lr."
+            raise InvalidArgumentError(f"param_groups(mup=True) needs {name}=", "none", do)
+        if not mup and value is not None:
+            raise InvalidArgumentError(f"param_groups({name}=) belongs to μP", "mup=False", "Pass mup=True.")
 
 
 def _reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | None]:

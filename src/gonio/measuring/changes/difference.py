@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from math import prod
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -16,6 +17,7 @@ from gonio.measuring.changes.pair import TensorDifference, figures_of
 from gonio.measuring.changes.profile import DepthChange, profile_of
 from gonio.measuring.changes.rules import findings_of_change, told
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
 from gonio.measuring.findings.rules import Finding
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
@@ -48,7 +50,13 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
     C("angle_mean", "angle", "between each filter before and after: mean", 6, lambda t: _degrees(t.angle_mean)),
     C("angle_max", "largest", "the largest of these angles", 7, lambda t: _degrees(t.angle_max)),
-    C("form", "form", "of the change: scaled, rotation, rank r (low), full", 8, lambda t: t.form or "–"),
+    C(
+        "form",
+        "form",
+        "of the change: pruned, reordered, scaled, gains, rotation, rank r (low), full",
+        9,
+        lambda t: t.form or "–",
+    ),
     C(
         "intruders",
         "intr.",
@@ -163,7 +171,7 @@ class Differences(Table[TensorDifference]):
         yield Text(self.coverage, style="dim")
 
 
-def difference(before: Source, after: Source, *, progress: Callable[[int, int], None] | None = None) -> Differences:
+def difference(before: Source, after: Source, *, engine: Engine = "local", progress: Progress = None) -> Differences:
     r"""Compare two models, state dicts or files tensor by tensor, norms and directions apart.
 
     For each filter the ratio of the norms and the angle between :math:`w` before and after; for each tensor the
@@ -175,6 +183,7 @@ def difference(before: Source, after: Source, *, progress: Callable[[int, int], 
     Args:
         before, after: anything that :func:`gonio.measure` takes. Tensors are matched by name, across prefixes such as
             `model.`. `after` may hold adapters of peft (LoRA, DoRA, OFT) for `before`, without peft installed.
+        engine: `ray` distributes the tensors of two files over a Ray cluster, as in :func:`gonio.measure`.
         progress: called after each tensor with the number done and the number in all.
 
     Returns:
@@ -201,10 +210,12 @@ def difference(before: Source, after: Source, *, progress: Callable[[int, int], 
         [1] E. J. Hu et al., "LoRA: Low-rank adaptation of large language models", 2021, arXiv 2106.09685, §4.1. [2] R.
         Shuttleworth et al., "LoRA vs full fine-tuning: an illusion of equivalence", 2024, arXiv 2410.21228.
     """
-    base = base_entries(before)
-    model = tuned(base, after)
-    rows = [row for (row,), _ in compared(base, [model], progress)]
+    (model,), rows = compared(before, [after], _row_alone, engine, progress)
     return assembled(name_of(before), model, rows)
+
+
+def _row_alone(rows: Rows, deltas: Deltas) -> TensorDifference:
+    return rows[0]
 
 
 def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Differences:
@@ -212,24 +223,50 @@ def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Di
     return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
 
 
-Pair = tuple[list[TensorDifference], list[Tensor | None]]
+Rows = list[TensorDifference]
+Deltas = list[Tensor | None]
+Reduced = TypeVar("Reduced")
+Reduce = Callable[[Rows, Deltas], Reduced]
+
+
+def compared(
+    base: Source, after: Sequence[Source], reduce: Reduce[Reduced], engine: Engine, progress: Progress
+) -> tuple[list[Tuned], list[Reduced]]:
+    """The models, and for each name what `reduce` makes of the row and of the change of every model.
+
+    One tensor of the base is read once and then released. On a Ray cluster workers call `reduce`, so that only its
+    results are sent.
+    """
+    check_engine(engine, (base, *after))
+    held, models, names = _opened(base, after)
+    if engine == "ray":
+        sizes = [prod(held[name].shape or ()) if name in held else 0 for name in names]
+        return models, on_ray(_reduced, (reduce, path_of(base), [*map(path_of, after)]), sizes, progress)
+    made = []
+    for done, name in enumerate(names, start=1):
+        made.append(reduce(*_compared(name, held.get(name), models)))
+        if progress is not None:
+            progress(done, len(names))
+    return models, made
+
+
+def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:
+    """The results for some names, on a worker."""
+    held, models, names = _opened(base, after)
+    return [reduce(*_compared(name, held.get(name), models)) for name in (names[number] for number in numbers)]
+
+
+def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, Entry], list[Tuned], list[str]]:
+    """The tensors of the base and of the models, and the names of both: those of the base first."""
+    held = base_entries(base)
+    models = [tuned(held, one) for one in after]
+    return held, models, [*held, *dict.fromkeys(name for model in models for name in model.entries if name not in held)]
 
 
 @torch.no_grad()
-def compared(
-    base: dict[str, Entry], models: Sequence[Tuned], progress: Callable[[int, int], None] | None = None
-) -> Iterator[Pair]:
-    """Of each name the row and the change of every model; one base tensor is read once and then released."""
-    names = [*base, *dict.fromkeys(name for model in models for name in model.entries if name not in base)]
-    for done, name in enumerate(names, start=1):
-        yield _compared(name, base.get(name), models)
-        if progress is not None:
-            progress(done, len(names))
-
-
-def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> Pair:
-    rows: list[TensorDifference] = []
-    changes: list[Tensor | None] = []
+def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[Rows, Deltas]:
+    rows: Rows = []
+    changes: Deltas = []
     before: Tensor | str | None = None
     for model in models:
         entry = model.entries.get(name)

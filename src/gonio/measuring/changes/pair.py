@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import radians, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gonio.escaping import plain
-from gonio.geometry import Layout, chance, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry.chance import random_coherence
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.seeding import generator
 
 FILTERS = 4096  # of one matrix, at most, among which products are compared
 MATRICES = 16  # of one weight, at most, whose directions are compared
+FIRST = 3  # directions, the largest, among which a random change seldom makes intruders
 CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
 BLOCK = 1 << 22  # entries converted to float64 at once
 ROTATION = 0.1  # share of the change of a random difference below which the filters' products are preserved
 LOW_RANK = 0.5  # share of the stable rank of a random change up to which a change is of low rank
+RADIAL = 0.2  # largest angle of a filter, over the relative change, below which a change is one of norms
+UNIFORM = 0.01  # of the change of the norms, by which they differ where all filters are scaled alike
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,9 +52,13 @@ class TensorDifference:
             0.5. None where chance alone comes near 0.5, below about 35 filters. `intruder_cosines`: these largest
             cosines, largest direction first (of the first matrix). `intruder_chance`: their median for a random
             direction. `intruders_random`: the number after a random change of the same norm; None without intruders.
+        intruders_first, intruders_first_random: of these, those among the 3 largest directions, where a random change
+            seldom has any: it replaces small directions.
         principal_angles: between the subspaces of the 10 largest left singular directions before and after, in degrees,
             smallest first (of the first matrix). `overlap`: their mean squared cosine; `overlap_random`: for two
             random subspaces.
+        entries_changed: number of entries that differ. `entries_zeroed`: of them, those that are 0 after.
+        reordered: number of filters at other places, if those after are those before in another order; else 0.
     """
 
     name: str
@@ -75,11 +83,16 @@ class TensorDifference:
     gram_change_random: float | None = None
     intruders: int | None = None
     intruders_random: int | None = None
+    intruders_first: int | None = None
+    intruders_first_random: int | None = None
     intruder_cosines: tuple[float, ...] = ()
     intruder_chance: float | None = None
     principal_angles: tuple[float, ...] = ()
     overlap: float | None = None
     overlap_random: float | None = None
+    entries_changed: int | None = None
+    entries_zeroed: int | None = None
+    reordered: int | None = None
 
     def __repr__(self) -> str:
         change = "" if self.relative is None else f", changed by {self.relative:.3g}"
@@ -87,15 +100,30 @@ class TensorDifference:
 
     @property
     def form(self) -> str:
-        """The change in a word or two: `equal`, `scaled`, `rotation`, `rank r`, `full`; empty without filters."""
-        if self.status != "compared" or self.angle_max is None:
+        """The change in a word or two; empty without filters.
+
+        `equal`, `pruned` (entries became 0 and no other changed), `reordered` (the same filters at other places),
+        `scaled` (all filters alike), `gains` (each filter by its own factor), `rotation`, `rank r`, `full`.
+        """
+        if self.status != "compared" or (self.angle_max is None and self.gram_change is None):
             return self.status if self.status == "equal" else ""
-        if self.angle_max < 0.1:
-            return "scaled"
+        if self.entries_zeroed and self.entries_zeroed == self.entries_changed:
+            return "pruned"
+        if self.reordered:
+            return "reordered"
+        if self.angle_max is not None and radians(self.angle_max) < RADIAL * (self.relative or 0.0):
+            return "scaled" if self._uniform else "gains"
         if self.gram_change is not None and self.gram_change < ROTATION * (self.gram_change_random or 0.0):
             return "rotation"
         low = self.rank_99 is not None and self.rank_99 <= LOW_RANK * (self.stable_rank_random or 0.0)
         return f"rank {self.rank_99}" if low else "full"
+
+    @property
+    def _uniform(self) -> bool:
+        """Whether all norms changed by one factor: it is their median, and the change of the whole as well."""
+        factor = abs((self.norm_ratio or 0.0) - 1)
+        others = (self.relative or 0.0, self.magnitude_change or 0.0)
+        return all(abs(other - factor) <= UNIFORM * factor for other in others)
 
 
 @torch.no_grad()
@@ -111,12 +139,16 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     change = after - before
     norm, moved = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (before, change))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
+    values |= {"entries_changed": int((before != after).sum())}
+    values |= {"entries_zeroed": int(((after == 0) & (before != 0)).sum())}
     if matrices is not None and layout is not None and moved:
         changes = matrix_view(change, layout)
         values |= _turned(matrices.flatten(0, 1), changes.flatten(0, 1)) | _ranks(changes, moved, name)
+        values["reordered"] = _reordered(matrices.flatten(0, 1), matrix_view(after, layout).flatten(0, 1))
         values |= _products(matrices, changes, norm, moved, name)
         if values.get("intruders"):
-            values["intruders_random"] = _intruders_by_chance(matrices, moved, name)
+            chance = _intruders_by_chance(matrices, moved, name)
+            values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
     return values, change
 
 
@@ -148,6 +180,16 @@ def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
     if len(angles) >= 8 and all(s > 1e-7 * float(x.mean()) for s, x in zip(spread, (magnitudes, angles), strict=True)):
         values["magnitude_direction"] = float(torch.corrcoef(torch.stack([magnitudes, angles]))[0, 1])
     return values
+
+
+def _reordered(before: Tensor, after: Tensor) -> int:
+    """The number of filters at other places if both have the same filters, which are told apart by their norms."""
+    sizes = [torch.cat([x.square().sum(1) for (x,) in _doubles(matrix)]).sort() for matrix in (before, after)]
+    if not torch.equal(sizes[0].values, sizes[1].values):
+        return 0
+    if not torch.equal(before[sizes[0].indices], after[sizes[1].indices]):
+        return 0
+    return int((before != after).any(1).sum())
 
 
 def _doubles(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -197,7 +239,7 @@ def _products(before: Tensor, change: Tensor, norm: float, moved: float, name: s
 def _tellable(matrices: Tensor) -> bool:
     """Whether an intruder can be told from a random direction."""
     groups, n, d = matrices.shape
-    return groups <= MATRICES and n > 1 and chance.random_coherence(min(n, d), n) <= CLEAR * THRESHOLD
+    return groups <= MATRICES and n > 1 and random_coherence(min(n, d), n) <= CLEAR * THRESHOLD
 
 
 def _considered(n: int, d: int) -> int:
@@ -214,6 +256,7 @@ def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
     angles = [principal_angles(one.base.left[:, :k], one.top.left) for one in found]
     return {
         "intruders": sum(len(one.numbers) for one in found),
+        "intruders_first": _first([number for one in found for number in one.numbers]),
         "intruder_cosines": tuple(round(c, 6) for c in found[0].cosines.tolist()),
         "intruder_chance": found[0].chance,
         "principal_angles": tuple(torch.rad2deg(angles[0]).tolist()),
@@ -222,11 +265,15 @@ def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
     }
 
 
-def _intruders_by_chance(before: Tensor, moved: float, name: str) -> int:
-    """The number of intruders after a change of this norm with independent normal entries."""
+def _first(numbers: Sequence[int]) -> int:
+    return sum(number < FIRST for number in numbers)
+
+
+def _intruders_by_chance(before: Tensor, moved: float, name: str) -> list[int]:
+    """The places of the intruders after a change of this norm with independent normal entries."""
     _, n, d = before.shape
-    total = 0
+    places: list[int] = []
     for i, old in enumerate(before):
         draw = torch.randn(n, d, generator=generator(0, "random change", name, i)).to(old)
-        total += len(intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers)
-    return total
+        places += intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers
+    return places

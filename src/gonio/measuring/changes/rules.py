@@ -1,22 +1,25 @@
-"""The rules on changes: intruders, changes that cancel, adapters larger than their base, layers left untouched."""
+"""The rules on changes: intruders, changes that cancel or dwarf their base, layers untouched, reordered or pruned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 
 from rich.text import Text
 
 from gonio.errors import listing
 from gonio.escaping import plain
-from gonio.measuring.changes.pair import TensorDifference
+from gonio.measuring.changes.pair import FIRST, TensorDifference
+from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.findings.rules import LEVELS, Finding, Rule, register, rule
 from gonio.measuring.measurements import TONES
 
+MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
 UNTOUCHED = 0.5  # share of the weights that may be equal without a finding, at least
 CANCELLED = 0.1  # by which a cosine of two changes lies below 0, at least
+ZEROED = 1e-4  # share of the entries that may become 0 without a finding: half precision underflows
 SIGMAS = 6.0  # standard deviations of chance below 0
 
 
@@ -56,12 +59,17 @@ class Pairing:
 
 @rule("G501")
 def _intruders(t: TensorDifference) -> str | None:
-    if t.intruders is None or t.intruders < (t.intruders_random or 0) + 2:
-        return None
-    return (
-        f"{t.intruders} of the {len(t.intruder_cosines)} top directions are like none of the base; "
-        f"{t.intruders_random or 0} after a random change of the same norm"
-    )
+    top = len(t.intruder_cosines)
+    for found, by_chance, of in (
+        (t.intruders, t.intruders_random, f"{top} top"),
+        (t.intruders_first, t.intruders_first_random, f"{FIRST} largest"),
+    ):
+        if found is not None and found >= (by_chance or 0) + MORE:
+            return (
+                f"{found} of the {of} directions are like none of the base; "
+                f"{by_chance or 0} after a random change of the same norm"
+            )
+    return None
 
 
 @rule("G502")
@@ -80,6 +88,27 @@ def _untouched(change: WholeChange) -> str | None:
     return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
 
 
+@rule("G505")
+def _reordered(t: TensorDifference) -> str | None:
+    if not t.reordered:
+        return None
+    return f"{t.reordered} of its filters are at other places: those of the base in another order"
+
+
+@rule("G506")
+def _zeroed(t: TensorDifference) -> str | None:
+    zeroed, entries = t.entries_zeroed or 0, prod(t.shape)
+    if len(t.shape) < 2 or zeroed < 2 or zeroed <= ZEROED * entries:
+        return None
+    rest = "no other entry changed" if zeroed == t.entries_changed else f"{t.entries_changed} entries changed"
+    return f"{zeroed} of {entries} entries became 0 ({zeroed / entries:.2g}); {rest}"
+
+
+@rule("G001")
+def _nonfinite(t: TensorDifference) -> str | None:
+    return t.reason if t.reason.startswith(NONFINITE) else None
+
+
 @rule("G504")
 def _cancel(pair: Pairing) -> str | None:
     if pair.cosine > -max(CANCELLED, SIGMAS * pair.chance):
@@ -90,7 +119,9 @@ def _cancel(pair: Pairing) -> str | None:
     )
 
 
-TENSOR_RULES: Mapping[str, Rule[TensorDifference]] = {found.code: found for found in (_intruders, _dwarfed)}
+TENSOR_RULES: Mapping[str, Rule[TensorDifference]] = {
+    found.code: found for found in (_intruders, _dwarfed, _reordered, _zeroed)
+}
 MODEL_RULES: Mapping[str, Rule[WholeChange]] = {_untouched.code: _untouched}
 PAIR_RULES: Mapping[str, Rule[Pairing]] = {_cancel.code: _cancel}
 register({**TENSOR_RULES, **MODEL_RULES, **PAIR_RULES})
@@ -98,7 +129,8 @@ register({**TENSOR_RULES, **MODEL_RULES, **PAIR_RULES})
 
 def findings_of_change(rows: Sequence[TensorDifference], adapters: bool) -> tuple[Finding, ...]:
     """All findings on the change of one model, warnings first."""
-    made = [rule.finding(row, row.path) for row in rows for rule in TENSOR_RULES.values()]
+    rules = (_nonfinite, *TENSOR_RULES.values())
+    made = [rule.finding(row, row.path) for row in rows for rule in rules]
     made += [rule.finding(WholeChange(tuple(rows), adapters), "") for rule in MODEL_RULES.values()]
     return tuple(sorted((f for f in made if f is not None), key=lambda f: -LEVELS.index(f.level)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from math import prod, sqrt
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
-from gonio.measuring.changes.difference import Differences, assembled, compared
+from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import Pairing, findings_of_pairs, told
-from gonio.measuring.changes.sources import base_entries, tuned
+from gonio.measuring.engines import Engine, Progress
 from gonio.measuring.findings.rules import LEVELS, Finding
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
@@ -190,7 +190,7 @@ class Changes(Table[Agreement]):
         yield Text("")
 
 
-def changes(base: Source, *models: Source, progress: Callable[[int, int], None] | None = None) -> Changes:
+def changes(base: Source, *models: Source, engine: Engine = "local", progress: Progress = None) -> Changes:
     r"""Compare several models with the base that they were tuned from, and their changes with each other.
 
     With :math:`\Delta_i = W_i - W`: for each model what :func:`gonio.measuring.difference` gives; for all together, by
@@ -199,6 +199,7 @@ def changes(base: Source, *models: Source, progress: Callable[[int, int], None] 
 
     Args:
         base, models: anything that :func:`gonio.measure` takes; adapters for the base too.
+        engine: `ray` distributes the tensors of files over a Ray cluster, as in :func:`gonio.measure`.
         progress: called after each tensor with the number done and the number in all.
 
     Raises:
@@ -218,22 +219,22 @@ def changes(base: Source, *models: Source, progress: Callable[[int, int], None] 
     if len(models) < 2:
         asked = "changes() compares two models or more with their base"
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
-    held = base_entries(base)
-    read = [tuned(held, model) for model in models]
-    rows: list[list[Any]] = [[] for _ in models]
-    tensors, totals = [], _Sums.empty(len(models))
-    for found, deltas in compared(held, read, progress):
-        for own, row in zip(rows, found, strict=True):
-            own.append(row)
-        norms = [row.norm for row in found if row.norm is not None]
-        if sum(delta is not None for delta in deltas) > 1:
-            sums = _Sums.of(deltas, norms[0])
-            tensors.append(sums.agreement(found[0].name))
-            totals = totals.plus(sums)
-    made = tuple(assembled(name_of(base), model, own) for model, own in zip(read, rows, strict=True))
+    read, found = compared(base, models, _reduced, engine, progress)
+    tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
+    totals = _Sums.empty(len(models))
+    for sums in (sums for _, sums in found if sums is not None):
+        totals = totals.plus(sums)
+    made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
     whole = totals.agreement("")
     names = _numbered([model.after for model in made])
     return Changes(name_of(base), made, tuple(tensors), whole, findings_of_pairs(_pairings(whole, names)))
+
+
+def _reduced(rows: Rows, deltas: Deltas) -> tuple[Rows, _Sums | None]:
+    """The rows of one tensor, and the sums over its changes if two models changed it at least."""
+    if sum(delta is not None for delta in deltas) < 2:
+        return rows, None
+    return rows, _Sums.of(deltas, next(row.norm for row in rows if row.norm is not None))
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:

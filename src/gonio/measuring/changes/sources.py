@@ -19,6 +19,7 @@ from gonio.measuring.reading.source import Source, contents_of, name_of, some
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
+NONFINITE = "NaN or infinite values"
 _SUM = re.compile(r"(.+)\.base_and_lora\.[^.]+")  # of an adapted model: the layer's weight with its adapter
 _PARTS = re.compile(r".+\.(base_layer\..+|lora_[^.]+(\..+)?|oft_[^.]+(\..+)?|modules_to_save\..+)")
 _SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
@@ -147,7 +148,7 @@ def values_of(entry: Entry, when: str) -> Tensor | str:
         return found.reason
     wide = found.tensor.to(torch.promote_types(found.tensor.dtype, torch.float32))
     if not bool(torch.isfinite(wide.sum())) and not bool(torch.isfinite(wide).all()):
-        return f"NaN or infinite values {when}"
+        return f"{NONFINITE} {when}"
     return wide
 
 

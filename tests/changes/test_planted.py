@@ -1,0 +1,85 @@
+"""Planted changes of 22 kinds are named by the form of the row and by the findings; controls have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.planted_changes import BASES, KINDS, PAIRS, Case, cases, wrong
+
+from gonio.measuring import difference
+
+NAMES = [*(one.name for one in KINDS), *PAIRS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_kind_is_named_once(name: str) -> None:
+    case = Case(name, list(BASES)[NAMES.index(name) % 2], seed=100)  # a seed that no rule was written with
+    assert not wrong(case), f"{case}: {wrong(case)}"
+
+
+@pytest.mark.slow
+def test_every_planted_change_is_named() -> None:
+    tried = list(cases())
+    assert len(tried) >= 200
+    assert [f"{case}: {said}" for case in tried if (said := wrong(case))] == []
+
+
+def test_a_wrong_name_is_seen() -> None:
+    """The control of the check itself: a change under the name of another kind."""
+    for planted, other in (("scaled by 0.5", "gains"), ("untouched", "scaled by 0.5"), ("rotation", "LoRA of rank 1")):
+        named = {one.name: one for one in KINDS}
+        kinds = [one if one.name != other else type(one)(other, named[planted].change, one.form) for one in KINDS]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("benchmarks.planted_changes.KINDS", kinds)
+            assert "form" in wrong(Case(other, "falling", 0)), other
+
+
+def named(after: torch.Tensor, before: torch.Tensor) -> tuple[str, list[str]]:
+    found = difference({"w.weight": before}, {"w.weight": after})
+    return found["w"].form, [finding.code for finding in found.findings]
+
+
+def test_a_change_of_norms_is_told_from_a_small_change_of_all_entries() -> None:
+    weight = torch.randn(40, 50)
+    noise = torch.randn(40, 50)
+    assert named(weight + 1e-4 * noise, weight) == ("full", [])  # 0.006 degrees
+    assert named(1.0001 * weight, weight) == ("scaled", [])
+    assert named(-1 * weight, weight)[0] == "rotation"  # by 180 degrees
+    assert named(weight * torch.linspace(0.9, 1.1, 40)[:, None], weight) == ("gains", [])
+
+
+def test_filters_and_entries_that_became_zero_are_pruned_whatever_is_left() -> None:
+    weight = torch.randn(40, 50)
+    for rows in (1, 39, 40):
+        after = weight.clone()
+        after[:rows] = 0
+        assert named(after, weight) == ("pruned", ["G506"])
+    after = weight + 0.1 * torch.randn(40, 50)
+    after[:4] = 0
+    form, codes = named(after, weight)
+    assert (form, codes) == ("full", ["G506"])
+    once = weight.clone()
+    once[3, 4] = 0  # one entry in 2000
+    assert named(once, weight)[1] == []
+
+
+def test_equal_filters_and_blocks_of_several_matrices_can_be_reordered() -> None:
+    weight = torch.randn(6, 8)
+    weight[1] = weight[0]
+    assert named(weight[[1, 0, 2, 3, 4, 5]], weight) == ("equal", [])
+    assert named(weight[[2, 1, 0, 3, 4, 5]], weight) == ("reordered", ["G505"])
+    conv = torch.randn(12, 5, 3, 3)
+    found = difference({"c.weight": conv}, {"c.weight": conv.flip(0)})
+    assert found["c"].reordered == 12
+    assert found["c"].entries_changed == conv.numel()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_an_error_on_their_layer(value: float) -> None:
+    weight = torch.randn(4, 5)
+    broken = weight.clone()
+    broken[1, 2] = value
+    for pair, when in (((weight, broken), "after"), ((broken, weight), "before")):
+        (finding,) = difference(*({"w.weight": one} for one in pair)).findings
+        assert (finding.code, finding.level, finding.path) == ("G001", "error", "w")
+        assert finding.found == f"NaN or infinite values {when}"
