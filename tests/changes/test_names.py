@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gonio.measuring import difference
-from gonio.measuring.changes.profile import block_of
+from gonio.measuring.changes.difference import block_of
 from gonio.measuring.changes.sources import renamed
 
 LAYERS = ["h.0.fc.weight", "h.0.fc.bias", "h.1.fc.weight", "ln_f.weight"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from gonio.measuring.changes.difference import Differences, difference
+from gonio.measuring.changes.difference import DepthChange, Differences, difference
 from gonio.measuring.changes.pair import TensorDifference
-from gonio.measuring.changes.profile import DepthChange
 from gonio.measuring.changes.several import Agreement, Changes, changes
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, explain

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import prod, sqrt
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from gonio.escaping import markdown_cell, plain
 from gonio.measuring.changes.pair import TensorDifference, figures_of
-from gonio.measuring.changes.profile import DepthChange, profile_of
 from gonio.measuring.changes.rules import findings_of_change, told
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
@@ -23,6 +23,8 @@ from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, markdown_table, number, reasons, tensor_table
+
+_BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")  # up to the first number: `model.layers.3`
 
 
 def _degrees(value: float | None) -> str:
@@ -72,6 +74,56 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("magnitude_direction", "m–d", "correlation over filters of the changes of norm and direction", 6),
 )
 KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
+
+
+# --- over depth -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DepthChange:
+    """The tensors of one block together: those whose names begin alike up to the first number.
+
+    Attributes:
+        path: of the block; the first part of the name for a tensor without a number.
+        relative: norm of the difference over the norm before; None from zero tensors.
+        tensors: number of tensors compared.
+        intruders: of all its weights.
+    """
+
+    path: str
+    relative: float | None
+    tensors: int
+    intruders: int
+
+
+def block_of(name: str) -> str:
+    """The block of a tensor.
+
+    Example:
+        >>> from gonio.measuring.changes.difference import block_of
+        >>> block_of("model.layers.3.mlp.up.weight"), block_of("head.weight")
+        ('model.layers.3', 'head')
+    """
+    found = _BLOCK.match(name)
+    return found[0] if found else name.split(".")[0]
+
+
+def profile_of(tensors: Sequence[TensorDifference]) -> tuple[DepthChange, ...]:
+    """The change of each block, in the order of its first tensor; tensors without known norms are left out."""
+    blocks: dict[str, list[TensorDifference]] = {}
+    for tensor in tensors:
+        if tensor.norm is not None and tensor.change_norm is not None:
+            blocks.setdefault(block_of(tensor.name), []).append(tensor)
+    made = []
+    for path, members in blocks.items():
+        norm = sqrt(sum((t.norm or 0.0) ** 2 for t in members))
+        moved = sqrt(sum((t.change_norm or 0.0) ** 2 for t in members))
+        relative = moved / norm if norm else None
+        made.append(DepthChange(path, relative, len(members), sum(t.intruders or 0 for t in members)))
+    return tuple(made)
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
