@@ -206,12 +206,9 @@ def hold_(
         2312.02696, §2.3 (forced weight normalisation, "filters").
     Differs: a weight packed of several matrices is held matrix by matrix.
     """
-    _check_arguments(norm, radius, step, magnitude, magnitude_lr)
+    check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model)
-    refs, left = _selected(model, optimizer, where, norm)
-    _refuse_held(refs)
-    if magnitude is not None:
-        _refuse_idle_gains(model, refs)
+    refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
     with Edit(model, "hold_") as edit:
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, optimizer, refs, magnitude_lr)
@@ -222,7 +219,14 @@ def hold_(
     return Held(edit.done(), tuple(weights))
 
 
-def _check_arguments(norm: str, radius: object, step: str, magnitude: object, magnitude_lr: object) -> None:
+def check_arguments(
+    norm: str = "matrix",
+    radius: object = "initial",
+    step: str = "free",
+    magnitude: object = None,
+    magnitude_lr: object = None,
+) -> None:
+    """Refuse arguments of :func:`hold_` that no model and no optimizer could make right."""
     for name, value, choices in (
         ("norm", norm, NORMS), ("step", step, STEPS), ("magnitude", magnitude, (None, "learned")),
     ):  # fmt: skip
@@ -242,6 +246,33 @@ def _check_arguments(norm: str, radius: object, step: str, magnitude: object, ma
 
 
 # --- which weights ------------------------------------------------------------------------------------------------
+
+
+def holdable(
+    model: nn.Module,
+    where: Where = None,
+    *,
+    norm: Norm = "matrix",
+    radius: Literal["initial"] | float = "initial",
+    step: Step = "free",
+    magnitude: Literal["learned"] | None = None,
+    magnitude_lr: float | None = None,
+) -> dict[str, str]:
+    """The layers that :func:`hold_` would hold with an optimizer of all parameters; the model is not changed.
+
+    Returns: by path, why a selected layer is left out; empty for a layer that is held.
+
+    Raises: as :func:`hold_`, as far as the model decides it.
+
+    Example:
+        >>> from gonio.optim.hold import holdable
+        >>> holdable(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), norm="columns")
+        {'0': '', '2': 'its columns have one entry each, which could not move'}
+    """
+    check_arguments(norm, radius, step, magnitude, magnitude_lr)
+    refs, left = _chosen(model, {id(p) for p in model.parameters()}, where, norm, magnitude)
+    return {**{ref.path: "" for ref in refs}, **left}
+
 
 # Held weights by `id`, with the step. (A WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
 _HOLDS: dict[int, tuple[weakref.ref[Tensor], Step]] = {}
@@ -266,11 +297,22 @@ def _note_hold_(parameter: Tensor, step: Step) -> None:
     _HOLDS[key] = (weakref.ref(parameter, lambda _: _HOLDS.pop(key, None)), step)
 
 
-def _selected(
-    model: nn.Module, optimizer: Optimizer, where: Where, norm: Norm
+def _chosen(
+    model: nn.Module, trained: set[int], where: Where, norm: Norm, magnitude: str | None
 ) -> tuple[list[WeightRef], dict[str, str]]:
+    """The weights to hold, and the layers that are left out; refuses held ones and gains without effect."""
+    refs, left = _selected(model, trained, where, norm)
+    for ref in refs:
+        if step_of_hold(_own(ref)) is not None:
+            raise AlreadyAppliedError("hold_", ref.path, f"a hold of {ref.name!r}")
+    if magnitude is not None:
+        _refuse_idle_gains(model, refs)
+    return refs, left
+
+
+def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> tuple[list[WeightRef], dict[str, str]]:
     """The weights to hold, tied ones once, and the layers that are left out although selected."""
-    selector, trained = as_selector(where), parameter_ids(optimizer)
+    selector = as_selector(where)
     taken: dict[int, WeightRef] = {}
     left: dict[str, str] = {}
     able: list[str] = []
@@ -301,12 +343,6 @@ def _selected(
 
 def _own(ref: WeightRef) -> nn.Parameter:
     return ref.module._parameters[ref.name]  # type: ignore[return-value]
-
-
-def _refuse_held(refs: Sequence[WeightRef]) -> None:
-    for ref in refs:
-        if step_of_hold(_own(ref)) is not None:
-            raise AlreadyAppliedError("hold_", ref.path, f"a hold of {ref.name!r}")
 
 
 def _refuse_idle_gains(model: nn.Module, refs: Sequence[WeightRef]) -> None:

@@ -24,13 +24,14 @@ from gonio.compare.planning.plan import (
     installed_versions,
 )
 from gonio.compare.running.scripts import probe_script
-from gonio.compare.running.training import DECAYS, OPTIMIZERS, PRECISIONS, SCHEDULES, autocast
+from gonio.compare.running.training import PRECISIONS, SCHEDULES, autocast
 from gonio.compare.running.tuning import require_optuna
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task, paired
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest, is_user_code
+from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import Recipe
 
 # One per seed system, in the order of the systems.
@@ -177,6 +178,9 @@ def make_script_plan(
     if not 0 <= sesoi < float("inf"):
         raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
     loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
+    if own := [recipe.name for recipe in loaded if recipe.optimizer is not None]:
+        named, do = f"{', '.join(own)}, which names one", "Leave the recipe out, or its optimizer."
+        raise InvalidArgumentError("a script builds its own optimizer", named, do)
     unfit = _unfit(script, loaded, device)
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
@@ -331,7 +335,7 @@ def check_training(training: Training, task: Task, *, device: str = "cpu") -> No
     """
     for name in ("epochs", "batch_size", "lr"):
         _require(0 < getattr(training, name) < math.inf, f"{name} must be a positive number", getattr(training, name))
-    known = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
+    known = {"optimizer": tuple(OPTIMIZERS), "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
     for name, names in known.items():
         found = getattr(training, name)
         _require(found in names, f"{name} must be one of {', '.join(names)}", found, "Choose one of them.")
