@@ -47,7 +47,8 @@ def test_each_arm_has_its_own_training() -> None:
 
 def test_an_optimizer_and_a_hold_are_two_changes() -> None:
     plan = make_plan(["hyperball"], task=f"{TINY}:task", seeds=1)
-    assert "hyperball changes several things at once (optimizer adamw, hold matrix)" in plan.notes[-1]
+    assert "hyperball changes several things at once (optimizer adamw, hold matrix)" in plan.notes[-2]
+    assert plan.notes[-1] == "hyperball is trained by adamw with a learning rate of 0.01, in place of sgd with 0.1."
 
 
 def test_the_optimizers_of_the_arms_are_the_named_ones() -> None:

@@ -53,7 +53,7 @@ class Handover:
             raise InvalidArgumentError(what, "none in the recipe", "Pass make_optimizer(lr=…).")
         optimizer = find("optimizer", rule.use).target(self._model, **options)
         self.take_(optimizer)
-        return optimizer  # type: ignore[no-any-return]
+        return optimizer
 
     def take_(self, optimizer: Optimizer) -> Held | None:
         """Hold the weights through the steps of this optimizer, which must be of the recipe's kind."""

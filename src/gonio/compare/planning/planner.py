@@ -100,7 +100,7 @@ def make_plan(
         for each in entries
         if len(each.changes) > 1
     ]
-    return Plan(
+    plan = Plan(
         task=task,
         model=spec,
         recipes=tuple(entries),
@@ -124,6 +124,7 @@ def make_plan(
         metrics={metric.name: metric.unit for metric in data.metrics},
         workers=workers,
     )
+    return replace(plan, notes=(*plan.notes, *_own_trainings(plan)))
 
 
 def make_script_plan(
@@ -204,6 +205,16 @@ def make_script_plan(
         threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
         device=device,
     )
+
+
+def _own_trainings(plan: Plan) -> list[str]:
+    """A note on each recipe that names its optimizer."""
+    own = [(entry.name, plan.training_of(entry)) for entry in plan.recipes if entry.content.get("optimizer")]
+    usual = f"{plan.trained.optimizer} with {plan.trained.lr:g}"
+    return [
+        f"{name} is trained by {each.optimizer} with a learning rate of {each.lr:g}, in place of {usual}."
+        for name, each in own
+    ]
 
 
 def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
