@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compare.plans import TINY
-from gonio.compare import Plan, RunRecord, Training, make_plan, make_script_plan, run
+from gonio.compare import Plan, RecipeEntry, RunRecord, Training, make_plan, make_script_plan, run
 from gonio.compare.planning.planner import check_training
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import Step, build, make_optimizer, make_schedule
@@ -43,6 +43,12 @@ def test_each_arm_has_its_own_training() -> None:
     assert slow == replace(plan.trained, lr=0.01), "the decay that it leaves out is the plan's"
     assert [entry.unchanged for entry in plan.recipes] == [True, False, False, False]
     assert [entry.changes for entry in plan.recipes[1:]] == [("optimizer muon",), ("hold filters",), ("optimizer sgd",)]
+
+
+def test_a_setting_of_the_arm_goes_before_its_optimizer() -> None:
+    plan = plan_with(TURNED)
+    entry = RecipeEntry.of(Recipe.from_dict(TURNED), {"training": {"lr": 0.5}})
+    assert plan.training_of(entry) == replace(plan.training_of(plan.recipes[1]), lr=0.5)
 
 
 def test_an_optimizer_and_a_hold_are_two_changes() -> None:

@@ -254,7 +254,7 @@ def test_where_is_about_the_model_as_given_and_holds_what_is_there_then() -> Non
         swap=[{"where": "type:Conv2d", "use": "DecoupledConv2d.from_conv", "magnitude": "Tanh"}],
         hold={"where": "type:Conv2d"},
     ).apply_(model)
-    assert not isinstance(model.conv1, nn.Conv2d)
+    assert type(model.conv1) is not nn.Conv2d
     held = applied.hold_(torch.optim.SGD(model.parameters(), lr=0.1))
     assert held is not None
     assert [change.path for change in held.changes] == ["conv1", "conv2"]

@@ -102,9 +102,9 @@ class Vectors:
 
 
 def norms_of(vectors: Sequence[Vectors], weights: Iterable[Tensor]) -> list[Tensor]:
-    """The norms of many weights of one device, with norms of one dtype, as :meth:`Vectors.norms` up to one rounding of a sum.
+    """The norms of many weights, as :meth:`Vectors.norms` up to one rounding of a sum.
 
-    Each weight is read once, in turn, so an iterator need not hold all of them.
+    They are on one device, and their norms have one dtype. Each is read once, so an iterator need not hold all of them.
     """
     found = [v.rows(w) if v.norm == "matrix" else v.norms(w) for v, w in zip(vectors, weights, strict=True)]
     whole = [index for index, each in enumerate(vectors) if each.norm == "matrix"]

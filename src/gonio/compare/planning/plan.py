@@ -268,7 +268,7 @@ class Plan:
             own["optimizer"] = own.pop("use")
             momentum = arguments_of(own["optimizer"]).get("momentum", 0.0)
             own = {"momentum": momentum, "betas": None, "others_factor": None, **own}
-        return replace(self.trained, **own, **entry.setting.get("training", {}))
+        return replace(self.trained, **{**own, **entry.setting.get("training", {})})
 
     @property
     def sign(self) -> int:

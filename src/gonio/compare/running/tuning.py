@@ -40,7 +40,8 @@ def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     """
     if plan.tuning is None:
         return ()
-    found = [(LEARNING_RATE, plan.training_of(entry).lr, plan.tuning.rate_factor)]
+    rate = (entry.content.get("optimizer") or {}).get("lr", plan.trained.lr)
+    found = [(LEARNING_RATE, rate, plan.tuning.rate_factor)]
     for number, rule in enumerate(entry.content.get("penalty", ()), start=1):
         if rule.get("strength"):
             found.append((f"penalty.{number}.strength", float(rule["strength"]), plan.tuning.strength_factor))
