@@ -20,6 +20,7 @@ __all__ = [
     "NoActivationError",
     "NoMatchError",
     "NotApplicableError",
+    "PendingRecipeError",
     "PlanChangedError",
     "RecipeError",
     "SecondDerivativeError",
@@ -231,6 +232,16 @@ class UntrainedParametersError(GonioError, RuntimeError):
             f"optimizer.step(): {listing(names, limit=4)}, which {verb} added, {'are' if len(names) > 1 else 'is'} in "
             f"no optimizer that has taken a step, and would stay untrained. Pass optimizer= to {verb}, or build the "
             f"optimizer after it. If another optimizer has them, let it step first. requires_grad_(False) freezes them."
+        )
+
+
+class PendingRecipeError(GonioError, RuntimeError):
+    """An optimizer trains a model whose recipe names an optimizer or a hold and has not got it."""
+
+    def __init__(self, recipe: str, found: str) -> None:
+        super().__init__(
+            f"optimizer.step(): the recipe {recipe!r} acts on the optimizer's steps; found {found}, which was not "
+            f"handed over to it. Call applied.hold_(optimizer) first, or use the one of applied.make_optimizer()."
         )
 
 

@@ -96,6 +96,15 @@ def test_a_penalty_leaves_no_trace_and_that_is_said(plain: nn.Module) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_an_optimizer_and_a_hold_leave_no_trace_and_that_is_said(plain: nn.Module) -> None:
+    result = invoke("apply", "hyperball", "plain.pt", *MODEL, "-o", "out.safetensors")
+    for part in ("optimizer", "hold"):
+        assert f"the recipe's {part} acts during training only; the checkpoint does not contain it" in result.stderr
+    before, after = load_file("plain.safetensors"), load_file("out.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert invoke("fold", "out.safetensors", *MODEL, "-o", "folded.safetensors").exit_code == 0
+
+
 def test_a_recipe_goes_on_a_plain_checkpoint(plain: nn.Module) -> None:
     invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "a.safetensors")
     result = invoke("apply", "scale-shift", "a.safetensors", *MODEL, "-o", "b.safetensors")

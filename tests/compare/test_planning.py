@@ -147,7 +147,7 @@ def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Pa
         (
             {"training": Training(epochs=1, batch_size=1, lr=1, optimizer="adam")},
             InvalidArgumentError,
-            "one of sgd, adamw; found 'adam'. Choose",
+            "one of sgd, adamw, muon; found 'adam'. Choose",
         ),
     ],
 )

@@ -35,7 +35,7 @@ TINY = str(Path(__file__).with_name("tiny.py"))
 PLAIN = Training(epochs=2, batch_size=8, lr=0.1)
 OPTIONS: dict[str, Any] = {
     "schedule": "step", "warm_up": 1.0, "decay": "weights", "clip": 1.0, "label_smoothing": 0.1, "ema": 0.9,
-    "precision": "bf16", "accumulate": 2,
+    "precision": "bf16", "accumulate": 2, "betas": (0.8, 0.95), "others_factor": 0.1,
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_the_options_of_a_run_in_words() -> None:
     text = str(replace(PLAIN, warm_up=0.5, **{k: v for k, v in OPTIONS.items() if k != "warm_up"}))
     assert "with step decay after 0.5 epochs of warm-up, momentum 0.9, weight decay 0.0005 of weights alone)" in text
     assert "clipped at norm 1.0, label smoothing 0.1, moving average of the parameters with decay 0.9" in text
-    assert "autocast to bf16, each batch in 2 parts" in text
+    assert "autocast to bf16, each batch in 2 parts, betas (0.8, 0.95), 0.1 of the learning rate for what is" in text
 
 
 def rates(training: Training, steps: int) -> list[float]:

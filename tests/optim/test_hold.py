@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gonio
 from catalog import seeded
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view
 from gonio.measuring import step_rotation
+from gonio.optim.vectors import Vectors, factors_of
+from gonio.optim.vectors import norms_of as norms_together
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "linear": (lambda: nn.Linear(7, 5), "weight"),
@@ -384,3 +387,91 @@ def test_a_model_that_moves_is_followed() -> None:
     model.double()
     drift(model, optimizer, 2)
     assert float(model.weight.detach().norm()) == pytest.approx(3, rel=1e-6)
+
+
+# --- many weights at once ---------------------------------------------------------------------------------------------
+
+
+def batch_of_layers(dtype: torch.dtype) -> tuple[list[Vectors], list[Tensor]]:
+    """Every layout with every norm, a long sum and a vector of 0."""
+    made = {name: make() for name, (make, _) in LAYERS.items()}
+    vectors, weights = [], []
+    for norm in NORMS:
+        for name, module in made.items():
+            tensor = LAYERS[name][1]
+            weight = module.get_parameter(tensor).detach().to(dtype)
+            vectors.append(Vectors(layout_of(module, tensor), weight.ndim, norm))
+            weights.append(weight)
+    layer = nn.Linear(4, 3)
+    for norm in NORMS:
+        vectors.append(Vectors(layout_of(layer), 2, norm))
+        weights.append(torch.cat([seeded(2, 4), torch.zeros(1, 4)]).to(dtype))
+    vectors.append(Vectors(layout_of(layer), 2, "matrix"))
+    weights.append(seeded(512, 2048).to(dtype))
+    return vectors, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_many_weights_are_those_of_each(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    vectors, weights = batch_of_layers(dtype)
+    together = norms_together(vectors, iter(weights))
+    for each, weight, found in zip(vectors, weights, together, strict=True):
+        alone = each.norms(weight)
+        assert (found.shape, found.dtype) == (alone.shape, alone.dtype)
+        # filters and columns are the same operation; sums over rows are in float64, so at most the last bit may differ
+        eps = torch.finfo(found.dtype).eps if each.norm == "matrix" else 0.0
+        torch.testing.assert_close(found, alone, rtol=eps, atol=0)
+
+
+def test_factors_of_many_weights_are_those_of_each() -> None:
+    vectors, weights = batch_of_layers(torch.float32)
+    norms = norms_together(vectors, weights)
+    radii = [torch.rand(each.shape, generator=torch.Generator().manual_seed(i)) for i, each in enumerate(norms)]
+    for norm, radius, found in zip(norms, radii, factors_of(radii, norms, 0.3), strict=True):
+        assert torch.equal(found, torch.where(norm > 0, 0.3 * radius / norm, 0))
+        assert found.shape == norm.shape
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = {"detach", "view", "unflatten", "flatten", "unsqueeze", "expand", "split", "split_with_sizes", "alias"}
+        self.count += function.__name__.split(".")[0] not in views
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("step", "each"), [("free", 2), ("fixed", 9)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_further_weight_costs_few_operations(norm: str, step: str, each: int) -> None:
+    """Those that read and write it: a norm and a product; with a fixed step also the copy and the change."""
+
+    def operations(count: int, *, held: bool) -> int:
+        model = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(count))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        if held:
+            gonio.hold_(model, optimizer, norm=norm, step=step)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with Operations() as counted:
+            optimizer.step()
+        return counted.count
+
+    added = [operations(count, held=True) - operations(count, held=False) for count in (5, 6)]
+    assert added[1] - added[0] == each
+
+
+@pytest.mark.parametrize("step", ["free", "fixed"])
+def test_weights_of_several_dtypes_are_held_together(step: str) -> None:
+    model = nn.ModuleList(nn.Linear(6, 4, bias=False, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16))
+    before = [layer.weight.detach().double().norm() for layer in model]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    gonio.hold_(model, optimizer, step=step)
+    drift(model, optimizer, 5)
+    for layer, norm, eps in zip(model, before, (1e-6, 1e-14, 2**-8), strict=True):
+        assert float(layer.weight.detach().double().norm()) == pytest.approx(float(norm), rel=eps)

@@ -234,6 +234,12 @@ def test_built_in_recipes_are_valid(name: str) -> None:
         {"init": [{"use": "he_", "distribution": "cauchy"}]},
         {"parametrize": [{"use": "Sphere", "tensor": 3}]},
         {"balance": []},
+        {"optimizer": {"use": "lamb"}},
+        {"optimizer": {"use": "sgd", "betas": [0.9, 0.99]}},
+        {"optimizer": {"lr": 0.1}},
+        {"hold": {"norm": "rows"}},
+        {"hold": [{"norm": "matrix"}]},
+        {"hold": {"use": "hold_"}},
     ],
 )
 def test_what_the_reader_refuses_the_schema_refuses(rules: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class _TrainingFields(BaseModel):
     epochs: Annotated[int, Field(gt=0)] | None = None
     batch_size: Annotated[int, Field(gt=0)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
-    optimizer: Literal["sgd", "adamw"] | None = None
+    optimizer: Literal["sgd", "adamw", "muon"] | None = None
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 

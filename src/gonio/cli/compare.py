@@ -26,8 +26,8 @@ _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
     "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
-    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum) or adamw.", metavar="NAME")],
-    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd.")],
+    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum), adamw or muon.", metavar="NAME")],
+    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd and muon.")],
     "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
     "decay": Annotated[
         str | None, typer.Option(help="What decays: all parameters, or weights (no norms, no biases).", metavar="WHAT")

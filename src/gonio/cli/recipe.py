@@ -32,13 +32,14 @@ def apply(
 ) -> None:
     """Apply a recipe to a checkpoint and write the new state dict.
 
-    The recipe is stored in the result, where `gonio fold` finds it. Penalties act during training only and do not
-    change a checkpoint.
+    The recipe is stored in the result, where `gonio fold` finds it. Penalties, optimizers and holds act during training
+    only and do not change a checkpoint.
     """
     from gonio.cli.checkpoint import Checkpoint, check_target, load_into_, read, write
     from gonio.cli.inputs import build_model
     from gonio.errors import NotApplicableError
     from gonio.recipes import Recipe
+    from gonio.recipes.catalogue import TRAINING
 
     check_target(output)
     chosen, found = Recipe.load(recipe), read(checkpoint)
@@ -51,6 +52,8 @@ def apply(
     if applied.penalty is not None:
         applied.penalty.undo_()
         print_err("the recipe's penalty acts during training only; the checkpoint does not contain it")
+    for part in (part for part in TRAINING if getattr(chosen, part) is not None):
+        print_err(f"the recipe's {part} acts during training only; the checkpoint does not contain it")
     write(Checkpoint(output, built.state_dict(), chosen, seed))
     print_out(str(applied))
     print_err(f"checkpoint written to {output}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
-from gonio.optim.vectors import NORMS, Norm, Vectors, write_
+from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of, norms_of, write_
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
@@ -38,33 +38,49 @@ class _HeldWeight:
     radius: Tensor
     before: Tensor | None = None
 
-    @torch.no_grad()
-    def project_(self) -> None:
-        """Scale each vector to its radius."""
-        norms = self.vectors.norms(self.parameter)
-        self.vectors.scale_(self.parameter, _over(self._radius(), norms))
-
-    @torch.no_grad()
-    def fix_(self, rate: float) -> None:
-        """Replace the optimizer's change u by one of norm ηR: w ← R·unit(w − ηR·unit(−u))."""
-        before, self.before = self.before, None
-        if before is None:
-            return
-        radius = self._radius()
-        w = before.to(radius.dtype)
-        change = self.parameter.to(radius.dtype) - w
-        w = w + self.vectors.scaled(change, _over(rate * radius, self.vectors.norms(change)))
-        write_(self.parameter, self.vectors.scaled(w, _over(radius, self.vectors.norms(w))))
-
-    def _radius(self) -> Tensor:
-        if self.radius.device != self.parameter.device:  # the model was moved
+    def follow_(self) -> None:
+        """Move the radius to where the model is."""
+        if self.radius.device != self.parameter.device:
             self.radius = self.radius.to(self.parameter.device)
-        return self.radius
 
 
-def _over(radius: Tensor, norms: Tensor) -> Tensor:
-    """Factors radius/norm; 0 for a vector of norm 0, which has no direction."""
-    return torch.where(norms > 0, radius / norms, 0)
+@torch.no_grad()
+def _project_(weights: Sequence[_HeldWeight]) -> None:
+    """Scale each vector to its radius."""
+    vectors = [weight.vectors for weight in weights]
+    norms = norms_of(vectors, [weight.parameter.detach() for weight in weights])
+    for weight, factors in zip(weights, factors_of([weight.radius for weight in weights], norms), strict=True):
+        weight.vectors.scale_(weight.parameter, factors)
+
+
+@torch.no_grad()
+def _fix_(weights: Sequence[_HeldWeight], rate: float) -> None:
+    """Replace the optimizer's change u by one of norm ηR: w ← R·unit(w − ηR·unit(−u)).
+
+    The changes are computed twice, so that at most one of them is in memory beside the weights as they were.
+    """
+    starts = [(weight, before) for weight in weights if (before := weight.before) is not None]
+    vectors, radii = [weight.vectors for weight, _ in starts], [weight.radius for weight, _ in starts]
+
+    def change(weight: _HeldWeight, before: Tensor) -> Tensor:
+        return weight.parameter.detach().to(weight.radius.dtype) - before
+
+    moved: list[Tensor] = []
+    factors = factors_of(radii, norms_of(vectors, (change(*start) for start in starts)), rate)
+    for (weight, before), factor in zip(starts, factors, strict=True):
+        moved.append(before.to(weight.radius.dtype).add_(weight.vectors.scaled(change(weight, before), factor)))
+        weight.before = None
+    for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
+        write_(weight.parameter, weight.vectors.scaled(w, factor))
+
+
+def _alike(weights: Iterable[_HeldWeight]) -> list[list[_HeldWeight]]:
+    """Weights by device and by the dtype of their norms."""
+    found: dict[tuple[torch.device, torch.dtype], list[_HeldWeight]] = {}
+    for weight in weights:
+        weight.follow_()
+        found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
+    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +168,7 @@ def hold_(
     * step="free": :math:`w ← R (w + u)/‖w + u‖` with the optimizer's update u, a projection after the step;
     * step="fixed": :math:`w ← R·unit(w + ηR·unit(u))` with the learning rate η. The length of the update has no effect:
       a weight turns by arctan η if u is orthogonal to it (as for a layer before a normalisation), in every layer and at
-      every width. It takes a copy of the held weights during the step.
+      every width. It takes a copy of the held weights during the step, and for half precision one more in float32.
 
     It works with every optimizer of torch's interface, by hooks of `optimizer.step()`. Radii are in the state dict of
     the optimizer. Loaded weights are projected by the next step.
@@ -206,12 +222,9 @@ def hold_(
         2312.02696, §2.3 (forced weight normalisation, "filters").
     Differs: a weight packed of several matrices is held matrix by matrix.
     """
-    _check_arguments(norm, radius, step, magnitude, magnitude_lr)
+    check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model)
-    refs, left = _selected(model, optimizer, where, norm)
-    _refuse_held(refs)
-    if magnitude is not None:
-        _refuse_idle_gains(model, refs)
+    refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
     with Edit(model, "hold_") as edit:
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, optimizer, refs, magnitude_lr)
@@ -222,7 +235,14 @@ def hold_(
     return Held(edit.done(), tuple(weights))
 
 
-def _check_arguments(norm: str, radius: object, step: str, magnitude: object, magnitude_lr: object) -> None:
+def check_arguments(
+    norm: str = "matrix",
+    radius: object = "initial",
+    step: str = "free",
+    magnitude: object = None,
+    magnitude_lr: object = None,
+) -> None:
+    """Refuse arguments of :func:`hold_` that no model and no optimizer could make right."""
     for name, value, choices in (
         ("norm", norm, NORMS), ("step", step, STEPS), ("magnitude", magnitude, (None, "learned")),
     ):  # fmt: skip
@@ -242,6 +262,33 @@ def _check_arguments(norm: str, radius: object, step: str, magnitude: object, ma
 
 
 # --- which weights ------------------------------------------------------------------------------------------------
+
+
+def holdable(
+    model: nn.Module,
+    where: Where = None,
+    *,
+    norm: Norm = "matrix",
+    radius: Literal["initial"] | float = "initial",
+    step: Step = "free",
+    magnitude: Literal["learned"] | None = None,
+    magnitude_lr: float | None = None,
+) -> dict[str, str]:
+    """The layers that :func:`hold_` would hold with an optimizer of all parameters; the model is not changed.
+
+    Returns: by path, why a selected layer is left out; empty for a layer that is held.
+
+    Raises: as :func:`hold_`, as far as the model decides it.
+
+    Example:
+        >>> from gonio.optim.hold import holdable
+        >>> holdable(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), norm="columns")
+        {'0': '', '2': 'its columns have one entry each, which could not move'}
+    """
+    check_arguments(norm, radius, step, magnitude, magnitude_lr)
+    refs, left = _chosen(model, {id(p) for p in model.parameters()}, where, norm, magnitude)
+    return {**{ref.path: "" for ref in refs}, **left}
+
 
 # Held weights by `id`, with the step. (A WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
 _HOLDS: dict[int, tuple[weakref.ref[Tensor], Step]] = {}
@@ -266,11 +313,22 @@ def _note_hold_(parameter: Tensor, step: Step) -> None:
     _HOLDS[key] = (weakref.ref(parameter, lambda _: _HOLDS.pop(key, None)), step)
 
 
-def _selected(
-    model: nn.Module, optimizer: Optimizer, where: Where, norm: Norm
+def _chosen(
+    model: nn.Module, trained: set[int], where: Where, norm: Norm, magnitude: str | None
 ) -> tuple[list[WeightRef], dict[str, str]]:
+    """The weights to hold, and the layers that are left out; refuses held ones and gains without effect."""
+    refs, left = _selected(model, trained, where, norm)
+    for ref in refs:
+        if step_of_hold(_own(ref)) is not None:
+            raise AlreadyAppliedError("hold_", ref.path, f"a hold of {ref.name!r}")
+    if magnitude is not None:
+        _refuse_idle_gains(model, refs)
+    return refs, left
+
+
+def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> tuple[list[WeightRef], dict[str, str]]:
     """The weights to hold, tied ones once, and the layers that are left out although selected."""
-    selector, trained = as_selector(where), parameter_ids(optimizer)
+    selector = as_selector(where)
     taken: dict[int, WeightRef] = {}
     left: dict[str, str] = {}
     able: list[str] = []
@@ -303,12 +361,6 @@ def _own(ref: WeightRef) -> nn.Parameter:
     return ref.module._parameters[ref.name]  # type: ignore[return-value]
 
 
-def _refuse_held(refs: Sequence[WeightRef]) -> None:
-    for ref in refs:
-        if step_of_hold(_own(ref)) is not None:
-            raise AlreadyAppliedError("hold_", ref.path, f"a hold of {ref.name!r}")
-
-
 def _refuse_idle_gains(model: nn.Module, refs: Sequence[WeightRef]) -> None:
     """Gains that a normalisation layer divides out again would be trained without effect."""
     invariant = trace(model, training=True).scale_invariant
@@ -336,7 +388,7 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         radii, at = norms.clone(), _range(norms)
     else:
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
-        value = vectors.scaled(parameter.detach().to(norms.dtype), _over(radii, norms))
+        value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
         edit.set_data_(parameter, value.to(parameter.dtype))
     what = {"matrix": ("matrix", "matrices"), "filters": ("filter", "filters"), "columns": ("column", "columns")}[norm]
     count = norms.numel()
@@ -435,11 +487,13 @@ def _register_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight],
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            for weight in (by_id[id(p)] for p in group["params"] if id(p) in by_id):
-                if step == "fixed":
-                    weight.fix_(float(group["lr"]))
-                elif weight.parameter.grad is not None:
-                    weight.project_()
+            mine = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+            if step == "fixed":
+                for alike in _alike(mine):
+                    _fix_(alike, float(group["lr"]))
+            else:
+                for alike in _alike(weight for weight in mine if weight.parameter.grad is not None):
+                    _project_(alike)
 
     def save(_: Optimizer, state: dict[str, Any]) -> None:
         state[KEY] = {**state.get(KEY, {}), **{weight.label: weight.radius.clone() for weight in weights}}

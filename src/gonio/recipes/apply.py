@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.optim import Optimizer
 
-from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, listing
 from gonio.escaping import html_table
+from gonio.optim import Held
 from gonio.penalty import Penalty
 from gonio.recipes.catalogue import find
+from gonio.recipes.handover import Handover
 from gonio.recipes.plan import Assignment
+from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, init_, parametrize_, swap_
 
 
@@ -23,6 +27,7 @@ class Applied:
         recipe: its name.
         edits: one per rule, in the order in which they happened.
         penalty: to be added to the loss, or None if the recipe has no such rule.
+        handover: the recipe's optimizer and hold; None if it has neither.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -38,13 +43,58 @@ class Applied:
     recipe: str
     edits: tuple[Edited, ...]
     penalty: Penalty | None = field(default=None, compare=False)
+    handover: Handover | None = field(default=None, compare=False)
+
+    def make_optimizer(self, *, lr: float | None = None, weight_decay: float | None = None) -> Optimizer:
+        """The optimizer that the recipe names, over all parameters of the model and with the recipe's hold.
+
+        Args:
+            lr, weight_decay: in place of the recipe's own.
+
+        Raises:
+            InvalidArgumentError: if the recipe names no optimizer, or neither it nor the call has a learning rate.
+            GonioError: as :func:`gonio.hold_`.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> applied = gonio.Recipe.load("hyperball").apply_(model)
+            >>> type(applied.make_optimizer()).__name__, len(applied.handover.held)
+            ('AdamW', 2)
+        """
+        if self.handover is None:
+            do = "Build the optimizer that you would without the recipe."
+            raise InvalidArgumentError(f"the recipe {self.recipe!r} names no optimizer", "none to make", do)
+        return self.handover.make(lr, weight_decay)
+
+    def hold_(self, optimizer: Optimizer) -> Held | None:
+        """Hand over an optimizer of your own: the recipe's hold acts on its steps. None for a recipe without hold.
+
+        Its learning rate and other settings stay; only its kind must be the recipe's, if that names one. Call it before
+        the first step, and before a learning rate schedule is built.
+
+        Raises:
+            InvalidArgumentError: for an optimizer of another kind than the recipe's.
+            GonioError: as :func:`gonio.hold_`.
+
+        Example:
+            >>> model = nn.Linear(4, 3)
+            >>> recipe = gonio.Recipe.from_dict({"name": "held", "hold": {"norm": "filters"}})
+            >>> applied = recipe.apply_(model)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+            >>> held = applied.hold_(optimizer)
+            >>> [change.path for change in held.changes], optimizer.step()
+            ([''], None)
+        """
+        return None if self.handover is None else self.handover.take_(optimizer)
 
     def undo_(self) -> None:
-        """Remove the penalty and undo the edits, latest first.
+        """End the hold, remove the penalty and undo the edits, latest first. An optimizer that was made stays.
 
         Raises:
             UndoError: if they were undone before.
         """
+        if self.handover is not None:
+            self.handover.undo_()
         if self.penalty is not None:
             self.penalty.undo_()
         _undo_(self.edits)
@@ -54,19 +104,27 @@ class Applied:
         return f"<Applied {self.recipe}: {changed} changes, {len(self.penalty or ())} penalty terms>"
 
     def _repr_html_(self) -> str:
-        tables = [part._repr_html_() for part in (*self.edits, self.penalty) if part is not None]
+        held = self.handover.held if self.handover is not None else None
+        tables = [part._repr_html_() for part in (*self.edits, self.penalty, held) if part is not None]
         return "".join(tables) or html_table(self.recipe, (), ())
 
     def __str__(self) -> str:
-        parts = [str(part) for part in (*self.edits, self.penalty) if part is not None]
+        parts = [str(part) for part in (*self.edits, self.penalty, self.handover) if part is not None]
         return "\n".join([f"{self.recipe}:", *parts]) if parts else f"{self.recipe}: nothing to do"
 
 
 def apply_(
-    name: str, assignments: Sequence[Assignment], model: nn.Module, *, seed: int, accumulate: int = 1
+    name: str,
+    assignments: Sequence[Assignment],
+    model: nn.Module,
+    *,
+    seed: int,
+    accumulate: int = 1,
+    optimizer: Rule | None = None,
 ) -> Applied:
     """Apply the rules of a recipe of that name to the modules assigned to them; all of them or none."""
-    acting = [assignment for assignment in assignments if not assignment.rule.keeps]
+    acting = [assignment for assignment in assignments if not assignment.rule.keeps and assignment.verb != "hold"]
+    hold = next((assignment for assignment in assignments if assignment.verb == "hold"), None)
     edits: list[Edited] = []
     rules = []
     try:
@@ -79,7 +137,8 @@ def apply_(
     except BaseException:
         _undo_(edits)
         raise
-    return Applied(name, tuple(edits), penalty)
+    handover = Handover(name, model, optimizer, hold) if optimizer is not None or hold is not None else None
+    return Applied(name, tuple(edits), penalty, handover)
 
 
 def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:

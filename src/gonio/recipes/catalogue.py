@@ -10,7 +10,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache, cached_property, reduce
 from operator import or_
 from types import MappingProxyType, ModuleType
@@ -23,9 +23,13 @@ from gonio import init, parametrizations, regularizers
 from gonio import nn as layers
 from gonio.errors import UnknownNameError
 from gonio.nn import angular, magnitude
+from gonio.optim import hold_
+from gonio.optim.named import OPTIMIZERS
 from gonio.recipes.document import shortened
 
 VERBS = ("init", "swap", "parametrize", "penalty")
+TRAINING = ("optimizer", "hold")  # parts that act on the optimizer's steps; each is one mapping, no list of rules
+HOLD = "hold_"
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -98,7 +102,7 @@ class Entry:
 
 @cache
 def catalogue(verb: str) -> Mapping[str, Entry]:
-    """The names that may follow `use` under a verb."""
+    """The names that may follow `use` under a verb or `optimizer`; of `hold` the one function."""
     match verb:
         case "init":
             entries = _initialisers()
@@ -106,6 +110,10 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
             entries = _converters()
         case "parametrize":
             entries = _classes(parametrizations, parametrizations.Parametrization)
+        case "optimizer":
+            entries = _optimizers()
+        case "hold":
+            entries = iter([(HOLD, Entry(HOLD, hold_, _options_of(hold_, skip=2, hidden=("where",))))])
         case _:
             entries = _classes(regularizers, regularizers.Regularizer)
     return MappingProxyType(dict(entries))
@@ -123,9 +131,9 @@ def find(verb: str, name: str) -> Entry:
     known = catalogue(verb)
     if name in known:
         return known[name]
-    elsewhere = [other for other in VERBS if other != verb and name in catalogue(other)]
+    elsewhere = [other for other in (*VERBS, "optimizer") if other != verb and name in catalogue(other)]
     kind = f"name for {verb} (it belongs under {elsewhere[0]})" if elsewhere else f"name for {verb}"
-    raise UnknownNameError(kind, name, ["keep", *known])
+    raise UnknownNameError(kind, name, ["keep", *known] if verb in VERBS else known)
 
 
 _Entries = Iterator[tuple[str, Entry]]
@@ -154,6 +162,13 @@ def _converter(name: str, target: Callable[..., Any]) -> Entry:
     first = next(iter(inspect.signature(target).parameters))
     accepted = _arms(_hints(target).get(first, nn.Module))
     return Entry(name, target, _options_of(target, skip=1), tuple(arm for arm in accepted if isinstance(arm, type)))
+
+
+def _optimizers() -> _Entries:
+    """The named optimizers; the learning rate may come from elsewhere, so it is not required."""
+    for name, make in OPTIMIZERS.items():
+        options = {key: replace(option, required=False) for key, option in _options_of(make, skip=1).items()}
+        yield name, Entry(name, make, MappingProxyType(options))
 
 
 def _classes(namespace: ModuleType, base: type) -> _Entries:

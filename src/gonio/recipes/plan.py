@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from gonio.errors import NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
+from gonio.errors import GonioError, NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
 from gonio.escaping import html_table
 from gonio.geometry.views import layout_of
+from gonio.optim.hold import holdable
 from gonio.penalty.terms import bind
 from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
@@ -23,7 +24,7 @@ class Step:
     """One row of a plan.
 
     Attributes:
-        verb: init, swap, parametrize or penalty.
+        verb: init, swap, parametrize, penalty, optimizer or hold.
         rule: number of the rule within its verb, from 1.
         path: of the module; `""` is the model itself.
         kind: the module's class name.
@@ -182,11 +183,14 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
             acts_on = _acts_on_kept(verb, ordered) if rule.keeps else _acts_on(verb, rule)
             mine, why = _select(rule, acts_on, model, ends, taken)
             line = "" if rule.line is None else f":{rule.line}"
-            place = f"{origin}{line}: rule {number} of {verb} ({_where_text(rule)}: {rule})"
+            which = verb if verb == "hold" else f"rule {number} of {verb}"
+            place = f"{origin}{line}: {which} ({_where_text(rule)}: {rule})"
             note = assumed if rule.where in ENDS else ""
             assignment = Assignment(verb, number, rule, tuple(mine), place, note=note)
             if verb == "penalty" and mine and not rule.keeps:
                 assignment, why = _with_skipped(assignment, model)
+            elif verb == "hold" and mine:
+                assignment, why = _with_left_out(assignment, model)
             unmatched += [f"{place} {why}"] if why else []
             taken.update({site.path: number for site in mine})
             found.append(assignment)
@@ -195,20 +199,23 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
     return found
 
 
-def plan(name: str, assignments: Sequence[Assignment], model: nn.Module) -> Plan:
-    """The plan of a recipe from its assigned rules."""
-    steps = tuple(
+def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, optimizer: Rule | None = None) -> Plan:
+    """The plan of a recipe from its assigned rules; its optimizer trains the whole model."""
+    steps = [
         Step(a.verb, a.number, site.path, type(site.module).__name__, str(a.rule), a.skipped.get(site.path, ""))
         for a in assignments
         for site in a.sites
-    )
+    ]
     touched = {step.path for step in steps if step.what != KEEP and not step.skipped}
+    if optimizer is not None:
+        first_held = next((index for index, step in enumerate(steps) if step.verb == "hold"), len(steps))
+        steps.insert(first_held, Step("optimizer", 1, "", type(model).__name__, str(optimizer)))
     untouched = tuple(
         (site.path, type(site.module).__name__)
         for site in sites(model)
         if site.module._parameters and site.path not in touched
     )
-    return Plan(name, steps, untouched, tuple(dict.fromkeys(a.note for a in assignments if a.note)))
+    return Plan(name, tuple(steps), untouched, tuple(dict.fromkeys(a.note for a in assignments if a.note)))
 
 
 def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
@@ -221,6 +228,18 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
     reads = {b.weight.path for b in bindings if not b.skipped}
     skipped = {b.weight.path: b.skipped for b in bindings if b.skipped and b.weight.path not in reads}
     return replace(assignment, skipped=skipped), ""
+
+
+def _with_left_out(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
+    """Which of its modules the hold would leave out; a reason if it cannot be made."""
+    try:
+        found = holdable(model, assignment.where, **assignment.rule.arguments())
+    except NoMatchError as error:
+        return assignment, f"has no effect: {error}"
+    except GonioError as error:
+        error.add_note(f"in {assignment.place}")
+        raise
+    return replace(assignment, skipped={path: why for path, why in found.items() if why}), ""
 
 
 _Acts = Callable[[nn.Module], bool]

@@ -15,10 +15,10 @@ from torch import nn
 from gonio.errors import UnknownNameError, closest, listing
 from gonio.escaping import html_table
 from gonio.recipes.apply import Applied, apply_
-from gonio.recipes.catalogue import VERBS, Entry, Option, catalogue, objects_of
+from gonio.recipes.catalogue import HOLD, TRAINING, VERBS, Entry, Option, catalogue, objects_of
 from gonio.recipes.document import Document, Problems, dump, from_data, parse, read, shortened
 from gonio.recipes.plan import Assignment, Plan, assign, plan
-from gonio.recipes.rule import TENSOR_VERBS, Rule, read_rule
+from gonio.recipes.rule import TENSOR_VERBS, Rule, part_to_data, read_part, read_rule
 
 BASELINE = "baseline"
 _CATALOG = Path(__file__).with_name("catalog")
@@ -26,16 +26,19 @@ _CATALOG = Path(__file__).with_name("catalog")
 
 @dataclass(frozen=True)
 class Recipe:
-    r"""Changes to a model as data: initialise, swap, parametrise and penalise by rules.
+    r"""Changes to a model and its training as data: initialise, swap, parametrise and penalise by rules, train, hold.
 
     Within a verb, each module gets the first rule that selects it; `keep` excludes modules. `where` always refers to
     the model as it is given, not to the results of earlier verbs. The verbs run in the order init, swap,
-    parametrize, penalty.
+    parametrize, penalty. `optimizer` and `hold` act when the optimizer is built: `gonio compare` does it in each run,
+    and a loop of your own by `applied.make_optimizer()` or `applied.hold_(optimizer)`.
 
     Attributes:
         name: letters, digits, `.`, `_`, `+` and `-`.
         source: where the idea comes from; description: what it does. Neither changes the hash.
         init, swap, parametrize, penalty: the rules of each verb, in order.
+        optimizer: what trains the model, in place of what it would be trained with; None: nothing special.
+        hold: the arguments of :func:`gonio.hold_`; None: norms are free.
         origin: the file that it was read from, for messages.
 
     Example:
@@ -55,6 +58,8 @@ class Recipe:
     swap: tuple[Rule, ...] = ()
     parametrize: tuple[Rule, ...] = ()
     penalty: tuple[Rule, ...] = ()
+    optimizer: Rule | None = None
+    hold: Rule | None = None
     origin: str = field(default="", compare=False)
 
     @classmethod
@@ -97,7 +102,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, without its empty parts."""
         head = {key: getattr(self, key) for key in ("name", "source", "description") if getattr(self, key)}
-        return {**head, **{verb: [rule.to_data() for rule in self.rules(verb)] for verb in VERBS if self.rules(verb)}}
+        rules = {verb: [rule.to_data() for rule in self.rules(verb)] for verb in VERBS if self.rules(verb)}
+        parts = {part: part_to_data(part, rule) for part in TRAINING if (rule := getattr(self, part)) is not None}
+        return {**head, **rules, **parts}
 
     def to_yaml(self) -> str:
         """The recipe as the text of a file; reading it gives an equal recipe."""
@@ -105,9 +112,10 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the name and the rules; comments, key order, source and description do not change it."""
+        """SHA-256 of the name, the rules, the optimizer and the hold; comments, key order, source and description do
+        not change it."""
         data = self.to_dict()
-        content = {key: data[key] for key in ("name", *VERBS) if key in data}
+        content = {key: data[key] for key in ("name", *VERBS, *TRAINING) if key in data}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def rules(self, verb: str) -> tuple[Rule, ...]:
@@ -121,12 +129,14 @@ class Recipe:
         Raises:
             UnmatchedRuleError: if a rule applies to no layer, with the rule, the file and the line.
         """
-        return plan(self.name, self._assigned(model), model)
+        return plan(self.name, self._assigned(model), model, optimizer=self.optimizer)
 
     def apply_(self, model: nn.Module, *, seed: int = 0, accumulate: int = 1) -> Applied:
         """Apply every rule to the model, or none of them.
 
-        Build the optimizer afterwards: a swapped or parametrised layer may have further parameters.
+        Build the optimizer afterwards: a swapped or parametrised layer may have further parameters. If the recipe names
+        an optimizer or a hold, take the optimizer from `applied.make_optimizer()`, or hand it over by
+        `applied.hold_(optimizer)`; the step of another one raises.
 
         Args:
             model: changed in place.
@@ -137,23 +147,30 @@ class Recipe:
             UnmatchedRuleError: if a rule applies to no layer.
             GonioError: raised by a verb; the verbs that ran before it are undone.
         """
-        return apply_(self.name, self._assigned(model), model, seed=seed, accumulate=accumulate)
+        assigned = self._assigned(model)
+        return apply_(self.name, assigned, model, seed=seed, accumulate=accumulate, optimizer=self.optimizer)
 
     def __repr__(self) -> str:
         counts = [f"{len(self.rules(verb))} {verb}" for verb in VERBS if self.rules(verb)]
-        return f"<Recipe {self.name}: {', '.join(counts) or 'no'} rules>"
+        parts = [f", {rule}" for rule in (self.optimizer, self.hold) if rule is not None]
+        return f"<Recipe {self.name}: {', '.join(counts) or 'no'} rules{''.join(parts)}>"
 
     def __str__(self) -> str:
         return self.to_yaml()
 
     def _repr_html_(self) -> str:
-        rows = [(verb, number, rule) for verb in VERBS for number, rule in enumerate(self.rules(verb), 1)]
+        rows: list[tuple[str, object, object]] = [
+            (verb, number, rule) for verb in VERBS for number, rule in enumerate(self.rules(verb), 1)
+        ]
+        rows += [(part, "", rule) for part in TRAINING if (rule := getattr(self, part)) is not None]
         return html_table(
             self.name, ("verb", "rule", ""), rows, [text for text in (self.description, self.source) if text]
         )
 
     def _assigned(self, model: nn.Module) -> list[Assignment]:
-        return assign({verb: self.rules(verb) for verb in VERBS}, model, origin=self.origin or self.name)
+        rules = {verb: self.rules(verb) for verb in VERBS}
+        rules |= {"hold": (self.hold,)} if self.hold is not None else {}
+        return assign(rules, model, origin=self.origin or self.name)
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
@@ -164,6 +181,11 @@ class Recipe:
             rules = [_rule_schema(verb, use, entry) for use, entry in catalogue(verb).items()]
             description, items = f"rules of {verb}, first match wins", {"oneOf": [keep, *rules]}
             schema["properties"][verb] = {"type": "array", "items": items, "description": description}
+        schema["properties"]["optimizer"] = {
+            "oneOf": [_part_schema({"use": {"const": use}}, e) for use, e in catalogue("optimizer").items()],
+            "description": "what trains the model",
+        }
+        schema["properties"]["hold"] = _part_schema({"where": _WHERE}, catalogue("hold")[HOLD])
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
 
 
@@ -190,6 +212,8 @@ class Header(BaseModel):
     swap: list[Any] = []
     parametrize: list[Any] = []
     penalty: list[Any] = []
+    optimizer: Any = None
+    hold: Any = None
 
 
 def _fields(document: Document) -> dict[str, Any]:
@@ -198,7 +222,7 @@ def _fields(document: Document) -> dict[str, Any]:
     if not isinstance(data, dict):
         problems.add((), f"a recipe is a mapping that begins with `name: …`; found {_kind(data)}")
         problems.raise_if_any()
-    if data.get("name") == BASELINE and any(data.get(verb) for verb in VERBS):
+    if data.get("name") == BASELINE and any(data.get(key) for key in (*VERBS, *TRAINING)):
         problems.add(("name",), "`baseline` is the name of the unchanged model; choose another")
     try:
         Header.model_validate(data)
@@ -210,6 +234,8 @@ def _fields(document: Document) -> dict[str, Any]:
         listed = data.get(verb)
         rules = enumerate(listed if isinstance(listed, list) else ())
         fields[verb] = tuple(read_rule(verb, raw, (verb, i), problems, document.line((verb, i))) for i, raw in rules)
+    for part in (part for part in TRAINING if part in data):
+        fields[part] = read_part(part, data[part], problems, document.line((part,)))
     problems.raise_if_any()
     return fields
 
@@ -245,6 +271,10 @@ def _rule_schema(verb: str, use: str, entry: Entry) -> dict[str, Any]:
     properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
     properties |= {"tensor": {"type": "string", "default": "weight"}} if verb in TENSOR_VERBS else {}
     return _mapping_schema({**properties, **_options_schema(entry)}, ["use", *entry.required], entry.summary)
+
+
+def _part_schema(head: dict[str, Any], entry: Entry) -> dict[str, Any]:
+    return _mapping_schema({**head, **_options_schema(entry)}, ["use"] if "use" in head else [], entry.summary)
 
 
 def _options_schema(entry: Entry) -> dict[str, Any]:

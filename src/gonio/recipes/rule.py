@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
 from gonio.errors import GonioError, UnknownNameError, closest, listing
-from gonio.recipes.catalogue import Entry, Option, find, objects_of
+from gonio.optim.hold import check_arguments
+from gonio.recipes.catalogue import HOLD, Entry, Option, catalogue, find, objects_of
 from gonio.recipes.document import Location, Problems, shortened
 from gonio.surgery import as_selector
 
@@ -91,6 +95,13 @@ class Rule:
         return f"{self.use}({_text(self.options)})" if self.options else self.use
 
 
+def part_to_data(part: str, rule: Rule) -> dict[str, Any]:
+    """`optimizer` or `hold` as a recipe file writes it: the former has no `where`, the latter no `use`."""
+    data = rule.to_data()
+    del data["where" if part == "optimizer" else "use"]
+    return data
+
+
 def _built(options: Options) -> dict[str, Any]:
     return {name: value.build() if isinstance(value, Named) else value for name, value in options}
 
@@ -134,6 +145,46 @@ def read_rule(verb: str, raw: Any, at: Location, problems: Problems, line: int |
             problems.add((*at, key), f"must be a name; found {shortened(value)}")
     options = _read_options(entry, rest, at, problems, build=verb in ("parametrize", "penalty"))
     return Rule(where, entry.name, tuple(sorted([*own.items(), *options])), line) if len(problems) == before else None
+
+
+def read_part(part: str, raw: Any, problems: Problems, line: int | None) -> Rule | None:
+    """`optimizer` or `hold` from plain data; None if something is wrong with it, which is added to `problems`."""
+    at, before = (part,), len(problems)
+    if not isinstance(raw, dict):
+        example = "{use: muon, lr: 0.02}" if part == "optimizer" else "{where: …, norm: …, step: …}"
+        problems.add(at, f"must be a mapping such as {example}; found {shortened(raw)}")
+        return None
+    rest, where, entry = dict(raw), None, catalogue("hold")[HOLD]
+    if part == "optimizer":
+        use = rest.pop("use", None)
+        if not isinstance(use, str):
+            problems.add(at, f"the optimizer needs `use` with a name; known: {listing(list(catalogue(part)))}")
+            return None
+        try:
+            entry = find(part, use)
+        except UnknownNameError as error:
+            problems.add((*at, "use"), str(error))
+            return None
+    else:
+        where = rest.pop("where", None)
+        _check_where(where, (*at, "where"), problems)
+    options = _read_options(entry, rest, at, problems, build=False)
+    if len(problems) == before:
+        try:
+            _try_part(entry, dict(options))
+        except GonioError as error:
+            problems.add(at, str(error))
+    return Rule(where, entry.name, options, line) if len(problems) == before else None
+
+
+def _try_part(entry: Entry, options: dict[str, Any]) -> None:
+    """Find values out of range before there is a model or an optimizer."""
+    if entry.name == HOLD:
+        check_arguments(**options)
+        return
+    smallest = nn.Module()
+    smallest.weight = nn.Parameter(torch.zeros(2, 2))
+    entry.target(smallest, **{"lr": 1.0, **options})
 
 
 def _read_options(entry: Entry, raw: Mapping[str, Any], at: Location, problems: Problems, *, build: bool) -> Options:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from gonio.compare.judging.results import CostRow
 from gonio.compare.planning.plan import Plan, RecipeEntry
-from gonio.compare.running.training import Step, batches, build, prepare_process
+from gonio.compare.running.training import Step, batches, build, make_optimizer, prepare_process
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task
 
@@ -61,7 +61,8 @@ def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
                 (h, "memory", block, peak / first) for h, peak in zip(hashes, peaks, strict=True) if peak and first
             ]
     for entry, step in zip((plan.baseline, *entries), (baseline, *steps), strict=True):
-        model, _, _ = build(plan, task, entry, plan.seeds[0])
+        model, applied, _ = build(plan, task, entry, plan.seeds[0])
+        applied.hold_(make_optimizer(model, plan.training_of(entry)))  # may add learned magnitudes
         rows.append((entry.hash, "parameters", 0, sum(p.numel() for p in model.parameters())))
         rows.append((entry.hash, "flops", 0, step_flops(step)))
     return rows
@@ -84,7 +85,7 @@ def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], No
     """A function that runs one training step of a warmed-up model of the recipe."""
     seed, training = plan.seeds[0], plan.training_of(entry)
     model, applied, _ = build(plan, task, entry, seed)
-    taken = Step(model, task, training, applied.penalty)
+    taken = Step(model, task, training, applied.penalty, hold=applied.hold_)
     batch = next(batches(task, training.batch_size, seed=seed, epoch=0, training=training))
     model.train()
 

@@ -11,12 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from gonio.errors import PlanChangedError
+from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed
 
 BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 VERBS = ("init", "swap", "parametrize", "penalty")
+PARTS = ("optimizer", "hold")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.
 _LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "measure": None}
 _LATER |= {"device": "cpu", "metrics": {}}
@@ -28,23 +30,26 @@ _UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How every run is trained, whatever its recipe.
+    """How every run is trained, whatever its recipe, unless that names an optimizer.
 
     Attributes:
         batch_size: examples per step of the optimizer.
-        lr: peak learning rate.
-        optimizer: `sgd` (Nesterov momentum) or `adamw`.
+        lr: peak learning rate; with `muon` that of matrices.
+        optimizer: `sgd` (Nesterov momentum), `adamw` or `muon` (:class:`gonio.optim.Muon`).
+        momentum: of `sgd` and `muon`.
         schedule: of the learning rate, step by step: `cosine` (a half cosine to 0), `constant`, `step` (a tenth of it
             after half of the steps, a hundredth after three quarters) or `one-cycle` (up along a half cosine from a
             25th in the first 30 % of the steps, then down to nearly 0; momentum stays as it is).
         warm_up: epochs in which the rate first rises from a hundredth, linearly.
         decay: what weight decay shrinks: `all` parameters, or `weights` without biases, norms and tables
-            (:func:`gonio.param_groups`).
+            (:func:`gonio.param_groups`); with `muon` always `weights`.
         clip: largest norm of the gradient of all parameters; None: unlimited.
         label_smoothing: probability that is spread over all classes.
         ema: decay of a moving average of the parameters, which is judged in place of them; 0: none.
         precision: `fp32`, or autocast to `bf16` or `fp16`, the latter with a scaled loss.
         accumulate: parts in which a batch is processed, one after the other; their gradients are added.
+        betas: of `adamw`, and of what `muon` trains by AdamW; None: the optimizer's own.
+        others_factor: with `muon`, the learning rate of what is no matrix over `lr`; None: 0.015.
     """
 
     epochs: int
@@ -61,6 +66,8 @@ class Training:
     ema: float = 0.0
     precision: str = "fp32"
     accumulate: int = 1
+    betas: tuple[float, float] | None = None
+    others_factor: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as data, without the newer ones that have their default: as an older gonio wrote them."""
@@ -70,7 +77,7 @@ class Training:
     def __str__(self) -> str:
         """In words, e.g. `4 epochs, batch size 8, sgd (learning rate 0.1 with cosine decay, …)`."""
         plural = "" if self.epochs == 1 else "s"
-        momentum = f", momentum {self.momentum:g}" if self.optimizer == "sgd" else ""
+        momentum = f", momentum {self.momentum:g}" if self.optimizer != "adamw" else ""
         rate = {"cosine": "cosine decay", "constant": "no decay", "step": "step decay", "one-cycle": "one cycle"}
         warm_up = f" after {self.warm_up:g} epochs of warm-up" if self.warm_up else ""
         sparing = " of weights alone" if self.decay == "weights" else ""
@@ -80,6 +87,8 @@ class Training:
             (self.ema, f"moving average of the parameters with decay {self.ema:g}"),
             (self.precision != "fp32", f"autocast to {self.precision}"),
             (self.accumulate > 1, f"each batch in {self.accumulate} parts"),
+            (self.betas is not None, f"betas {self.betas}"),
+            (self.others_factor is not None, f"{self.others_factor} of the learning rate for what is no matrix"),
         ]
         return (
             f"{self.epochs} epoch{plural}, batch size {self.batch_size}, {self.optimizer} (learning rate {self.lr:g} "
@@ -169,14 +178,18 @@ class RecipeEntry:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the recipe has no rules."""
-        return not any(self.content.get(verb) for verb in VERBS)
+        """Whether the recipe has no rules, no optimizer and no hold."""
+        return not any(self.content.get(key) for key in (*VERBS, *PARTS))
 
     @property
     def changes(self) -> tuple[str, ...]:
         """Each verb with each method that it uses, once, e.g. `("swap DecoupledConv2d.from_conv",)`."""
         rules = [(verb, rule) for verb in VERBS for rule in self.content.get(verb, ())]
-        return tuple(dict.fromkeys(f"{verb} {rule['use']}" for verb, rule in rules if rule["use"] != "keep"))
+        found = [f"{verb} {rule['use']}" for verb, rule in rules if rule["use"] != "keep"]
+        optimizer, hold = (self.content.get(part) for part in PARTS)
+        found += [f"optimizer {optimizer['use']}"] if optimizer else []
+        found += [f"hold {hold.get('norm', 'matrix')}"] if hold else []
+        return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +258,17 @@ class Plan:
         return self.training
 
     def training_of(self, entry: RecipeEntry) -> Training:
-        """The training settings of one recipe."""
-        return replace(self.trained, **entry.setting.get("training", {}))
+        """The training settings of one recipe.
+
+        If it names an optimizer, a learning rate or decay that it leaves out is the plan's; its other arguments are
+        those of that optimizer by default, because another one's would mean something else.
+        """
+        own = dict(entry.content.get("optimizer") or {})
+        if own:
+            own["optimizer"] = own.pop("use")
+            momentum = arguments_of(own["optimizer"]).get("momentum", 0.0)
+            own = {"momentum": momentum, "betas": None, "others_factor": None, **own}
+        return replace(self.trained, **{**own, **entry.setting.get("training", {})})
 
     @property
     def sign(self) -> int:
@@ -288,7 +310,9 @@ class Plan:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
-        values["training"] = None if values["training"] is None else Training(**values["training"])
+        training = dict(values["training"] or {})
+        training |= {"betas": tuple(training["betas"])} if training.get("betas") else {}  # JSON has lists alone
+        values["training"] = Training(**training) if training else None
         for key, kind in (("tuning", Tuning), ("threat", AttackConfig), ("measure", Measure)):
             values[key] = kind(**values[key]) if values.get(key) else None
         for key in ("seeds", "notes", "history"):

@@ -24,13 +24,14 @@ from gonio.compare.planning.plan import (
     installed_versions,
 )
 from gonio.compare.running.scripts import probe_script
-from gonio.compare.running.training import DECAYS, OPTIMIZERS, PRECISIONS, SCHEDULES, autocast
+from gonio.compare.running.training import PRECISIONS, SCHEDULES, autocast
 from gonio.compare.running.tuning import require_optuna
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.task import Task, paired
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.models import resolve as resolve_model
 from gonio.models.user_code import code_digest, is_user_code
+from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import Recipe
 
 # One per seed system, in the order of the systems.
@@ -99,7 +100,7 @@ def make_plan(
         for each in entries
         if len(each.changes) > 1
     ]
-    return Plan(
+    plan = Plan(
         task=task,
         model=spec,
         recipes=tuple(entries),
@@ -123,6 +124,7 @@ def make_plan(
         metrics={metric.name: metric.unit for metric in data.metrics},
         workers=workers,
     )
+    return replace(plan, notes=(*plan.notes, *_own_trainings(plan)))
 
 
 def make_script_plan(
@@ -177,6 +179,9 @@ def make_script_plan(
     if not 0 <= sesoi < float("inf"):
         raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
     loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
+    if own := [recipe.name for recipe in loaded if recipe.optimizer is not None]:
+        named, do = f"{', '.join(own)}, which names one", "Leave the recipe out, or its optimizer."
+        raise InvalidArgumentError("a script builds its own optimizer", named, do)
     unfit = _unfit(script, loaded, device)
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
@@ -200,6 +205,16 @@ def make_script_plan(
         threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
         device=device,
     )
+
+
+def _own_trainings(plan: Plan) -> list[str]:
+    """A note on each recipe that names its optimizer."""
+    own = [(entry.name, plan.training_of(entry)) for entry in plan.recipes if entry.content.get("optimizer")]
+    usual = f"{plan.trained.optimizer} with {plan.trained.lr:g}"
+    return [
+        f"{name} is trained by {each.optimizer} with a learning rate of {each.lr:g}, in place of {usual}."
+        for name, each in own
+    ]
 
 
 def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
@@ -331,7 +346,7 @@ def check_training(training: Training, task: Task, *, device: str = "cpu") -> No
     """
     for name in ("epochs", "batch_size", "lr"):
         _require(0 < getattr(training, name) < math.inf, f"{name} must be a positive number", getattr(training, name))
-    known = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
+    known = {"optimizer": tuple(OPTIMIZERS), "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
     for name, names in known.items():
         found = getattr(training, name)
         _require(found in names, f"{name} must be one of {', '.join(names)}", found, "Choose one of them.")

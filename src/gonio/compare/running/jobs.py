@@ -251,8 +251,8 @@ def _trained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Modu
     own_seed = plan.seed_of(entry, record.seed)
     model, applied, text = build(plan, task, entry, own_seed)
     seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
-    training, penalty = plan.training_of(entry), applied.penalty
-    done = fit(model, task, training=training, seed=own_seed, penalty=penalty, workers=plan.workers)
+    training, penalty, hold = plan.training_of(entry), applied.penalty, applied.hold_
+    done = fit(model, task, training=training, seed=own_seed, penalty=penalty, hold=hold, workers=plan.workers)
     curve = {key: [value if math.isfinite(value) else None for value in values] for key, values in done.curve.items()}
     return model, task, done, replace(record, status="diverged", curve=curve, plan=text, error=done.diverged)
 

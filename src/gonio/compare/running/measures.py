@@ -165,7 +165,7 @@ def accuracy_after(subject: Subject, *, epochs: int, recipe: Mapping[str, Any] |
     changed = Recipe.from_dict({**(recipe or {}), "name": "later"})
     applied = changed.apply_(subject.model, seed=subject.seed)
     training, seed = replace(subject.training, epochs=epochs), derive_seed(subject.seed, "later")
-    done = fit(subject.model, subject.task, training=training, seed=seed, penalty=applied.penalty)
+    done = fit(subject.model, subject.task, training=training, seed=seed, penalty=applied.penalty, hold=applied.hold_)
     if done.diverged or done.state is None:
         return math.nan
     subject.model.load_state_dict(done.state)

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gonio.compare.engines.local import die_with_parent
 from gonio.compare.judging.cost import Gauge
 from gonio.compare.judging.filter_summary import filter_summary
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.robustness import answer_of, attacked, chosen
-from gonio.compare.planning.plan import VERBS, AttackConfig, Plan, RecipeEntry
+from gonio.compare.planning.plan import PARTS, VERBS, AttackConfig, Plan, RecipeEntry
 from gonio.compare.running.training import kept_generators, seed_everything
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.models.user_code import load_script
+from gonio.optim import Held
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
@@ -109,8 +111,20 @@ class Run:
             self._applied = recipe.apply_(model, seed=self.seed)
         self._model = model
         if leads():
-            _write(self.folder / _PLAN, text if any(recipe.rules(verb) for verb in VERBS) else "")
+            changes = any(getattr(recipe, key) for key in (*VERBS, *PARTS))
+            _write(self.folder / _PLAN, text if changes else "")
         return self._applied
+
+    def hold_(self, optimizer: Optimizer) -> Held | None:
+        """Hand over the optimizer, on whose steps the hold of the run's recipe acts; does nothing without a hold.
+
+        Call it after the optimizer is built and before its learning rate schedule; a recipe with a hold refuses the
+        first step otherwise. The radii are in the optimizer's state dict, so a checkpoint has them.
+
+        Raises:
+            InvalidArgumentError: `apply_` was not called in this process.
+        """
+        return self._made("run.hold_").hold_(optimizer)
 
     @property
     def penalty(self) -> Callable[[], Tensor]:
@@ -119,11 +133,14 @@ class Run:
         Raises:
             InvalidArgumentError: `apply_` was not called in this process.
         """
+        return self._made("run.penalty").penalty or (lambda: torch.zeros(()))
+
+    def _made(self, name: str) -> Applied:
         if self._applied is None:
             raise InvalidArgumentError(
-                "run.penalty needs the model of run.apply_", "no call of run.apply_", "Call it first."
+                f"{name} needs the model of run.apply_", "no call of run.apply_", "Call it first."
             )
-        return self._applied.penalty or (lambda: torch.zeros(()))
+        return self._applied
 
     @contextmanager
     def step(self) -> Iterator[None]:

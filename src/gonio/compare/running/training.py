@@ -29,10 +29,10 @@ from torch.optim.lr_scheduler import (
 
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
 from gonio.compare.tasks.task import Batch, Examples, Metric, Task
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.errors import NoMatchError
 from gonio.models import resolve as resolve_model
+from gonio.optim.named import OPTIMIZERS, arguments_of
 from gonio.parametrizations import tick_on_step
-from gonio.penalty import param_groups
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
@@ -120,6 +120,7 @@ def fit(
     training: Training,
     seed: int,
     penalty: Callable[[], Tensor] | None = None,
+    hold: Callable[[Optimizer], object] | None = None,
     workers: int = 0,
 ) -> Fit:
     """Train `model` in place, on its device; the validation split chooses the epoch that is reported.
@@ -129,9 +130,10 @@ def fit(
 
     Args:
         penalty: added to the loss of each step, e.g. a :class:`gonio.Penalty`, built with the training's `accumulate`.
+        hold: is given the optimizer before its schedule is built, e.g. `applied.hold_` of a recipe.
         workers: processes that load the items of a data set.
     """
-    step = Step(model, task, training, penalty)
+    step = Step(model, task, training, penalty, hold=hold)
     average = Average(model, training.ema)
     schedule = make_schedule(step.optimizer, training, _steps(task, training))
     done = Fit()
@@ -175,13 +177,21 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, task: Task, training: Training, penalty: Callable[[], Tensor] | None = None
+        self,
+        model: nn.Module,
+        task: Task,
+        training: Training,
+        penalty: Callable[[], Tensor] | None = None,
+        *,
+        hold: Callable[[Optimizer], object] | None = None,
     ) -> None:
         self._model, self._task, self._training, self._penalty = model, task, training, penalty
         self._loss = smoothed(task, training.label_smoothing)
         self._device = device_of(model)
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=training.precision == "fp16")
         self.optimizer = make_optimizer(model, training)
+        if hold is not None:
+            hold(self.optimizer)
         with suppress(NoMatchError):  # a model without spectral norms has none to advance
             tick_on_step(self.optimizer, model)
 
@@ -269,9 +279,7 @@ class Average:
 
 # --- what a training can be -----------------------------------------------------------------------------
 
-OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "constant", "step", "one-cycle")
-DECAYS = ("all", "weights")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -279,23 +287,11 @@ def make_optimizer(model: nn.Module, training: Training) -> Optimizer:
     """The optimizer over all parameters of the model, those of its recipe included.
 
     Raises:
-        InvalidArgumentError: unknown optimizer.
+        UnknownNameError: unknown optimizer.
     """
-    decay = training.weight_decay
-    parameters: Any = model.parameters() if training.decay == "all" else [*param_groups(model, decay)]
-    if training.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=training.lr,
-            momentum=training.momentum,
-            weight_decay=decay,
-            nesterov=training.momentum > 0,
-        )
-    if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=decay)
-    raise InvalidArgumentError(
-        f"optimizer must be one of {', '.join(OPTIMIZERS)}", repr(training.optimizer), "Choose one of them."
-    )
+    values = {name: getattr(training, name) for name in arguments_of(training.optimizer)}
+    given = {name: value for name, value in values.items() if value is not None}
+    return OPTIMIZERS[training.optimizer](model, **given)
 
 
 def make_schedule(optimizer: Optimizer, training: Training, steps: int) -> LRScheduler:
@@ -308,7 +304,8 @@ def make_schedule(optimizer: Optimizer, training: Training, steps: int) -> LRSch
     left = max(1, total - warm)
     schedule: LRScheduler
     if training.schedule == "one-cycle":
-        return OneCycleLR(optimizer, training.lr, total_steps=total + 1, cycle_momentum=False)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        return OneCycleLR(optimizer, rates, total_steps=total + 1, cycle_momentum=False)
     if warm:  # SequentialLR wants the first one made first
         rise = LinearLR(optimizer, 0.01, total_iters=warm)
     if training.schedule == "cosine":

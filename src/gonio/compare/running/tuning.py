@@ -35,11 +35,13 @@ class Dimension:
 def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     """The search space of one recipe: the learning rate first, then its strengths in order.
 
-    A strength of 0 has no logarithm and is not searched.
+    The range of the learning rate is as wide for each recipe, around the recipe's own one if it names one. A strength
+    of 0 has no logarithm and is not searched.
     """
     if plan.tuning is None:
         return ()
-    found = [(LEARNING_RATE, plan.trained.lr, plan.tuning.rate_factor)]
+    rate = (entry.content.get("optimizer") or {}).get("lr", plan.trained.lr)
+    found = [(LEARNING_RATE, rate, plan.tuning.rate_factor)]
     for number, rule in enumerate(entry.content.get("penalty", ()), start=1):
         if rule.get("strength"):
             found.append((f"penalty.{number}.strength", float(rule["strength"]), plan.tuning.strength_factor))
@@ -56,6 +58,8 @@ def settled(plan: Plan, entry: RecipeEntry, values: Mapping[str, float]) -> tupl
     if not values:
         return plan, entry
     content: dict[str, Any] = copy.deepcopy(dict(entry.content))
+    if LEARNING_RATE in values and "lr" in (content.get("optimizer") or {}):
+        content["optimizer"]["lr"] = values[LEARNING_RATE]
     for name, value in values.items():
         if name != LEARNING_RATE:
             verb, number, option = name.split(".")
@@ -97,7 +101,7 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
     """The values of one trial; they depend only on the plan and on the trials before it.
 
     So a killed tuning proposes the same values again when it is resumed, with any number of runs at a time. The
-    random trials draw the same learning rates for every recipe.
+    random trials draw the same learning rates, as multiples of the default, for every recipe.
     """
     if number == 0 or plan.tuning is None:
         return defaults_of(plan, entry)

@@ -1,0 +1,108 @@
+"""Optimizers by name, with arguments that are data: what a recipe and a comparison may train with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.optim.muon import Muon
+from gonio.penalty.param_groups import param_groups
+
+Decay = Literal["all", "weights"]
+DECAYS = ("all", "weights")
+
+
+def sgd(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.9, decay: Decay = "all"
+) -> Optimizer:
+    """SGD with Nesterov momentum; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
+    _check(lr=lr, weight_decay=weight_decay, momentum=momentum, decay=decay)
+    parameters = _parameters(model, weight_decay, decay)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0)
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    decay: Decay = "all",
+) -> Optimizer:
+    """AdamW; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
+    _check(lr=lr, weight_decay=weight_decay, betas=betas, decay=decay)
+    return torch.optim.AdamW(
+        _parameters(model, weight_decay, decay), lr=lr, betas=_pair(betas), weight_decay=weight_decay
+    )
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    others_factor: float = 0.015,
+) -> Optimizer:
+    """Muon on the matrices of `gonio.param_groups(model, matrices=True)`, AdamW on the others; weights alone decay.
+
+    The others have the learning rate `others_factor` · `lr`, so that tuning `lr` moves both.
+    """
+    _check(lr=lr, weight_decay=weight_decay, momentum=momentum, betas=betas, others_factor=others_factor)
+    groups = param_groups(model, weight_decay, matrices=True)
+    return Muon(groups, lr, weight_decay, momentum=momentum, others_lr=others_factor * lr, betas=_pair(betas))
+
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"sgd": sgd, "adamw": adamw, "muon": muon})
+
+
+def arguments_of(name: str) -> Mapping[str, Any]:
+    """The arguments of an optimizer by name, with their defaults; the model is none of them.
+
+    Raises:
+        UnknownNameError: for a name that is not in `OPTIMIZERS`.
+
+    Example:
+        >>> from gonio.optim.named import arguments_of
+        >>> arguments_of("sgd")["momentum"], sorted(arguments_of("muon"))
+        (0.9, ['betas', 'lr', 'momentum', 'others_factor', 'weight_decay'])
+    """
+    if name not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", name, OPTIMIZERS)
+    parameters = list(inspect.signature(OPTIMIZERS[name]).parameters.values())[1:]
+    return {each.name: each.default for each in parameters}
+
+
+def _parameters(model: nn.Module, weight_decay: float, decay: Decay) -> Any:
+    return model.parameters() if decay == "all" else [*param_groups(model, weight_decay)]
+
+
+def _pair(betas: Sequence[float]) -> tuple[float, float]:
+    first, second = betas
+    return float(first), float(second)
+
+
+def _check(*, lr: float, weight_decay: float, decay: str = "all", **others: Any) -> None:
+    """Refuse values that no optimizer can use; torch checks some of them, with other errors."""
+    shares = {"momentum": (others.get("momentum", 0.0),), "betas": others.get("betas", (0.0, 0.0))}
+    positive = {"lr": lr, **({"others_factor": others["others_factor"]} if "others_factor" in others else {})}
+    for name, value in positive.items():
+        if not 0 < value < inf:
+            raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give another value.")
+    if not 0 <= weight_decay < inf:
+        raise InvalidArgumentError("weight_decay must be 0 or above", repr(weight_decay), "Give another value.")
+    for name, values in shares.items():
+        if len(values) != (2 if name == "betas" else 1) or not all(0 <= value < 1 for value in values):
+            what = "betas must be two numbers" if name == "betas" else "momentum must be"
+            raise InvalidArgumentError(f"{what} from 0 to below 1", repr(others[name]), "Give another value.")
+    if decay not in DECAYS:
+        raise InvalidArgumentError(f"decay must be one of {', '.join(DECAYS)}", repr(decay), "Choose one of them.")
