@@ -107,11 +107,10 @@ def _findings() -> tuple[dict[str, Finding], dict[str, str]]:
 
 def _intro(seed: str, versions: dict[str, str]) -> list[str]:
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    source = (
-        "The control: a sentence that is false by construction."
-        if seed == "control"
-        else f"Claims of the document {seed}, a survey that this project began with."
-    )
+    source = {
+        "control": "The control: a sentence that is false by construction.",
+        "training": "Claims on the steps of optimizers, which the five documents that this project began with leave out.",
+    }.get(seed, f"Claims of the document {seed}, a survey that this project began with.")
     return [f"{source} Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}."]
 
 

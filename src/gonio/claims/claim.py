@@ -23,6 +23,7 @@ SEEDS: Mapping[str, str] = {
     "002": "normalisation",
     "003": "decoupled networks",
     "004": "geometric initialisation",
+    "training": "norms and angles while a network trains",
     "control": "a claim that is false by construction",
 }
 _CATALOG = Path(__file__).with_name("catalog")
@@ -42,6 +43,8 @@ class _TrainingFields(BaseModel):
     optimizer: Literal["sgd", "adamw", "muon"] | None = None
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    decay: Literal["all", "weights"] | None = None
+    warm_up: Annotated[float, Field(ge=0)] | None = None
 
     def over(self, training: Training) -> Training:
         """These values in place of those of `training`."""
@@ -119,7 +122,7 @@ class Claim(BaseModel):
 
     Attributes:
         name: of the file.
-        seed: the document that states it, see :data:`SEEDS`.
+        seed: the document that states it, or a topic that the documents leave out, see :data:`SEEDS`.
         claim: the sentence. source: paper and section.
         measure: what is measured, a name of :data:`gonio.compare.running.measures.MEASURES`, with options.
         direction: the claim is that the contrast is `larger` than 0, `smaller`, or the `same`.
@@ -139,7 +142,7 @@ class Claim(BaseModel):
 
     model_config = _CLOSED
     name: _Name
-    seed: Literal["000", "001", "002", "003", "004", "control"]
+    seed: Literal["000", "001", "002", "003", "004", "training", "control"]
     claim: _Text
     source: _Text
     measure: str = "accuracy"

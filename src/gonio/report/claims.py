@@ -159,7 +159,7 @@ def claim_explanation(claim: Claim) -> str:
     """Everything that a claim says about itself, for a terminal."""
     lines = [
         f"{claim.name}: {claim.claim}",
-        f"source: {claim.source} (seed {claim.seed}, {SEEDS[claim.seed]})",
+        f"source: {claim.source} ({claim.seed}: {SEEDS[claim.seed]})",
     ]
     for title, text in (("reported", claim.reported), ("differs", claim.differs), ("not tried", claim.not_tried)):
         lines += [f"{title}: {text}"] if text else []

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.training import batches, evaluate, fit
@@ -30,11 +31,14 @@ from gonio.geometry import (
     matrix_view,
     singular_values,
 )
+from gonio.measuring import Tracker
 from gonio.models.deep import Residual
 from gonio.nn import DecoupledConv2d, SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d, angular, magnitude
+from gonio.optim import hold_
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed, generator
 from gonio.surgery import balance_, calibrate_, equivalent, swap_
+from gonio.surgery.graph import trace
 
 _SAME = 1e-9  # largest relative deviation of outputs in float64 that counts as the same function
 _SWITCHABLE = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
@@ -484,6 +488,27 @@ def norm_growth_error(subject: Subject, *, steps: int = 20) -> float:
     return 100 * worst
 
 
+def rotation_excess(subject: Subject, *, epochs: int, hold: bool = False) -> float:
+    """Percent by which scale-invariant layers turn faster per step than predicted, mean over the layers.
+
+    The model is trained for `epochs` at a constant learning rate with the plan's other settings, and the later half of
+    the steps counts; see :func:`gonio.measuring.equilibrium`. With `hold`, norms and sizes of the steps are held, which
+    predicts arctan η (:func:`gonio.hold_`).
+    """
+    invariant = trace(subject.model, training=True).scale_invariant
+    trackers: list[Tracker] = []
+
+    def watch(optimizer: Optimizer) -> None:
+        if hold:
+            hold_(subject.model, optimizer, step="fixed")
+        trackers.append(Tracker(subject.model, optimizer=optimizer, figures="training", every=1))
+
+    training = replace(subject.training, epochs=epochs, schedule="constant", warm_up=0.0)
+    done = fit(subject.model, subject.task, training=training, seed=subject.seed, hold=watch)
+    ratios = [layer.ratio for layer in trackers[0].rotations if layer.layer in invariant and layer.ratio is not None]
+    return math.nan if done.diverged or not ratios else 100 * (sum(ratios) / len(ratios) - 1)
+
+
 def _grad(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
@@ -519,6 +544,7 @@ MEASURES: Mapping[str, Kind] = {
     "penalty_change": Kind(penalty_change, "%"),
     "rectified_deviation": Kind(rectified_deviation, "%", start=True),
     "robust_accuracy": Kind(robust_accuracy, "%", worst=0.0, attacked=True),
+    "rotation_excess": Kind(rotation_excess, "%", start=True),
     "shift_deviation": Kind(shift_deviation, "%"),
     "signal_gain": Kind(signal_gain, "decades", start=True),
     "trains": Kind(trains, "% of runs", worst=0.0),
