@@ -109,7 +109,7 @@ def _intro(seed: str, versions: dict[str, str]) -> list[str]:
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
     source = {
         "control": "The control: a sentence that is false by construction.",
-        "training": "Claims on the steps of optimizers, which the five documents that this project began with leave out.",
+        "training": "Claims on the steps of optimizers, of which the five documents do not speak.",
     }.get(seed, f"Claims of the document {seed}, a survey that this project began with.")
     return [f"{source} Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}."]
 

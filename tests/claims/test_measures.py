@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import nn
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.measures import MEASURES, Subject, kind_of
+from gonio.compare.running.training import fit
 from gonio.compare.tasks import resolve
 from gonio.errors import InvalidArgumentError
 from gonio.models import deep_cnn, deep_mlp, residual_mlp
@@ -137,3 +140,42 @@ def test_the_gap_is_that_between_two_accuracies() -> None:
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match="'lipschitz_bound' has the options norm; found size"):
         kind_of(Measure("lipschitz_bound", {"size": 1}))
+
+
+def test_rotation_is_compared_with_the_equilibrium_of_scale_invariant_layers() -> None:
+    training = replace(TRAINING, lr=0.1, weight_decay=0.05, momentum=0.0, schedule="constant")
+    task, model = resolve("digits"), deep_cnn(depth=2, width=8, norm="batch")
+    found = MEASURES["rotation_excess"].function(Subject(copy.deepcopy(model), task, training, 3), epochs=4)
+
+    seen: list[list[float]] = [[], []]
+
+    def watch(optimizer: torch.optim.Optimizer) -> None:
+        weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+        before: list[torch.Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_: before.extend(w.detach().double().clone() for w in weights))
+
+        def after(*_: object) -> None:
+            for angles, was, now in zip(seen, before, weights, strict=True):
+                now = now.detach().double()
+                angles.append(float(torch.arccos((was * now).sum() / was.norm() / now.norm())))
+            before.clear()
+
+        optimizer.register_step_post_hook(after)
+
+    fit(model, task, training=replace(training, epochs=4), seed=3, hold=watch)
+    predicted = math.sqrt(2 * 0.1 * 0.05)
+    late = [angles[len(angles) // 2 :] for angles in seen]
+    ratios = [math.sqrt(sum(a * a for a in angles) / len(angles)) / predicted for angles in late]
+    assert found == pytest.approx(100 * (sum(ratios) / 2 - 1), rel=1e-4)  # arccos of small angles in float64: 1e-6
+
+
+def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_prediction() -> None:
+    training = replace(TRAINING, lr=0.01, weight_decay=0.0, optimizer="adamw")
+    held, free = (
+        MEASURES["rotation_excess"].function(
+            Subject(deep_cnn(depth=2, width=8, norm="batch"), resolve("digits"), training, 3), epochs=2, hold=hold
+        )
+        for hold in (True, False)
+    )
+    assert abs(held) < 5  # percent: the updates of AdamW are nearly orthogonal to the weight
+    assert math.isnan(free)
