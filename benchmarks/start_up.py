@@ -56,7 +56,9 @@ def rows(*, quick: bool) -> Iterator[Row]:
     if quick:
         return
     torch = _program("torch", "-c", "import torch")
-    yield Row(
-        "import gonio and torch", "process", torch, (_program("gonio", "-c", "import torch, gonio; gonio.measure"),)
-    )
+    for case, code in (
+        ("import gonio", "import torch, gonio"),
+        ("first gonio.measure", "import torch, gonio; gonio.measure"),
+    ):
+        yield Row(case, "process", torch, (_program("gonio", "-c", code),))
     yield Row("gonio measure small.safetensors", "process", torch, (_measured(),))
