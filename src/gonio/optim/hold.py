@@ -68,7 +68,8 @@ def _fix_(weights: Sequence[_HeldWeight], rate: float) -> None:
     moved: list[Tensor] = []
     factors = factors_of(radii, norms_of(vectors, (change(*start) for start in starts)), rate)
     for (weight, before), factor in zip(starts, factors, strict=True):
-        moved.append(before.to(weight.radius.dtype).add_(weight.vectors.scaled(change(weight, before), factor)))
+        # out of place: torch refuses to add in place to a weight of fewer rows than processes
+        moved.append(before.to(weight.radius.dtype) + weight.vectors.scaled(change(weight, before), factor))
         weight.before = None
     for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
         write_(weight.parameter, weight.vectors.scaled(w, factor))
