@@ -38,6 +38,10 @@ def test_candidates_compute_the_same(report: Report) -> None:
             if measured.deviation is None:  # random results, steps with and without a penalty, other figures
                 assert report.topic in ("measuring", "orthogonal_init", "start_up", *LONG)
                 continue
+            if measured.name.startswith(
+                "FAISS LSH"
+            ):  # present where FAISS is: an approximate search, whose recall is shown
+                continue
             assert measured.deviation < AGREEMENT, f"{row.case} {row.mode}: {measured.name} {measured.deviation}"
 
 
