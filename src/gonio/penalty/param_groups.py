@@ -104,13 +104,13 @@ def param_groups(
     smaller width, then fits this one, whose weights :func:`gonio.init.mup_` initialised. With the growth
     :math:`r_\text{in}`, :math:`r_\text{out}` of the numbers of inputs and outputs between the two:
 
-    ============= ======================== =====================================
-    kind          Adam, AdamW              SGD
-    ============= ======================== =====================================
-    input, biases 1                        :math:`r_\text{out}`
-    hidden        :math:`1/r_\text{in}`  :math:`r_\text{out}/r_\text{in}`
-    output        :math:`1/r_\text{in}`  :math:`1/r_\text{in}`
-    ============= ======================== =====================================
+    ============= ===================== ================================
+    kind          Adam, AdamW           SGD
+    ============= ===================== ================================
+    input, biases 1                     :math:`r_\text{out}`
+    hidden        :math:`1/r_\text{in}` :math:`r_\text{out}/r_\text{in}`
+    output        :math:`1/r_\text{in}` :math:`1/r_\text{in}`
+    ============= ===================== ================================
 
     The decay of each group is divided by its factor, so that their product stays. Tables are inputs. So is a head that
     is tied to one: the model has to multiply its outputs by :math:`1/r`. Attention has to divide its products by the
