@@ -449,7 +449,11 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(("step", "each"), [("free", 2), ("fixed", 9)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_further_weight_costs_few_operations(norm: str, step: str, each: int) -> None:
-    """Those that read and write it: a norm and a product; with a fixed step also the copy and the change."""
+    """Those that read and write it: a norm and a product; with a fixed step also the copy and the change.
+
+    The norm of a matrix is that of its rows' norms: one operation more, and two with a fixed step, which has two norms.
+    """
+    each += (1 if step == "free" else 2) if norm == "matrix" else 0
 
     def operations(count: int, *, held: bool) -> int:
         model = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(count))

@@ -265,17 +265,11 @@ def check_arguments(
 # --- which weights ------------------------------------------------------------------------------------------------
 
 
-def holdable(
-    model: nn.Module,
-    where: Where = None,
-    *,
-    norm: Norm = "matrix",
-    radius: Literal["initial"] | float = "initial",
-    step: Step = "free",
-    magnitude: Literal["learned"] | None = None,
-    magnitude_lr: float | None = None,
-) -> dict[str, str]:
+def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[str, str]:
     """The layers that :func:`hold_` would hold with an optimizer of all parameters; the model is not changed.
+
+    Args:
+        arguments: the others of :func:`hold_`.
 
     Returns: by path, why a selected layer is left out; empty for a layer that is held.
 
@@ -286,8 +280,9 @@ def holdable(
         >>> holdable(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), norm="columns")
         {'0': '', '2': 'its columns have one entry each, which could not move'}
     """
-    check_arguments(norm, radius, step, magnitude, magnitude_lr)
-    refs, left = _chosen(model, {id(p) for p in model.parameters()}, where, norm, magnitude)
+    check_arguments(**arguments)
+    trained, norm = {id(p) for p in model.parameters()}, arguments.get("norm", "matrix")
+    refs, left = _chosen(model, trained, where, norm, arguments.get("magnitude"))
     return {**{ref.path: "" for ref in refs}, **left}
 
 
