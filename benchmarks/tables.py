@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import planted_damage
+from benchmarks import fine_tuning, planted_damage
 from benchmarks.results import FOLDER, Measured, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +39,7 @@ def deviation_cell(measured: Measured) -> str:
 
 
 CELLS: dict[str, Cell] = {"time": time_cell, "memory": memory_cell, "deviation": deviation_cell}
+OWN = {module.RESULT.stem: module.table for module in (fine_tuning, planted_damage)}  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
     "time": ("floor ms", lambda floor: f"{floor.milliseconds:.2f}"),
     "memory": ("floor MiB", memory_cell),
@@ -94,8 +95,8 @@ def block(ask: str, folder: Path) -> str | None:
     path = path_of(topic, folder=folder)
     if not path.exists():
         return None
-    if topic == planted_damage.RESULT.stem:
-        return planted_damage.table(json.loads(path.read_text(encoding="utf-8")))
+    if topic in OWN:
+        return OWN[topic](json.loads(path.read_text(encoding="utf-8")))
     return markdown(read(path), table=tables[0] if tables else None, what=what)
 
 

@@ -179,3 +179,39 @@ def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_
     )
     assert abs(held) < 5  # percent: the updates of AdamW are nearly orthogonal to the weight
     assert math.isnan(free)
+
+
+def best_rate(training: Training, octaves: list[float], **options: Any) -> float:
+    torch.manual_seed(0)
+    model = deep_cnn(depth=2, width=8, norm="batch")
+    return MEASURES["best_rate"].function(Subject(model, resolve("digits"), training, 3), octaves=octaves, **options)
+
+
+def test_the_best_rate_is_the_vertex_of_the_parabola_through_the_best_scores() -> None:
+    octaves = [-8.0, -6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0]
+    torch.manual_seed(0)
+    start, scores = deep_cnn(depth=2, width=8, norm="batch"), []
+    for octave in octaves:
+        training = replace(TRAINING, lr=0.05 * 2**octave)
+        scores.append(fit(copy.deepcopy(start), resolve("digits"), training=training, seed=3).curve["val_score"][-1])
+    at = int(np.argmax(scores))
+    assert 0 < at < len(octaves) - 1  # or this test would not see a vertex
+    low, top, high = scores[at - 1 : at + 2]
+    expected = octaves[at] + 2 * (high - low) / (2 * (2 * top - low - high))
+    assert best_rate(TRAINING, octaves) == pytest.approx(expected)
+
+
+def test_the_best_rate_does_not_depend_on_the_rate_that_the_grid_starts_from() -> None:
+    octaves = [-4.0, -2.0, 0.0, 2.0, 4.0]
+    found = best_rate(TRAINING, octaves, examples=200)
+    moved = best_rate(replace(TRAINING, lr=0.1), [octave - 1 for octave in octaves], examples=200)
+    assert moved == pytest.approx(found - 1)
+
+
+def test_a_best_rate_at_the_end_of_the_grid_is_that_end() -> None:
+    assert best_rate(TRAINING, [-6.0, -4.0, -2.0]) == -2.0
+
+
+def test_held_weights_have_another_best_rate() -> None:
+    training, octaves = replace(TRAINING, lr=0.01, optimizer="adamw"), [-4.0, -2.0, 0.0, 2.0, 4.0]
+    assert best_rate(training, octaves, hold=True) != best_rate(training, octaves)

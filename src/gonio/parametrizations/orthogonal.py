@@ -108,19 +108,24 @@ def _decomposed(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     floor = matrices.shape[-2] * torch.finfo(matrices.dtype).eps * largest
     zero = largest < torch.finfo(matrices.dtype).tiny
     values = torch.where(zero, 1.0, torch.maximum(values, floor)).sqrt()
-    factor = (vectors / values.unsqueeze(-2)) @ (vectors.mT @ matrices)
+    factor = _inverse_root(vectors, values) @ matrices
     # One Newton–Schulz step restores the digits that the Gram matrix lost.
     factor = 1.5 * factor - 0.5 * (factor @ factor.mT) @ factor
     return torch.where(zero.unsqueeze(-1), matrices, factor), vectors, values
 
 
 def _derivative(factor: Tensor, vectors: Tensor, values: Tensor, direction: Tensor) -> Tensor:
-    """J(direction), see Note [Polar derivative]."""
-    turned = vectors.mT @ (direction @ factor.mT) @ vectors
-    within = (turned - turned.mT) / (values.unsqueeze(-1) + values.unsqueeze(-2))
-    basis = vectors.mT @ factor
-    out = (vectors.mT @ direction - turned @ basis) / values.unsqueeze(-1)
-    return vectors @ (within @ basis + out)
+    """J(direction), see Note [Polar derivative]; three products of the matrices' size, the others are smaller."""
+    turned = direction @ factor.mT
+    inner = vectors.mT @ (turned - turned.mT) @ vectors
+    rotation = vectors @ (inner / (values.unsqueeze(-1) + values.unsqueeze(-2))) @ vectors.mT
+    inverse = _inverse_root(vectors, values)
+    return (rotation - inverse @ turned) @ factor + inverse @ direction
+
+
+def _inverse_root(vectors: Tensor, values: Tensor) -> Tensor:
+    """H⁻¹."""
+    return (vectors / values.unsqueeze(-2)) @ vectors.mT
 
 
 class _Polar(torch.autograd.Function):

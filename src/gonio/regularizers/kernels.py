@@ -125,7 +125,7 @@ def _stretch(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     image = multiplied(a, inner) - vector
     length = torch.linalg.vector_norm(image)
     unit = image / length.clamp_min(torch.finfo(a.dtype).tiny)
-    return length, unit, torch.outer(unit, inner) + torch.outer(vector, multiplied(a.T, unit))
+    return length, unit, torch.addr(torch.outer(unit, inner), vector, multiplied(a.T, unit))
 
 
 def multiplied(a: Tensor, vector: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def log_norm_and_gradient(x: Tensor, least: float | Tensor, share: float | Tenso
         return scale, torch.zeros_like(scale), x * on_weight
     inverse = torch.where(square > torch.finfo(x.dtype).tiny, square.rsqrt(), 0.0)
     on_sign = inverse * share
-    direction = x.abs().sum() * on_sign
-    on_weight = on_weight - direction * inverse * inverse
+    direction = torch.linalg.vector_norm(x, 1) * on_sign
+    on_weight = torch.addcmul(on_weight, direction * inverse, inverse, value=-1)
     return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight)
 
 

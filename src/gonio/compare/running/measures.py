@@ -11,16 +11,18 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.training import batches, evaluate, fit
-from gonio.compare.tasks.task import Examples, Task
+from gonio.compare.tasks.task import Examples, Split, Task
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnknownNameError
 from gonio.geometry import (
     Layout,
@@ -488,6 +490,43 @@ def norm_growth_error(subject: Subject, *, steps: int = 20) -> float:
     return 100 * worst
 
 
+def best_rate(subject: Subject, *, octaves: Sequence[float], examples: int | None = None, hold: bool = False) -> float:
+    """Octaves from the plan's learning rate to the best one: that with the best last validation score.
+
+    The model is trained from its start at every rate of a grid, in the same order of the examples. The best rate is the
+    vertex of the parabola through the best score and its two neighbours; at an end of the grid it is that end.
+
+    Args:
+        octaves: the grid, as ascending log2 of the factor of the plan's rate.
+        examples: of the training split, from its start; None for all.
+        hold: hold norms and sizes of the steps (:func:`gonio.hold_` with `step="fixed"`).
+    """
+    task = subject.task if examples is None else replace(subject.task, train=_first(subject.task.train, examples))
+    sign, scores = 1 if task.metric.direction == "min" else -1, []
+    for octave in octaves:
+        model = copy.deepcopy(subject.model)
+        held = partial(hold_, model, step="fixed") if hold else None
+        training = replace(subject.training, lr=subject.training.lr * 2**octave)
+        done = fit(model, task, training=training, seed=subject.seed, hold=held)
+        scores.append(math.inf if done.diverged else sign * done.curve["val_score"][-1])
+    return _lowest(octaves, scores)
+
+
+def _first(split: Examples, count: int) -> Split:
+    if not isinstance(split, Split):
+        raise InvalidArgumentError("examples= needs a split of tensors", type(split).__name__, "Leave it out.")
+    return Split(split.inputs[:count], split.targets[:count])
+
+
+def _lowest(places: Sequence[float], values: Sequence[float]) -> float:
+    """Where the parabola through the least value and its neighbours is lowest; the place itself without both."""
+    at = min(range(len(values)), key=values.__getitem__)
+    if at in (0, len(values) - 1) or not all(map(math.isfinite, values[at - 1 : at + 2])):
+        return math.nan if math.isinf(values[at]) else float(places[at])
+    a, b, _ = np.polyfit(places[at - 1 : at + 2], values[at - 1 : at + 2], 2)
+    return float(places[at]) if a <= 0 else float(-b / (2 * a))
+
+
 def rotation_excess(subject: Subject, *, epochs: int, hold: bool = False) -> float:
     """Percent by which scale-invariant layers turn faster per step than predicted, mean over the layers.
 
@@ -527,6 +566,7 @@ MEASURES: Mapping[str, Kind] = {
     "angle_error": Kind(angle_error, "degrees"),
     "angle_spread": Kind(angle_spread, "degrees"),
     "batch_share": Kind(batch_share, "%"),
+    "best_rate": Kind(best_rate, "octaves", start=True),
     "bits_per_byte": Kind(bits_per_byte, "bits", worst=8.0),
     "calibrated_accuracy": Kind(calibrated_accuracy, "%", worst=0.0),
     "curve_roughness": Kind(curve_roughness, "% of the fall"),
