@@ -130,8 +130,8 @@ class Block(nn.Module):
         return mixed
 
 
-def byte_transformer(num_classes: int = 256) -> nn.Module:
-    """A :class:`ByteTransformer` of two blocks of width 64 with 4 heads, for 128 bytes of context.
+def byte_transformer(num_classes: int = 256, *, width: int = 64, depth: int = 2) -> nn.Module:
+    """A :class:`ByteTransformer` of `depth` blocks of width `width` with 4 heads, for 128 bytes of context.
 
     Example:
         >>> model = gonio.models.byte_transformer()
@@ -140,7 +140,7 @@ def byte_transformer(num_classes: int = 256) -> nn.Module:
         >>> model(torch.zeros(2, 16, dtype=torch.int64)).shape
         torch.Size([2, 16, 256])
     """
-    return ByteTransformer(num_classes)
+    return ByteTransformer(num_classes, width=width, depth=depth)
 
 
 BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
