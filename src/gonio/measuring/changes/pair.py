@@ -17,7 +17,7 @@ from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.seeding import generator
 
-FILTERS = 4096  # of one matrix, at most, among which products are compared
+FILTERS = 1024  # of one matrix, at most, among which products are compared
 MATRICES = 16  # of one weight, at most, whose directions are compared
 FIRST = 3  # directions, the largest, among which a random change seldom makes intruders
 CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
