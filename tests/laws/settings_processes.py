@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 
@@ -105,6 +106,9 @@ def saved(subject: Subject) -> list[Tensor]:
             if any(p.ndim > 1 for p in model.parameters()):
                 gonio.Tracker(model).step(0)
             gonio.measure(model, batch=subject.x())
+    dist.barrier()  # no process reads the folder any more
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
     return state(model)
 
 

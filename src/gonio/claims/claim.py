@@ -231,7 +231,7 @@ def read_claim(data: Any, *, origin: str) -> Claim:
         # as JSON, where a strict schema takes lists for tuples
         return Claim.model_validate_json(json.dumps(from_data(data, origin=origin).data))
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg']}" for row in error.errors()]
+        found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
         raise InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.") from error
 
 

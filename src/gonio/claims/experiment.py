@@ -266,8 +266,7 @@ def findings(
     """The verdicts of the studies in a folder, as far as they have run; nothing is trained.
 
     Example:
-        >>> import tempfile
-        >>> gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], tempfile.mkdtemp()).headline
+        >>> gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], "no-folder").headline
         'No claim was tried.'
     """
     choice = choice or Choice()
@@ -356,8 +355,7 @@ def as_data(found: Findings) -> dict[str, Any]:
     """The findings as JSON-able data, each number of a run included.
 
     Example:
-        >>> import tempfile
-        >>> found = gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], tempfile.mkdtemp())
+        >>> found = gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], "no-folder")
         >>> gonio.claims.as_data(found)["claims"][0]["judgement"]["verdict"]
         'not tried'
     """
@@ -372,8 +370,7 @@ def from_data(data: Mapping[str, Any]) -> Findings:
     """The inverse of :func:`as_data`, also after JSON has made text of the seeds.
 
     Example:
-        >>> import tempfile
-        >>> found = gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], tempfile.mkdtemp())
+        >>> found = gonio.claims.findings([gonio.claims.load_claim("bn-imagenet")], "no-folder")
         >>> gonio.claims.from_data(gonio.claims.as_data(found)) == found
         True
     """
