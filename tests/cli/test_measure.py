@@ -225,7 +225,7 @@ def test_the_levels_are_those_of_the_findings() -> None:
         ("gadget.pt", 3, "Code in a file is never run"),
         ("cut.safetensors", 3, "not an intact file"),
         ("tiny.py:no_task", 3, "tiny.py:no_task raised ValueError: no data today (tiny.py, line "),
-        ("tiny.py", 2, "no function after it"),
+        ("tiny.py", 2, "no name after it"),
         (".", 3, "not an intact file"),
     ],
 )
@@ -312,7 +312,7 @@ def test_a_checkpoint_with_its_model_has_structure_and_signals(folder: Path) -> 
     assert content["scale"] is not None
     weights = [[t["sigma_max"] for t in read["tensors"] if t["path"] == "conv2"] for read in (content, bare)]
     assert weights[0] == weights[1]
-    assert "Unexpected key" in invoke("measure", "broken.pt", "--model", "digits-cnn").stderr
+    assert "2 unknown (weight, bias)" in invoke("measure", "broken.pt", "--model", "digits-cnn").stderr
     refused = invoke(*words, "--headers")
     assert (refused.exit_code, "--model cannot be combined with --headers" in refused.stderr) == (2, True)
 

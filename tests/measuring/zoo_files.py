@@ -122,7 +122,7 @@ def appended(folder: Path) -> Path:
 
 
 INTACT, DATA = "not an intact file of its kind", b"\x00" * 16
-ONLY_DATA = "damaged or holds more than tensors"
+ONLY_DATA = "damaged|holds more than tensors"
 FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "empty": (raw(b""), INTACT),
     "seven bytes": (raw(b"\x01" * 7), INTACT),

@@ -63,6 +63,14 @@ def save(text: str, target: str, what: str) -> None:
     print_err(f"{what} written to {target}")
 
 
+def check_folders(targets: Mapping[str, str | None]) -> None:
+    """Check before the work that every result can be written."""
+    for target in targets.values():
+        if target not in (None, "-") and not Path(str(target)).parent.is_dir():
+            folder = str(Path(str(target)).parent)
+            raise InvalidArgumentError(f"cannot write {target!r}", f"no folder {folder!r}", "Create it.")
+
+
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:
     """Write a result in each format that has a target; whether any has one."""
     for name, target in targets.items():

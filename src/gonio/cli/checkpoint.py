@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gonio
 from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.source import state_of_torch
+from gonio.measuring.reading.source import absent, state_of_torch
 from gonio.recipes import Recipe
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -51,7 +51,7 @@ def read(path: str) -> Checkpoint:
     """Read a checkpoint as data; no code in it runs."""
     file = Path(path)
     if not file.is_file():
-        raise UnreadableFileError(path, "there is no such file", "Check the path.")
+        raise absent(path)
     _check_suffix(path)
     state, metadata = _safetensors(file) if file.suffix == ".safetensors" else _torch(file)
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
@@ -102,9 +102,21 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     try:
         model.load_state_dict(dict(checkpoint.state), strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
-        lines = [f"{line.strip():.300}" for line in str(error).splitlines()[1:] if line.strip()] or [f"{error!s:.300}"]
+        found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
-        raise NotApplicableError("the checkpoint", checkpoint.path, listing(lines, limit=4), do) from error
+        raise NotApplicableError(f"the checkpoint {checkpoint.path!r}", "", found, do) from error
+
+
+def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Which names are missing or unknown, and which have another shape."""
+    shared = [name for name in own if name in given]
+    shapes = [name for name in shared if getattr(own[name], "shape", None) != getattr(given[name], "shape", None)]
+    groups = {
+        "missing": [name for name in own if name not in given],
+        "unknown": [name for name in given if name not in own],
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{len(names)} {what} ({listing([f'{name:.80}' for name in names], limit=3)})" for what, names in groups.items() if names)
 
 
 def check_target(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
@@ -48,19 +49,20 @@ def list_names(
     from gonio.models import BUILT_IN as MODELS
     from gonio.recipes import Recipe, built_in_names
 
-    rows: dict[Kind, list[tuple[str, str]]] = {
-        Kind.recipes: [(name, Recipe.load(name).description) for name in built_in_names()],
-        Kind.tasks: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
-        Kind.models: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
-        Kind.rules: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
-        Kind.columns: [(column.title, column.explanation) for column in COLUMNS],
-        Kind.claims: [(claim.name, claim.claim) for claim in load_claims()],
+    listed: dict[Kind, Callable[[], list[tuple[str, str]]]] = {
+        Kind.recipes: lambda: [(name, Recipe.load(name).description) for name in built_in_names()],
+        Kind.tasks: lambda: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
+        Kind.models: lambda: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
+        Kind.rules: lambda: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
+        Kind.columns: lambda: [(column.title, column.explanation) for column in COLUMNS],
+        Kind.claims: lambda: [(claim.name, claim.claim) for claim in load_claims()],
     }
     for shown in Kind if kind is None else [kind]:
         if kind is None:
             print_out(f"{shown}:")
-        width = max(len(name) for name, _ in rows[shown])
-        for name, text in rows[shown]:
+        rows = listed[shown]()
+        width = max(len(name) for name, _ in rows)
+        for name, text in rows:
             print_out(f"{'' if kind else '  '}{name:<{width}}  {text.partition('. ')[0].splitlines()[0]}")
 
 
@@ -91,6 +93,8 @@ def explain(
         print_out(claim_explanation(load_claim(word)))
     elif columns:
         print_out("\n".join(f"{column.title}: {column.explanation}" for column in columns))
+    elif titles := [rule for rule in RULES.values() if word and word in rule.text.title.lower()]:
+        print_out("\n".join(f"{rule.code}: {rule.text.title}" for rule in titles))
     else:
         raise UnknownNameError(
             "rule, column or claim", name, [*RULES, *(column.title for column in COLUMNS), *claim_names()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.source import load_torch
+from gonio.measuring.reading.source import absent, load_torch
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
@@ -54,7 +54,9 @@ def read_where(word: str | None) -> Selector:
     try:
         return as_selector(word)
     except OverflowError as error:  # of re.compile
-        raise InvalidArgumentError("--where takes a selector", f"{word!r:.80} ({error})", "Correct it.") from error
+        raise InvalidArgumentError(
+            "--where takes a selector", f"{word!r:.80} ({error})", "Write e.g. conv2."
+        ) from error
 
 
 def read_source(word: str, *, seed: int) -> str | nn.Module:
@@ -85,7 +87,7 @@ def read_batch(word: str, *, option: str) -> Any:
 
 def _batch_from_file(path: Path) -> Any:
     if not path.is_file():
-        raise UnreadableFileError(str(path), "there is no such file", "Check the path.")
+        raise absent(path)
     try:
         if path.suffix == ".npy":
             content: Any = torch.from_numpy(numpy.load(path, allow_pickle=False))
@@ -113,4 +115,5 @@ def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
         raise
     except Exception as error:  # whatever a user's model raises
         found = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidArgumentError(f"{option} must be an input that the model takes", found, "Correct it.") from error
+        do = "Give the sizes of the model's input."
+        raise InvalidArgumentError(f"{option} must be an input that the model takes", found, do) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, print_err, progress, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def measure(
     from gonio.cli.inputs import check_runs, read_batch, read_source
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
+    check_folders(targets)
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
     if widths is not None:

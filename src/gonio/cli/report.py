@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import print_out, save_formats, show
+from gonio.cli.app import check_folders, print_out, save_formats, show
 from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
@@ -37,6 +37,7 @@ def report(
     from gonio.report.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
+    check_folders(targets)
     for study in studies:
         _check_folder(study)
     found = [Study.open(study).results() for study in studies]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -163,7 +164,13 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     """Refuse options that do not fit the source, an unknown engine and unknown figures."""
     for name, what in _OF_MODELS.items():
         if options[name] is not None and not isinstance(source, nn.Module):
-            raise InvalidArgumentError(f"measure() {what}", type(source).__name__, f"Pass the model, or no {name}.")
+            found = "a path" if isinstance(source, (str, os.PathLike)) else type(source).__name__
+            do = f"Pass the model, or no {name}; on the command line a file needs --model FILE.py:FACTORY as well."
+            raise InvalidArgumentError(f"measure() {what}", found, do)
+    batch = options["batch"]
+    if isinstance(batch, str) or (isinstance(batch, (tuple, list)) and all(isinstance(size, int) for size in batch)):
+        do = "For random numbers write e.g. batch=torch.randn(8, 3, 32, 32)."
+        raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
     check_engine(engine, [given for given in (source, options["base"]) if given is not None])
     also = options["also"] or ()
     if isinstance(also, str):

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 
 
 def is_user_code(spec: str) -> bool:
@@ -138,11 +138,21 @@ def _imported(path: Path, known: set[Path]) -> set[Path]:
     return found.union(*(_imported(file, known) for file in found))
 
 
+def _defined(path: Path) -> list[str]:
+    """The public functions and classes of a file, which is not run."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+
+
 def _split(spec: str) -> tuple[Path, str]:
     text, _, name = spec.rpartition(":")
     if not text:
-        problem, do = f"{spec!r} must name a function in the file", f"Write {spec}:name_of_the_function."
-        raise InvalidArgumentError(problem, "no function after it", do)
+        problem, names = f"{spec!r} must name a function or class in the file", _defined(Path(spec))
+        do = f"Write {spec}:{names[0] if names else 'NAME'}{f'; it has {listing(names)}' if len(names) > 1 else ''}."
+        raise InvalidArgumentError(problem, "no name after it", do)
     path = Path(text)
     if not path.is_file():
         found = f"no file {str(path.absolute())!r}"

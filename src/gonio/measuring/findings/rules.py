@@ -145,8 +145,11 @@ def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = 
     return tuple(sorted(found, key=lambda finding: -LEVELS.index(finding.level)))
 
 
-def explain(code: str) -> str:
+def explain(code: str | Finding) -> str:
     """A rule in words: what it finds, its meaning, the value for random weights, what to do, its false-alarm rate.
+
+    Args:
+        code: of the rule, or a finding of it.
 
     Raises:
         UnknownNameError: if there is no such rule.
@@ -155,9 +158,10 @@ def explain(code: str) -> str:
         >>> print(gonio.measuring.explain("G001").splitlines()[0])
         G001 (error): values that are NaN or infinite
     """
-    rule = RULES.get(code.strip().upper())
+    name = code.code if isinstance(code, Finding) else code
+    rule = RULES.get(name.strip().upper())
     if rule is None:
-        raise UnknownNameError("rule", code, RULES)
+        raise UnknownNameError("rule", name, RULES)
     text = rule.text
     chance = [f"Random weights: {text.chance}"] if text.chance else []
     alarms = f"none by construction: {text.exact}" if text.exact else _rate(rule.code)

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import NAMED, Adapter, adapters_in, entries_of_adapters
@@ -43,6 +43,7 @@ from gonio.measuring.reading.rotations import ROTATED, Rotation, entries_of_rota
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of torch checkpoints
+_CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")  # in errors of torch's reader
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 
 
@@ -132,11 +133,7 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
     if isinstance(source, Mapping):
         return _of_state(state_in(source, what="the mapping")), {}, {}
     if not isinstance(source, (str, os.PathLike)):
-        raise InvalidArgumentError(
-            "measure() takes a model, a state dict or a path",
-            type(source).__name__,
-            "For one tensor use the functions of gonio.geometry.",
-        )
+        raise _no_source(source)
     path = Path(source)
     files = _in_folder(path) if path.is_dir() else [path]
     opened = _of_file(files[0]) if len(files) == 1 else _of_parts(files)
@@ -146,9 +143,30 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
     return opened, quantization, adapters if files[0].name.startswith("adapter_model") else {}
 
 
+def _no_source(given: object) -> InvalidArgumentError:
+    """The error for anything else."""
+    found, do = type(given).__name__, "Pass one of them."
+    if isinstance(given, type):
+        found, do = f"the class {given.__name__}", f"Pass an instance of it: {given.__name__}(...)."
+    elif isinstance(given, Tensor):
+        do = "For one tensor use the functions of gonio.geometry."
+    return InvalidArgumentError("measure() takes a model, a state dict or a path", found, do)
+
+
+def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
+    """The error for a path without a file; it names similar files in the folder."""
+    path = Path(path)
+    if ".py:" in path.name:
+        do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
+        return UnreadableFileError(str(path), "there is no such file", do)
+    near = closest(path.name, (file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()))
+    do = f"Did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else "Check the path."
+    return UnreadableFileError(str(path), "there is no such file", do)
+
+
 def _of_file(path: Path) -> Opened:
     if not path.is_file():
-        raise UnreadableFileError(str(path), "there is no such file", "Check the path.")
+        raise absent(path)
     if path.name.endswith(".index.json"):
         return _of_shards(path)
     if path.suffix == ".safetensors":
@@ -407,14 +425,27 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        known = [line for line in lines if line.startswith("WeightsUnpickler error")]
-        said = (known or lines or [type(error).__name__])[0][:300]
-        raise UnreadableFileError(
-            str(path),
-            f"it is damaged or holds more than tensors and plain containers ({said})",
-            "Code in a file is never run here: save model.state_dict(), best as .safetensors.",
-        ) from error
+        raise UnreadableFileError(str(path), *_why_not(path, error)) from error
+
+
+def _why_not(path: Path, error: Exception) -> tuple[str, str]:
+    """Why torch does not read a file, and what to do."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start:
+        return "it is empty (0 bytes)", "Save it again."
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        return "it is damaged: the end of the archive is missing", "Copy, download or save it again."
+    if not start.startswith((b"PK", b"\x80")):
+        return f"it is damaged or no checkpoint of torch: it begins with {start!r}", "Save model.state_dict()."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    known = [line for line in lines if line.startswith("WeightsUnpickler error")]
+    said = (known or lines or [type(error).__name__])[0]
+    do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
+    held = _CLASS.search(said)
+    if held:
+        return f"it holds more than tensors and plain containers: an object of {held[1]}", do
+    return f"it is damaged or holds more than tensors and plain containers ({said[:300]})", do
 
 
 def _is_archive(path: Path) -> bool:
