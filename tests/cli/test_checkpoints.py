@@ -206,7 +206,11 @@ class Gadget:
         (("apply", "normed.yaml", "normed.yaml", *MODEL, "-o", "o.pt"), 2, "a checkpoint ends in"),
         (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "o.onnx"), 2, "a checkpoint ends in"),
         (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "no/where/o.pt"), 2, "no folder"),
-        (("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"), 3, "2 missing (1.weight, 1.bias); 22 unknown (conv1.weight"),
+        (
+            ("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"),
+            3,
+            "2 missing (1.weight, 1.bias); 22 unknown (conv1.weight",
+        ),
         (("apply", "norm.yaml", "plain.pt", *MODEL, "-o", "o.pt"), 3, "norm.yaml: cannot be read"),
         (("apply", "normed.yaml", "hostile.safetensors", *MODEL, "-o", "o.pt"), 3, "the recipe in hostile"),
         (

@@ -1,0 +1,102 @@
+"""What a newcomer passes by mistake is named, with what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError
+from gonio.measuring import explain
+from gonio.models import resolve
+
+
+class Net(nn.Linear):
+    """A class that torch does not unpickle."""
+
+
+def whole(path: Path) -> bytes:
+    torch.save(nn.Linear(3, 2).state_dict(), path)
+    return path.read_bytes()
+
+
+def pickled(path: Path) -> bytes:
+    torch.save(Net(3, 2), path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (lambda _: b"", r"it is empty \(0 bytes\)\. Save it again"),
+        (lambda path: whole(path)[:-30], r"the end of the archive is missing\. Copy, download or save it again"),
+        (lambda _: b"loss 0.3\n", r"it begins with b'loss'\. Save model\.state_dict\(\)"),
+        (pickled, r"an object of \S*test_what_is_wrong\.Net\. Code in a file is never run here"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(content: Callable[[Path], bytes], why: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(content(path))
+    with pytest.raises(UnreadableFileError, match=why):
+        gonio.measure(path)
+
+
+def test_a_missing_file_is_compared_with_its_neighbours(tmp_path: Path) -> None:
+    torch.save({"weight": torch.eye(3)}, tmp_path / "model.pt")
+    with pytest.raises(UnreadableFileError, match=r"no such file. Did you mean .*/model\.pt\?"):
+        gonio.measure(tmp_path / "modle.pt")
+    with pytest.raises(UnreadableFileError, match=r"no such file\. Check the path"):
+        gonio.measure(tmp_path / "empty" / "other.safetensors")
+    with pytest.raises(UnreadableFileError, match="In Python pass the model itself"):
+        gonio.measure("net.py:Net")
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (Net, r"found the class Net\. Pass an instance of it: Net\(\.\.\.\)"),
+        (torch.eye(3), r"found Tensor\. For one tensor use"),
+        (None, r"found NoneType\. Pass one of them"),
+    ],
+)
+def test_what_is_no_source_is_named(source: object, what: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=what):
+        gonio.measure(source)
+
+
+@pytest.mark.parametrize("batch", ["8x3", (8, 3), [8, 3]])
+def test_sizes_are_no_batch(batch: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"e\.g\. a tensor; found .*torch\.randn"):
+        gonio.measure(nn.Linear(3, 2), batch=batch)
+
+
+def test_a_batch_needs_a_model(tmp_path: Path) -> None:
+    torch.save({"weight": torch.eye(3)}, tmp_path / "model.pt")
+    with pytest.raises(InvalidArgumentError, match=r"found a path\. Pass the model, .* --model FILE\.py:FACTORY"):
+        gonio.measure(tmp_path / "model.pt", batch=torch.ones(1, 3))
+
+
+def test_a_finding_explains_itself() -> None:
+    model = nn.Linear(8, 4)
+    with torch.no_grad():
+        model.weight[:2] = 0
+    (finding,) = (finding for finding in gonio.measure(model).findings if finding.code == "G102")
+    assert explain(finding) == explain("g102")
+    with pytest.raises(UnknownNameError, match="no rule named 'G9999'"):
+        explain("G9999")
+
+
+def test_a_checkpoint_is_no_factory() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"found the checkpoint 'bad\.pt'\. Name the function"):
+        resolve("bad.pt")
+
+
+def test_a_file_without_a_name_lists_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text("import os\n\nclass Net: ...\n\ndef make(): ...\n\ndef _hidden(): ...\n")
+    with pytest.raises(InvalidArgumentError, match=r"no name after it\. Write .*net\.py:Net; it has Net, make\."):
+        resolve(str(path))
