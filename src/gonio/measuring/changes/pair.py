@@ -156,7 +156,7 @@ def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
     for old, delta in _doubles(before, change):
-        parts.append(torch.stack([old.square().sum(1), (old * delta).sum(1), delta.square().sum(1)]))
+        parts.append(torch.stack([torch.einsum("nd,nd->n", *two) for two in ((old, old), (old, delta), (delta, delta))]))
     norms, inner, moved = torch.cat(parts, 1)
     norms_after = (norms + 2 * inner + moved).clamp_min(0)
     alive = (norms > 0) & (norms_after > 1e-14 * (norms + moved))
@@ -184,6 +184,8 @@ def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
 
 def _reordered(before: Tensor, after: Tensor) -> int:
     """The number of filters at other places if both have the same filters, which are told apart by their norms."""
+    if not torch.equal(before[:, 0].sort().values, after[:, 0].sort().values):
+        return 0  # without a pass over the filters
     sizes = [torch.cat([x.square().sum(1) for (x,) in _doubles(matrix)]).sort() for matrix in (before, after)]
     if not torch.equal(sizes[0].values, sizes[1].values):
         return 0
