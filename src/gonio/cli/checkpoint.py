@@ -116,7 +116,8 @@ def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         "unknown": [name for name in given if name not in own],
         "of another shape": shapes,
     }
-    return "; ".join(f"{len(names)} {what} ({listing([f'{name:.80}' for name in names], limit=3)})" for what, names in groups.items() if names)
+    shown = {what: listing([f"{name:.80}" for name in names], limit=3) for what, names in groups.items()}
+    return "; ".join(f"{len(names)} {what} ({shown[what]})" for what, names in groups.items() if names)
 
 
 def check_target(path: str) -> None:

@@ -156,7 +156,8 @@ def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
     for old, delta in _doubles(before, change):
-        parts.append(torch.stack([torch.einsum("nd,nd->n", *two) for two in ((old, old), (old, delta), (delta, delta))]))
+        pairs = ((old, old), (old, delta), (delta, delta))
+        parts.append(torch.stack([torch.einsum("nd,nd->n", *pair) for pair in pairs]))
     norms, inner, moved = torch.cat(parts, 1)
     norms_after = (norms + 2 * inner + moved).clamp_min(0)
     alive = (norms > 0) & (norms_after > 1e-14 * (norms + moved))
