@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gonio import compare
-from gonio.claims import Choice, Claim, as_data, findings, from_data, plan_claim, try_claims
+from gonio.claims import Choice, Claim, as_data, findings, from_data, load_claim, plan_claim, try_claims
 from gonio.claims.claim import read_claim
 from gonio.errors import PlanChangedError
 from gonio.report.claims import claims_html, claims_json, claims_text
@@ -168,3 +168,11 @@ def test_page_json_and_text_hold_every_number_and_escape_names(tried: tuple[Path
 def test_findings_survive_their_json(tried: tuple[Path, Any]) -> None:
     _, found = tried
     assert from_data(json.loads(claims_json(found))) == found
+
+
+@pytest.mark.parametrize("name", ["ln-hurts-conv", "warm-up-held", "muon-text", "som-without-bn"])
+def test_tuning_looks_for_what_the_task_calls_better_whatever_the_claim_says(name: str) -> None:
+    choice = Choice(full=True, task="bytes" if "text" in name or "held" in name else "digits")
+    plan = plan_claim(load_claim(name), choice)
+    assert plan.tuning is not None
+    assert plan.direction == ("min" if choice.task == "bytes" else "max")

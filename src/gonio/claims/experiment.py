@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -169,7 +169,7 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         seeds=choice.seeds_of(setting),
         training=setting.training.over(task.training),
         metric=claim.measure,
-        direction="min" if claim.direction == "smaller" else "max",
+        direction=_direction(claim, setting, task),
         unit=kind.unit,
         splits={name: len(split) for name, split in task.splits.items()},
         data=task.digest(),
@@ -184,6 +184,13 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     )
     _check_recipes(plan, task)
     return plan
+
+
+def _direction(claim: Claim, setting: Setting, task: Task) -> Literal["max", "min"]:
+    """Which scores are better: trials of tuning have the task's, and otherwise those that confirm the claim."""
+    if setting.tune:
+        return task.metric.direction
+    return "min" if claim.direction == "smaller" else "max"
 
 
 def _worst(kind: Kind, claim: Claim, setting: Setting, task: Task) -> float | None:
