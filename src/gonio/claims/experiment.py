@@ -188,9 +188,8 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
 
 def _direction(claim: Claim, setting: Setting, task: Task) -> Literal["max", "min"]:
     """Which scores are better: trials of tuning have the task's, and otherwise those that confirm the claim."""
-    if setting.tune:
-        return task.metric.direction
-    return "min" if claim.direction == "smaller" else "max"
+    smaller = task.metric.direction == "min" if setting.tune else claim.direction == "smaller"
+    return "min" if smaller else "max"
 
 
 def _worst(kind: Kind, claim: Claim, setting: Setting, task: Task) -> float | None:
