@@ -4,8 +4,9 @@
 
 A byte-level transformer learns Python source (the task `bytes`) and is then tuned on English, the manual pages of
 Python's `pydoc`. Adapters are those of peft, read from the folders that it saves. Each intruder count of
-:func:`gonio.measure` is held against a full SVD in float64 of the weights that peft merges. The result is
-benchmarks/results/fine_tuning.json, from which `benchmarks.tables` fills a page's `fine_tuning` block.
+:func:`gonio.measure` is held against a full SVD in float64 of the weights that peft merges. It needs
+peft, which imports transformers and with it torchvision: of one kind with torch, both for the CPU or both for CUDA. The
+result is benchmarks/results/fine_tuning.json, from which `benchmarks.tables` fills a page's `fine_tuning` block.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ RESULT = FOLDER / "fine_tuning.json"
 SEEDS = 5
 WIDTH, CONTEXT = 128, 128
 TARGETS = ["qkv", "out", "up", "down"]  # of each block
+PATHS = [f"blocks.{block}.{name}" for block in (0, 1) for name in TARGETS]
 State = Mapping[str, Tensor]
 
 
@@ -139,9 +141,6 @@ def tuned(base: nn.Module, way: Way, seed: int) -> dict[str, Any]:
         "forms": sorted({d.form for d in shown.values()}),
         "codes": sorted({finding.code for finding in found.findings}),
     }
-
-
-PATHS = [f"blocks.{block}.{name}" for block in (0, 1) for name in TARGETS]
 
 
 def of_seed(seed: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from gonio import compare
 from gonio.claims import Choice, Claim, as_data, findings, from_data, load_claim, plan_claim, try_claims
 from gonio.claims.claim import read_claim
-from gonio.errors import PlanChangedError
+from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.report.claims import claims_html, claims_json, claims_text
 from report.html_reader import Page
 
@@ -170,9 +170,15 @@ def test_findings_survive_their_json(tried: tuple[Path, Any]) -> None:
     assert from_data(json.loads(claims_json(found))) == found
 
 
-@pytest.mark.parametrize("name", ["ln-hurts-conv", "warm-up-held", "muon-text", "som-without-bn"])
-def test_tuning_looks_for_what_the_task_calls_better_whatever_the_claim_says(name: str) -> None:
-    choice = Choice(full=True, task="bytes" if "text" in name or "held" in name else "digits")
-    plan = plan_claim(load_claim(name), choice)
-    assert plan.tuning is not None
-    assert plan.direction == ("min" if choice.task == "bytes" else "max")
+@pytest.mark.parametrize("name", ["ln-hurts-conv", "bn-falls", "warm-up-held", "muon-text", "som-without-bn"])
+def test_a_score_is_better_where_its_measure_says_so_whatever_the_claim_says(name: str) -> None:
+    """Tuning and the score of a diverged run depend on it."""
+    bits = "text" in name or "held" in name
+    plan = plan_claim(load_claim(name), Choice(full=True, task="bytes" if bits else "digits"))
+    assert plan.direction == ("min" if bits else "max")
+
+
+def test_tuning_needs_a_score() -> None:
+    data = load_claim("som-accuracy").model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(InvalidArgumentError, match="tune needs a measure that is a score; angle_spread has no better"):
+        read_claim({**data, "measure": "angle_spread"}, origin="x.yaml")

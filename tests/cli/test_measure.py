@@ -148,7 +148,7 @@ def test_a_batch_is_a_shape_or_a_file(folder: Path) -> None:
         ("digits-cnn", "cut.safetensors", 3, "damaged or holds more than tensors"),
         ("digits-cnn", "objects.npy", 3, "damaged or holds more than tensors"),
         ("digits-cnn", "list.pt", 3, "it holds a list"),
-        ("fine.pt", "4x1x8x8", 2, "Pass the model, or no batch"),
+        ("fine.pt", "4x1x8x8", 2, "Add --model FILE.py:FACTORY"),
     ],
 )
 def test_a_wrong_batch_is_refused(folder: Path, source: str, batch: str, code: int, message: str) -> None:

@@ -178,6 +178,8 @@ class Claim(BaseModel):
         if unknown:
             raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
         try:
+            if setting.tune and kind_of(Measure(self.measure, self.options)).better is None:
+                raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
             for arm in setting.arms:
                 kind_of(Measure(self.measure, {**self.options, **arm.measure}))
                 arm.made  # noqa: B018 (raises for an invalid recipe)

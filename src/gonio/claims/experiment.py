@@ -169,7 +169,7 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         seeds=choice.seeds_of(setting),
         training=setting.training.over(task.training),
         metric=claim.measure,
-        direction=_direction(claim, setting, task),
+        direction=_direction(claim, kind),
         unit=kind.unit,
         splits={name: len(split) for name, split in task.splits.items()},
         data=task.digest(),
@@ -186,10 +186,9 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     return plan
 
 
-def _direction(claim: Claim, setting: Setting, task: Task) -> Literal["max", "min"]:
-    """Which scores are better: trials of tuning have the task's, and otherwise those that confirm the claim."""
-    smaller = task.metric.direction == "min" if setting.tune else claim.direction == "smaller"
-    return "min" if smaller else "max"
+def _direction(claim: Claim, kind: Kind) -> Literal["max", "min"]:
+    """Which scores are better: those of the measure where it says so, else those that confirm the claim."""
+    return kind.better or ("min" if claim.direction == "smaller" else "max")
 
 
 def _worst(kind: Kind, claim: Claim, setting: Setting, task: Task) -> float | None:

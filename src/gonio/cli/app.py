@@ -63,12 +63,18 @@ def save(text: str, target: str, what: str) -> None:
     print_err(f"{what} written to {target}")
 
 
+def check_folder(target: str) -> None:
+    """Check before the work that there is a folder for the result."""
+    folder = Path(target).parent
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"cannot write {target!r}", f"no folder {str(folder)!r}", "Create it.")
+
+
 def check_folders(targets: Mapping[str, str | None]) -> None:
-    """Check before the work that every result can be written."""
+    """:func:`check_folder` of every format that goes to a file."""
     for target in targets.values():
-        if target not in (None, "-") and not Path(str(target)).parent.is_dir():
-            folder = str(Path(str(target)).parent)
-            raise InvalidArgumentError(f"cannot write {target!r}", f"no folder {folder!r}", "Create it.")
+        if target not in (None, "-"):
+            check_folder(str(target))
 
 
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
+from gonio.cli.app import check_folder
 from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.source import absent, state_of_torch
@@ -123,8 +124,7 @@ def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 def check_target(path: str) -> None:
     """Check before the work that the result can be written."""
     _check_suffix(path)
-    if not Path(path).parent.is_dir():
-        raise InvalidArgumentError(f"cannot write {path!r}", f"no folder {str(Path(path).parent)!r}", "Create it.")
+    check_folder(path)
 
 
 def _check_suffix(path: str) -> None:

@@ -77,7 +77,9 @@ def measure(
         return
     suppressing = suppression(config, ignore or [])
     example = None if batch is None else read_batch(batch, option="--batch")
-    if example is not None and not isinstance(first, str):
+    if example is not None:
+        if isinstance(first, str):
+            raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
         check_runs(first, example, option="--batch")
     adapted = None if base is None else read_source(base, seed=seed)
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]

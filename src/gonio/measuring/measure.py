@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -165,10 +166,8 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     for name, what in _OF_MODELS.items():
         if options[name] is not None and not isinstance(source, nn.Module):
             found = "a path" if isinstance(source, (str, os.PathLike)) else type(source).__name__
-            do = f"Pass the model, or no {name}; on the command line a file needs --model FILE.py:FACTORY as well."
-            raise InvalidArgumentError(f"measure() {what}", found, do)
-    batch = options["batch"]
-    if isinstance(batch, str) or (isinstance(batch, (tuple, list)) and all(isinstance(size, int) for size in batch)):
+            raise InvalidArgumentError(f"measure() {what}", found, f"Pass the model, or no {name}.")
+    if _is_sizes(batch := options["batch"]):
         do = "For random numbers write e.g. batch=torch.randn(8, 3, 32, 32)."
         raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
     check_engine(engine, [given for given in (source, options["base"]) if given is not None])
@@ -178,6 +177,13 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     for name in also:
         if name not in ALSO:
             raise UnknownNameError("figure", str(name), ALSO)
+
+
+def _is_sizes(batch: object) -> bool:
+    """Whether a batch is the sizes of one, as `8x3x32x32` on the command line."""
+    if isinstance(batch, str):
+        return re.fullmatch(r"\d+(x\d+)+", batch) is not None
+    return isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(size, int) for size in batch)
 
 
 def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasurement:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,8 +13,6 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.models.built_in import BUILT_IN
 from gonio.models.libraries import LIBRARIES
 from gonio.models.user_code import accepted, is_user_code, load_function
-
-_CHECKPOINTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,11 @@ def resolve(spec: str) -> ModelFactory:
         function = BUILT_IN[spec]
     elif colon and source in LIBRARIES:
         return ModelFactory(spec, *LIBRARIES[source](spec, name))
-    elif PurePath(spec).suffix in _CHECKPOINTS:
+    elif Path(spec).is_file():
         raise InvalidArgumentError(
             "a model is built by a function: a built-in name, timm:NAME or FILE.py:FUNCTION",
-            f"the checkpoint {spec!r}",
-            "Name the function that builds its model.",
+            f"the file {spec!r}",
+            "Name the function that builds the model.",
         )
     else:
         raise UnknownNameError("model", spec, [*BUILT_IN, *(f"{source}:NAME" for source in LIBRARIES)])

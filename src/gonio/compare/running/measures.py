@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class Kind:
         function: of a subject and options; its docstring says what it is.
         unit: of the number.
         worst: the number of a run that diverged; None: the worst finished run counts.
+        better: whether larger or smaller scores are better; None: the measure is no score, and has no better side.
         start: whether the model is measured before training, which is then left out.
         attacked: whether the run is attacked first.
     """
@@ -81,6 +82,7 @@ class Kind:
     function: Callable[..., float]
     unit: str
     worst: float | None = None
+    better: Literal["max", "min"] | None = None
     start: bool = False
     attacked: bool = False
 
@@ -560,21 +562,21 @@ def _weights(model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
 
 
 MEASURES: Mapping[str, Kind] = {
-    "accuracy": Kind(accuracy, "%", worst=0.0),
-    "accuracy_after": Kind(accuracy_after, "%", worst=0.0),
+    "accuracy": Kind(accuracy, "%", worst=0.0, better="max"),
+    "accuracy_after": Kind(accuracy_after, "%", worst=0.0, better="max"),
     "angle_bias": Kind(angle_bias, "degrees"),
     "angle_error": Kind(angle_error, "degrees"),
     "angle_spread": Kind(angle_spread, "degrees"),
     "batch_share": Kind(batch_share, "%"),
     "best_rate": Kind(best_rate, "octaves", start=True),
-    "bits_per_byte": Kind(bits_per_byte, "bits", worst=8.0),
-    "calibrated_accuracy": Kind(calibrated_accuracy, "%", worst=0.0),
+    "bits_per_byte": Kind(bits_per_byte, "bits", worst=8.0, better="min"),
+    "calibrated_accuracy": Kind(calibrated_accuracy, "%", worst=0.0, better="max"),
     "curve_roughness": Kind(curve_roughness, "% of the fall"),
-    "epochs_to": Kind(epochs_to, "epochs"),
+    "epochs_to": Kind(epochs_to, "epochs", better="min"),
     "gradient_change": Kind(gradient_change, "%", start=True),
     "hidden_gradients": Kind(hidden_gradients, "%", attacked=True),
     "input_gradient": Kind(input_gradient, "decades"),
-    "int8_accuracy": Kind(int8_accuracy, "%", worst=0.0),
+    "int8_accuracy": Kind(int8_accuracy, "%", worst=0.0, better="max"),
     "largest_sigma": Kind(largest_sigma, ""),
     "lipschitz_bound": Kind(lipschitz_bound, "decades"),
     "lipschitz_slack": Kind(lipschitz_slack, "decades"),
@@ -583,9 +585,9 @@ MEASURES: Mapping[str, Kind] = {
     "overfit": Kind(overfit, "%"),
     "penalty_change": Kind(penalty_change, "%"),
     "rectified_deviation": Kind(rectified_deviation, "%", start=True),
-    "robust_accuracy": Kind(robust_accuracy, "%", worst=0.0, attacked=True),
+    "robust_accuracy": Kind(robust_accuracy, "%", worst=0.0, better="max", attacked=True),
     "rotation_excess": Kind(rotation_excess, "%", start=True),
     "shift_deviation": Kind(shift_deviation, "%"),
     "signal_gain": Kind(signal_gain, "decades", start=True),
-    "trains": Kind(trains, "% of runs", worst=0.0),
+    "trains": Kind(trains, "% of runs", worst=0.0, better="max"),
 }

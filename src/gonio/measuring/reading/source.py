@@ -425,7 +425,11 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
-        raise UnreadableFileError(str(path), *_why_not(path, error)) from error
+        try:
+            why = _why_not(path, error)
+        except OSError as refused:
+            why = f"the system refuses it ({refused.strerror})", "Check the permissions."
+        raise UnreadableFileError(str(path), *why) from error
 
 
 def _why_not(path: Path, error: Exception) -> tuple[str, str]:
