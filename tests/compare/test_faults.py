@@ -97,7 +97,7 @@ def with_kill(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fault", [with_failure, with_kill])
-@pytest.mark.parametrize(("first", "step"), [(5, 37), pytest.param(1, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "step"), [(5, 101), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_operations_that_fail(
     fault: Callable[..., None], first: int, step: int, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

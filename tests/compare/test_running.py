@@ -348,7 +348,7 @@ class _GoesOn(Impatient):
         return Local(1).start(sorted, [2, 1])
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3])
+@pytest.mark.parametrize("pause", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_ctrl_c_twice_in_a_terminal(pause: float, tmp_path: Path) -> None:
     """The second reaches the command at its first, second or last breath."""
     write_task(tmp_path)

@@ -14,6 +14,15 @@ WRITTEN = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"reference", "jupyter_execute"} & {*page.parts}),
 ]
 PAGES = [page for page in WRITTEN if page.name != "README.zh-CN.md" and "zh" not in page.parts]  # test_translations.py
+HEAVY = {  # what they run takes longer than ten seconds: `make test-slow` runs them whole
+    "command-line.md",
+    "any-model.md",
+    "compare.md",
+    "fine-tuning.md",
+    "recipes.md",
+    "self-orthogonality.md",
+    "width.md",
+}
 FENCE = re.compile(r"^```(?:console|bash)\n(.*?)^```", flags=re.M | re.S)
 
 
@@ -26,7 +35,7 @@ def over(pages: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in pages])
 
 
-@over(PAGES)
+@over([page for page in PAGES if page.name not in HEAVY])
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -34,7 +43,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@over([page for page in PAGES if trains(page)])
+@over([page for page in PAGES if trains(page) or page.name in HEAVY])
 def test_page_with_its_comparisons(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -153,3 +162,7 @@ def test_which_commands_are_run() -> None:
     assert is_long(["gonio", "compare"])
     assert not is_long(["gonio", "compare", "--dry-run"])
     assert not is_long(["gonio", "measure", "x.pt"])
+
+
+def test_the_heavy_pages_are_there() -> None:
+    assert {page.name for page in PAGES} >= HEAVY

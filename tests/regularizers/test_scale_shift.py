@@ -86,6 +86,13 @@ def test_small_weights_are_let_go(scale: float, dtype: torch.dtype) -> None:
     assert torch.equal(gradient(below, w), torch.zeros_like(w))
 
 
+def test_the_l1_norm_of_a_large_weight_keeps_its_digits() -> None:
+    """torch's own norms add up a million entries in a row in float32, and lose four digits."""
+    weight = seeded(1500, 1500).requires_grad_()
+    value = R.ScaleShift(1.0, direction_strength=1.0, floor=0.1).evaluate(weight).terms["direction"]
+    torch.testing.assert_close(value.double(), reference.direction(weight.detach().double()), rtol=1e-6, atol=0)
+
+
 def test_a_floor_is_fitted_to_strength_and_weight() -> None:
     assert R.ScaleShift(1e-4).effective_floor == pytest.approx(1e-3)
     assert R.ScaleShift(1e-3).fitted(5.0).floor == pytest.approx(0.2)

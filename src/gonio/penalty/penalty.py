@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
-from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
+from gonio.penalty.terms import OutputTerm, Term, WeightTerm, add_gradients_, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
 from gonio.surgery.wrapping import refuse_flat_shards
@@ -134,15 +134,18 @@ class Penalty:
                 f"rules that read outputs: {', '.join(reading)}",
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
+        due = ((term, strength) for term, strength in self._due() if isinstance(term, WeightTerm))
         self._last = []
-        for term, strength in self._due():
-            if strength > 0 and isinstance(term, WeightTerm) and not term.weight.frozen:
-                self._keep(term, strength, term.add_gradient_(strength))
+        for term, strength, evaluation in add_gradients_(d for d in due if d[1] > 0 and not d[0].weight.frozen):
+            self._keep(term, strength, evaluation)
         self._calls += 1
 
     def _keep(self, term: Term, strength: float, evaluation: Evaluation) -> None:
         """Keep the numbers of a term for :meth:`values`, without their graph."""
-        self._last.append((term.label, strength, Evaluation(evaluation.value.detach(), evaluation.terms)))
+        value = evaluation.value
+        if value.requires_grad:
+            evaluation = Evaluation(value.detach(), evaluation.terms)
+        self._last.append((term.label, strength, evaluation))
 
     def compile_(self, *, backend: str = "inductor") -> None:
         """Compile :meth:`add_grads_` by ``torch.compile`` for the regularizers that gain from it, such as `ScaleShift`.

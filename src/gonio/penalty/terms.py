@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
+from gonio.regularizers.base import AddGradient, Addition
 from gonio.seeding import generator
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.where import Site, Where, as_selector, select
@@ -55,6 +57,11 @@ class WeightRef:
         if parametrize.is_parametrized(self.module, self.name):
             return list(self.module.parametrizations[self.name].parameters())  # type: ignore[index, union-attr]
         return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the effective weight is a parameter itself, and not computed from parameters."""
+        return self.name in self.module._parameters and f"{self.name}_parametrization" not in self.module._modules
 
     @property
     def frozen(self) -> bool:
@@ -233,38 +240,49 @@ class WeightTerm(Term):
 
     def __init__(self, binding: Binding, regularizer: WeightRegularizer, label: str) -> None:
         super().__init__(binding, label)
+        self.regularizer: WeightRegularizer = regularizer
         self._evaluate = regularizer.evaluate
-        self._add_gradient = regularizer.add_gradient_
-        self._compiled = regularizer.compiled
+        self._compiled_form: AddGradient | None = None
         self._state: Tensor | None = None
 
     def evaluate(self, *, active: bool) -> Evaluation | None:
         if not active or self.weight.frozen:
             return None
-        evaluation = self._evaluate(self.weight.tensor(), self.weight.layout, state=self._state)
+        return self.keep(self._evaluate(self.weight.tensor(), self.weight.layout, state=self._state))
+
+    def keep(self, evaluation: Evaluation) -> Evaluation:
+        """Start the next step from this one's state; the evaluation, as one number also over several processes."""
         self._state = evaluation.state
         return _gathered(evaluation)
 
-    def add_gradient_(self, strength: float) -> Evaluation:
-        """Add strength × the gradient to `.grad` of the parameters from which the weight is computed."""
+    @property
+    def joins(self) -> bool:
+        """Whether the gradient may be added in one call with those of other terms, without holding their graphs."""
+        return self._compiled_form is None and self.weight.is_stored
+
+    def addition(self, strength: float) -> Addition:
+        """What to add to `.grad` of a parameter, or to zeros where the weight is computed from parameters."""
         weight = self.weight.tensor()
         grad = weight.grad if weight.is_leaf else None
         if grad is None:
             grad = torch.zeros_like(weight)
-        evaluation = self._add_gradient(grad, weight, self.weight.layout, factor=strength, state=self._state)
         if weight.is_leaf:
             weight.grad = grad
-        else:
+        return Addition(self.regularizer, grad, weight, self.weight.layout, strength, self._state)
+
+    def add_gradient_(self, strength: float) -> Evaluation:
+        """Add strength × the gradient to `.grad` of the parameters from which the weight is computed."""
+        _, grad, weight, layout, factor, state = self.addition(strength)
+        add_ = self._compiled_form or self.regularizer.add_gradient_
+        evaluation = add_(grad, weight, layout, factor=factor, state=state)
+        if not weight.is_leaf:
             weight.backward(grad)
-        self._state = evaluation.state
-        return _gathered(evaluation)
+        return evaluation
 
     def compile_(self, backend: str) -> bool:
         """Compile :meth:`add_gradient_`; False if the regularizer has no compiled form."""
-        compiled = self._compiled(backend)
-        if compiled is not None:
-            self._add_gradient = compiled
-        return compiled is not None
+        self._compiled_form = self.regularizer.compiled(backend)
+        return self._compiled_form is not None
 
     def state(self) -> Tensor | None:
         return self._state
@@ -328,6 +346,18 @@ class OutputTerm(Term):
 
     def remove(self) -> None:
         self._hook.remove()
+
+
+def add_gradients_(due: Iterable[tuple[WeightTerm, float]]) -> Iterator[tuple[WeightTerm, float, Evaluation]]:
+    """:meth:`WeightTerm.add_gradient_` for terms and strengths; those that join, in one call for each class."""
+    for (kind, joins), group in groupby(due, key=lambda each: (type(each[0].regularizer), each[0].joins)):
+        each = list(group)
+        if joins:
+            found = kind.add_gradients_([term.addition(strength) for term, strength in each])
+        else:
+            found = [term.add_gradient_(strength) for term, strength in each]
+        for (term, strength), evaluation in zip(each, found, strict=True):
+            yield term, strength, term.keep(evaluation)
 
 
 def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup | None) -> list[Term]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -99,6 +99,17 @@ def _options(kind: type[Regularizer]) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
+class Addition(NamedTuple):
+    """What :meth:`WeightRegularizer.add_gradient_` is to do: the arguments of one call."""
+
+    regularizer: WeightRegularizer
+    grad: Tensor
+    weight: Tensor
+    layout: Layout
+    factor: float
+    state: Tensor | None
+
+
 @dataclass(frozen=True)
 class WeightRegularizer(Regularizer):
     """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
@@ -151,16 +162,16 @@ class WeightRegularizer(Regularizer):
         self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
     ) -> Evaluation:
         """Add factor × the gradient at `weight` to `grad`, of its shape, dtype and placement; in place."""
-        weight, found = weight.detach(), None
         if weight.dtype in (torch.float32, torch.float64) and ordinary_eager(weight):
             with torch.no_grad(), full_precision(weight):
                 found = self._with_gradient(weight, layout, state)
-        if found is None:
-            with torch.enable_grad():
-                evaluation = self.evaluate(weight.requires_grad_(), layout, state=state)
-                (gradient,) = torch.autograd.grad(evaluation.value, weight)
-        else:
-            evaluation, gradient = found
+                if found is not None:
+                    grad.add_(found[1], alpha=factor)
+                    return found[0]
+        with torch.enable_grad():
+            weight = weight.detach().requires_grad_()
+            evaluation = self.evaluate(weight, layout, state=state)
+            (gradient,) = torch.autograd.grad(evaluation.value, weight)
         with torch.no_grad():
             grad.add_(gradient, alpha=factor)
         return evaluation
@@ -174,6 +185,11 @@ class WeightRegularizer(Regularizer):
         return evaluation, unview(gradient, weight.shape, layout) if layout.transposed else gradient.view(weight.shape)
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
+
+    @classmethod
+    def add_gradients_(cls, additions: Sequence[Addition]) -> list[Evaluation]:
+        """:meth:`add_gradient_` for several weights under regularizers of this class."""
+        return [a.regularizer.add_gradient_(*a[1:4], factor=a.factor, state=a.state) for a in additions]
 
     @property
     def skips_before_norm(self) -> bool:

@@ -6,8 +6,8 @@ and for second derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,56 +109,69 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def stretch_and_gradient(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ |A Aᵀ v − v| over matrices for constant v, the unit images u, and the gradient u (Aᵀ v)ᵀ + v (Aᵀ u)ᵀ.
+    """Σ |A Aᵀ v − v| over matrices for constant columns v, the next v, and the gradient u (Aᵀ v)ᵀ + v (Aᵀ u)ᵀ.
 
-    An image of length 0 has no direction: u is then 0 in the gradient, and v among the unit images.
+    u is the image at length 1, and the next v; an image of length 0 has no direction: u is 0, and v stays.
+    The gradient of a single matrix has two dimensions.
     """
     if len(a) == 1:  # with products of matrices and vectors, faster than batches of one
-        length, unit, gradient = (x.unsqueeze(0) for x in _stretch(a[0], vector[0]))
-    else:
-        length, unit, gradient = torch.vmap(_stretch)(a, vector)
-    return length.sum(), torch.where(length.unsqueeze(1) > 0, unit, vector), gradient
+        length, following, gradient = _stretch(a[0], vector.view(-1))
+        return length, following.view_as(vector), gradient
+    length, following, gradient = torch.vmap(_stretch)(a, vector.squeeze(-1))
+    return length.sum(), following.unsqueeze(-1), gradient
 
 
 def _stretch(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    inner = multiplied(a.T, vector)
-    image = multiplied(a, inner) - vector
+    turned = a.T
+    inner = matrix_vector(turned, vector)
+    image = matrix_vector(a, inner) - vector
     length = torch.linalg.vector_norm(image)
     unit = image / length.clamp_min(torch.finfo(a.dtype).tiny)
-    return length, unit, torch.addr(torch.outer(unit, inner), vector, multiplied(a.T, unit))
-
-
-def multiplied(a: Tensor, vector: Tensor) -> Tensor:
-    """The product of a matrix, or of each matrix of a stack, with its vector."""
-    return matrix_vector(a, vector) if a.ndim == 2 else (a @ vector.unsqueeze(-1)).squeeze(-1)
+    gradient = torch.addr(torch.outer(unit, inner), vector, matrix_vector(turned, unit))
+    return length, torch.where(length > 0, unit, vector), gradient
 
 
 # --- scale shift ----------------------------------------------------------------------------------------
 
 
-def log_norm_and_gradient(x: Tensor, least: float | Tensor, share: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log √max(‖x‖², least), share · ‖x‖₁/‖x‖, and the gradient a x + b sign(x) of their sum."""
-    square = (x * x).sum()
-    scale = square.clamp_min(least).log_().mul_(0.5)
-    on_weight = torch.where(square > least, square.reciprocal(), 0.0)
-    if isinstance(share, float) and not share:
-        return scale, torch.zeros_like(scale), x * on_weight
-    inverse = torch.where(square > torch.finfo(x.dtype).tiny, square.rsqrt(), 0.0)
+def log_norms(
+    blocks: Sequence[Tensor], least: Sequence[float], share: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`log_norm` of many x at once: each sum by itself, what follows on all sums in one tensor."""
+    square = torch.stack([(x * x).sum() for x in blocks])
+    absolute = torch.stack([x.abs().sum() for x in blocks]) if any(share) else torch.zeros_like(square)
+    settings = (_constant(tuple(numbers), square.dtype, square.device) for numbers in (least, share))
+    return log_norm(square, absolute, *settings)
+
+
+def log_norm(square: Tensor, absolute: Tensor, least: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log √max(‖x‖², least), share · ‖x‖₁/‖x‖, and a and b of the gradient a x + b sign(x) of their sum.
+
+    From ‖x‖² and ‖x‖₁, which are tensors of one number for each x, as is everything else.
+    """
+    scale = square.clamp_min(least).log().mul(0.5)
+    inverse = square.rsqrt().masked_fill(square <= torch.finfo(square.dtype).tiny, 0)
     on_sign = inverse * share
-    direction = torch.linalg.vector_norm(x, 1) * on_sign
-    on_weight = torch.addcmul(on_weight, direction * inverse, inverse, value=-1)
-    return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight)
+    direction = absolute * on_sign
+    on_weight = square.reciprocal().masked_fill(square <= least, 0)
+    return scale, direction, torch.addcmul(on_weight, direction * inverse, inverse, value=-1), on_sign
+
+
+@lru_cache(64)
+def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers as a tensor, made on its device: an accelerator would wait for a copy from the CPU."""
+    return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
 
 
 def _add_log_norm_(target: Tensor, x: Tensor, factor: Tensor, least: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    scale, direction, gradient = log_norm_and_gradient(x, least, share)
-    target.add_(factor * gradient)
+    scale, direction, on_weight, on_sign = log_norm((x * x).sum(), x.abs().sum(), least, share)
+    target.add_(factor * (on_weight * x + on_sign * x.sign()))
     return scale, direction
 
 
 @cache
 def compiled_log_norm(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Both terms of :func:`log_norm_and_gradient`, compiled; adds factor × the gradient to `target`.
+    """Both terms of :func:`log_norm`, compiled; adds factor × the gradient to `target`.
 
     One graph for vectors of all lengths: one pass reads and one updates.
     """

@@ -6,17 +6,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded
+from gonio.execution import is_sharded, ordinary_eager
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import AddGradient, Evaluation, require
-from gonio.regularizers.kernels import compiled_log_norm, log_norm_and_gradient
+from gonio.regularizers.base import PLAIN, AddGradient, Addition, Evaluation, require
+from gonio.regularizers.kernels import compiled_log_norm, log_norms
 from gonio.regularizers.l2 import ScaleRegularizer
 
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
@@ -127,13 +127,17 @@ class ScaleShift(ScaleRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         least, share = self._least(weight.dtype), self._share(weight, layout)
-        return _summed([_terms(block, least, share) for block in _blocks(weight, layout)], named=share > 0)
+        terms = [_terms(block, least, share) for block in _blocks(weight, layout)]
+        return _evaluation(*(torch.stack(each).sum() for each in zip(*terms, strict=True)), named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
-        least, share = self._least(weight.dtype), self._share(weight, layout)
-        found = [log_norm_and_gradient(block, least, share) for block in _blocks(weight, layout)]
-        evaluation = _summed([(scale, direction) for scale, direction, _ in found], named=share > 0)
-        return evaluation, found[0][2] if len(found) == 1 else torch.cat([gradient for *_, gradient in found])
+        blocks, share = _blocks(weight, layout), self._share(weight, layout)
+        least = [self._least(weight.dtype)] * len(blocks)
+        scale, direction, on_weight, on_sign = log_norms(blocks, least, [share] * len(blocks))
+        factors = zip(blocks, on_weight, on_sign, strict=True)
+        gradients = [x.sign().mul_(b).addcmul_(x, a) if share else x * a for x, a, b in factors]
+        gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        return _evaluation(scale.sum(), direction.sum(), named=share > 0), gradient
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + self._share(weight, layout)))
@@ -151,6 +155,24 @@ class ScaleShift(ScaleRegularizer):
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 
+    @classmethod
+    @torch.no_grad()
+    def add_gradients_(cls, additions: Sequence[Addition]) -> list[Evaluation]:
+        """Few numbers for each weight, and many operations on them: those are done for all weights together."""
+        if not all(_alike(addition, additions[0].weight) for addition in additions):
+            return super().add_gradients_(additions)
+        kinds = [cast(ScaleShift, a.regularizer) for a in additions]
+        weights = [a.weight for a in additions]
+        least = [kind._least(x.dtype) for kind, x in zip(kinds, weights, strict=True)]
+        share = [kind._share(x, PLAIN) for kind, x in zip(kinds, weights, strict=True)]
+        scale, direction, on_weight, on_sign = log_norms(weights, least, share)
+        for addition, part, a, b in zip(additions, share, on_weight.unbind(), on_sign.unbind(), strict=True):
+            if part:
+                addition.grad.addcmul_(addition.weight.sign(), b, value=addition.factor)
+            addition.grad.addcmul_(addition.weight, a, value=addition.factor)
+        found = zip((scale + direction).unbind(), scale.unbind(), direction.unbind(), share, strict=True)
+        return [Evaluation(value, {"scale": a, "direction": b} if part else {}) for value, a, b, part in found]
+
     def compiled(self, backend: str) -> AddGradient:
         add_ = compiled_log_norm(backend)
 
@@ -165,8 +187,8 @@ class ScaleShift(ScaleRegularizer):
                 torch.tensor(number, dtype=weight.dtype) for number in (factor, self._least(weight.dtype), share)
             ]
             blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
-            results = [add_(target, x, *numbers) for target, x in blocks]
-            return _summed(results, named=share > 0)
+            terms = [add_(target, x, *numbers) for target, x in blocks]
+            return _evaluation(*(torch.stack(each).sum() for each in zip(*terms, strict=True)), named=share > 0)
 
         return add_gradient_
 
@@ -208,6 +230,13 @@ def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
 
 
+def _alike(addition: Addition, first: Tensor) -> bool:
+    """Whether this weight is one vector, and its numbers can stand in one tensor with those of the first."""
+    weight, dtype = addition.weight, first.dtype
+    same = weight.dtype is dtype and addition.grad.dtype is dtype and weight.device == first.device
+    return same and dtype in (torch.float32, torch.float64) and addition.layout.blocks == 1 and ordinary_eager(weight)
+
+
 def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
     """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖."""
     square = (x * x).sum()
@@ -216,9 +245,9 @@ def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
     return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
 
 
-def _summed(terms: Sequence[tuple[Tensor, Tensor]], *, named: bool) -> Evaluation:
-    """The evaluation from the two terms of each block."""
-    scale, direction = terms[0] if len(terms) == 1 else (torch.stack(t).sum() for t in zip(*terms, strict=True))
+def _evaluation(scale: Tensor, direction: Tensor, *, named: bool) -> Evaluation:
+    """The evaluation from the sums of both terms."""
     if not named:
         return Evaluation(scale)
-    return Evaluation(scale + direction, {"scale": scale.detach(), "direction": direction.detach()})
+    terms = {"scale": scale, "direction": direction}
+    return Evaluation(scale + direction, {n: x.detach() if x.requires_grad else x for n, x in terms.items()})

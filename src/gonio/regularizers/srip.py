@@ -13,7 +13,7 @@ from gonio.execution import is_sharded, replicated
 from gonio.geometry.norms import normalize, safe_norm
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated_like, require
-from gonio.regularizers.kernels import multiplied, stretch_and_gradient
+from gonio.regularizers.kernels import stretch_and_gradient
 from gonio.regularizers.orthogonality import small_side
 
 GOLDEN = 0.6180339887498949
@@ -63,19 +63,19 @@ class SRIP(WeightRegularizer):
         # Compilers take no functions with forward-mode derivatives, and refuse second derivatives themselves.
         held = a if torch.compiler.is_compiling() else _Held.apply(a)
         image = _image(held, vector)
-        following = _following(image.detach(), vector).unsqueeze(-1)
+        following = _following(image.detach(), vector)
         local: Any = following.to_local() if is_sharded(following) else following  # type: ignore[attr-defined]
-        return Evaluation(safe_norm(image, -1).sum(), {}, local)
+        return Evaluation(safe_norm(image, -2).sum(), {}, local)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
         a = small_side(matrix)
         value, following, gradient = stretch_and_gradient(a, self._iterated(a, state))
-        return Evaluation(value, {}, following.unsqueeze(-1)), gradient if a is matrix else gradient.mT
+        return Evaluation(value, {}, following), gradient if a is matrix else gradient.mT
 
     def _iterated(self, a: Tensor, state: Tensor | None) -> Tensor:
-        """The vectors of the last iteration, one for each matrix, given detached matrices."""
-        vector = replicated_like(_start(a) if state is None else state.to(a).squeeze(-1), a)
+        """The vectors of the last iteration (matrices, rows, 1), given detached matrices."""
+        vector = replicated_like(_start(a) if state is None else state.to(a), a)
         for _ in range(self.iterations - (state is not None)):
             vector = _following(_image(a, vector), vector)
         return vector
@@ -84,19 +84,18 @@ class SRIP(WeightRegularizer):
 def _start(a: Tensor) -> Tensor:
     """A fixed unit vector per matrix without regularities that a weight would share: fractional parts of i·φ."""
     spread = torch.arange(1, a.shape[1] + 1, dtype=a.dtype, device=a.device).mul_(GOLDEN).remainder_(1).sub_(0.5 - 1e-3)
-    return normalize(spread).expand(a.shape[0], -1)
+    return normalize(spread).unsqueeze(-1).expand(a.shape[0], -1, -1)
 
 
 def _image(a: Tensor, vector: Tensor) -> Tensor:
     """A Aᵀ v − v for each matrix, in every process."""
-    return replicated(multiplied(a, multiplied(a.mT, vector))) - vector
+    return replicated(a @ (a.mT @ vector)) - vector
 
 
 def _following(image: Tensor, vector: Tensor) -> Tensor:
     """The image at length 1; the vector itself where the image is zero."""
-    length = safe_norm(image, -1, keepdim=True)
-    zero = (length == 0).to(image.dtype)
-    return image / (length + zero) + vector * zero
+    length = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
+    return torch.where(length > 0, image / length, vector)
 
 
 class _Held(torch.autograd.Function):
