@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import is_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> Ste
             "Pass two tensors of one shape.",
         )
     w = before.detach().double()
-    change = after.detach().double() - w
+    change = after.detach() - w  # in float64
     norm, moved = _squares(w, w, by_row).sqrt(), _squares(change, change, by_row)
     radial = _squares(change, w, by_row) / norm
     tangential = (moved - radial.square()).clamp(min=0).sqrt()
@@ -83,6 +84,8 @@ def angle_between(a: Tensor, b: Tensor) -> float:
 
 def _squares(a: Tensor, b: Tensor, by_row: bool) -> Tensor:
     """Σ a·b over everything or over the last dimension, over all shards."""
+    if not by_row and not is_sharded(a):
+        return torch.dot(a.flatten(), b.flatten())
     total = (a * b).sum(-1) if by_row else (a * b).sum()
     whole: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
     return whole

@@ -126,26 +126,26 @@ class StepFigures:
     def take(self, optimizer: Optimizer) -> list[tuple[Entry, Figures]]:
         """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped."""
         parameters, found = self._parameters(), []
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         while self._copies:
             entry, before = self._copies.pop(0)
             after = entry.load().detach() if entry.load is not None else before
             if after.shape == before.shape:
-                found.append((entry, self._figures(entry, before, after, optimizer, parameters(entry))))
+                largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
+                rate = float(groups[id(largest)]["lr"])
+                found.append((entry, self._figures(entry, before, after, _prediction(optimizer, largest, rate), rate)))
         return found if any(figures.get("relative_update") for _, figures in found) else []
 
-    def _figures(
-        self, entry: Entry, before: Tensor, after: Tensor, optimizer: Optimizer, parameters: Sequence[Tensor]
-    ) -> Figures:
+    def _figures(self, entry: Entry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float) -> Figures:
         step = step_rotation(before, after)
-        group, parameter = _group_of(optimizer, parameters)
-        rate, norm = float(group["lr"]), float(step.norm)
+        norm = float(step.norm)
         figures = {
             "learning_rate": rate,
             "rotation": float(step.rotation),
             "relative_update": float(step.relative_update),
             "radial_share": float(step.radial_share),
         }
-        self.predictions[entry.path] = prediction = _prediction(optimizer, parameter, rate)
+        self.predictions[entry.path] = prediction
         if prediction.rotation is not None:
             figures["predicted_rotation"] = prediction.rotation
         if norm and self.invariant is not None and entry.path in self.invariant:
@@ -181,13 +181,6 @@ def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilib
     if held is None:
         return equilibrium(optimizer, parameter)
     return Equilibrium(atan(rate) if held == "fixed" else None, 0.0, "" if held == "fixed" else "held by hold_")
-
-
-def _group_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """The group of the largest of a weight's parameters that the optimizer has, and that parameter."""
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    largest = max((p for p in parameters if id(p) in groups), key=Tensor.numel)
-    return groups[id(largest)], largest
 
 
 def _whole(weight: Tensor) -> Tensor:
