@@ -11,7 +11,18 @@ from torch import Tensor
 
 from catalog import seeded
 from gonio.geometry import blocks, pairs, spectra
-from gonio.geometry.blocks import GramMatrix, NormSummary, count_nonfinite, row_blocks, row_norms, tiles
+from gonio.geometry.blocks import (
+    Change,
+    GramMatrix,
+    NormSummary,
+    column_blocks,
+    count_nonfinite,
+    products,
+    row_blocks,
+    row_norms,
+    squared_norm,
+    tiles,
+)
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.pairs import pair_statistics
@@ -36,6 +47,10 @@ def test_blocks_are_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
         again[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     assert torch.equal(again, matrix.float())
     assert torch.equal(torch.cat([rows.clone() for _, rows in row_blocks(matrix)]), matrix.float())
+    for stored in (matrix, matrix.t().contiguous().t()):
+        found = [(left, columns.clone()) for left, columns in column_blocks(stored)]
+        assert torch.equal(torch.cat([columns for _, columns in found], 1), matrix.float())
+        assert all(torch.equal(columns[:, 0], matrix[:, left].float()) for left, columns in found)
 
 
 def test_norms_and_counts_at_the_ends_of_the_range() -> None:
@@ -202,3 +217,36 @@ def test_the_rank_that_holds_a_share_of_the_norm(known: bool, monkeypatch: pytes
     full = normal(300, 290).float()[None]
     rank = energy_rank(full, spectrum_estimate(full, name="x"), 0.999999, name="x")
     assert (rank is not None) == known
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(60, 2500), (2500, 60)], ids=str)
+def test_a_change_is_read_as_the_difference(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gonio.geometry.blocks.BLOCK", 10_000)
+    before, after = (seeded(*shape, seed=seed).to(dtype) for seed in (0, 1))
+    exact, change = after.double() - before.double(), Change(before, after)
+    wide = change.dtype
+    assert torch.equal(change[...], exact.to(wide))
+    assert torch.equal(torch.cat([rows.clone() for _, rows in row_blocks(change)]), exact.to(wide))
+    assert squared_norm(change) == pytest.approx(float(exact.square().sum()), rel=1e-6)
+    largest = float(torch.linalg.svdvals(exact)[0])
+    assert largest_singular_value(change, name="x", steps=60) == pytest.approx(largest, rel=1e-4)
+    for stored, dense in ((change, exact), (change.mT, exact.mT)):
+        x = seeded(dense.shape[0], 3, dtype=wide)
+        images, back = products(stored, x, scale=2.0)
+        torch.testing.assert_close(images.double(), dense.mT @ x.double() / 2, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(back.double(), dense @ (dense.mT @ x.double()) / 4, rtol=1e-4, atol=1e-1)
+    stack = Change(torch.stack([before, after]), torch.stack([after, before]))
+    for one, sign in zip(stack, (1, -1), strict=True):
+        assert torch.equal(one[...], sign * exact.to(wide))
+    assert spectrum_estimate(stack, name="x").largest == pytest.approx(largest, rel=1e-4)
+    for name in ("EXACT_WORK", "DECOMPOSED", "SMALL"):
+        monkeypatch.setattr(spectra, name, 0)
+    monkeypatch.setattr(spectra, "LARGEST_RANK", 20)
+    low = Change(before, (before.double() + 0.02 * (exact @ exact.mT)[:, :4] @ exact[:4]).to(dtype))
+    found = spectrum_estimate(Change(low.before[None], low.after[None]), name="x")
+    assert found.values is None
+    assert found.largest == pytest.approx(float(torch.linalg.svdvals(low[...].double())[0]), rel=1e-4)
+    assert energy_rank(Change(low.before[None], low.after[None]), found, 0.99, name="x") in (1, 2, 3, 4)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import computed_in, least_norm, normalize
+from gonio.geometry.norms import computed_in, least_norm, matrix_vector, normalize
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
 LARGE = 1e15  # entries above it have squares whose sums overflow in float32
@@ -24,7 +25,59 @@ CosineBlock = tuple[int, Tensor, Tensor]
 and the row numbers in the matrix of the filters from `start` on."""
 
 
-def tiles(matrix: Tensor, *, longest: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+@dataclass(frozen=True, eq=False)
+class Change:
+    """after − before of two stored tensors of one shape and dtype: computed where it is read, in float32 at least."""
+
+    before: Tensor
+    after: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.before.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return computed_in(self.before.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.before.device
+
+    @property
+    def mT(self) -> Change:
+        return Change(self.before.mT, self.after.mT)
+
+    def stride(self, dim: int) -> int:
+        return self.before.stride(dim)
+
+    def numel(self) -> int:
+        return self.before.numel()
+
+    def flatten(self, start: int = 0, end: int = -1) -> Change:
+        """Some dimensions in one, of both tensors."""
+        return Change(self.before.flatten(start, end), self.after.flatten(start, end))
+
+    def unsqueeze(self, dim: int) -> Change:
+        return Change(self.before.unsqueeze(dim), self.after.unsqueeze(dim))
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The values at an index; of all, `[...]`."""
+        return self.after[index].to(self.dtype) - self.before[index].to(self.dtype)
+
+    def __iter__(self) -> Iterator[Change]:
+        """The change of each matrix of a stack."""
+        return (Change(before, after) for before, after in zip(self.before, self.after, strict=True))
+
+
+Stored = Tensor | Change
+"""What can be read in blocks."""
+
+
+def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks of a matrix in float32 at least, each with its first row and first column; rows are cut if too long.
 
     All blocks share one buffer, so a block is valid until the next one is read.
@@ -39,9 +92,41 @@ def tiles(matrix: Tensor, *, longest: int | None = None) -> Iterator[tuple[int, 
             yield top, left, buffer[: part.numel()].view(part.shape).copy_(part)
 
 
-def row_blocks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+def row_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:
     """Like :func:`tiles`, but of whole rows, however long, each with its first row."""
     return ((top, rows) for top, _, rows in tiles(matrix, longest=matrix.shape[1]))
+
+
+def column_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:
+    """Like :func:`tiles`, but of whole columns, each with its first column; of a transposed matrix rows are read."""
+    if matrix.stride(1) != 1:
+        return ((left, rows.mT) for left, rows in row_blocks(matrix.mT))
+    return ((left, columns) for _, left, columns in tiles(matrix, longest=max(1, BLOCK // len(matrix))))
+
+
+def products(matrix: Stored, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Wᵀx and W Wᵀx of W/scale for columns x, from one pass over W."""
+    images, total = [], torch.zeros_like(x)
+    for _, block in column_blocks(matrix):
+        image = block.mT @ x if scale == 1 else block.div_(scale).mT @ x
+        images.append(image)
+        total.addmm_(block, image)
+    return torch.cat(images), total
+
+
+def normal_product(matrix: Stored, v: Tensor, *, scale: float = 1.0) -> Tensor:
+    """WᵀW v of W/scale for a vector v, from one pass over W."""
+    total = torch.zeros_like(v)
+    for _, block in row_blocks(matrix):
+        if scale != 1:
+            block.div_(scale)
+        total += matrix_vector(block.mT, matrix_vector(block, v))
+    return total
+
+
+def squared_norm(matrix: Stored) -> float:
+    """The sum of all squares, in float64."""
+    return sum(float(torch.linalg.vector_norm(tile, dtype=torch.float64)) ** 2 for _, _, tile in tiles(matrix))
 
 
 def row_directions(rows: Tensor) -> Tensor:
@@ -116,7 +201,7 @@ def count_nonfinite(tensor: Tensor) -> tuple[int, tuple[int, ...] | None]:
     return count, first
 
 
-def safe_scale(matrix: Tensor) -> float:
+def safe_scale(matrix: Stored) -> float:
     """A divisor that keeps products in range: the largest absolute entry, or 1 if that is between 1e-10 and 1e10."""
     largest = max((float(tile.abs().max()) for _, _, tile in tiles(matrix)), default=0.0)
     return 1.0 if largest == 0 or 1e-10 < largest < 1e10 else largest

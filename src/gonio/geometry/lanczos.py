@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import row_blocks, safe_scale
+from gonio.geometry.blocks import Stored, normal_product, safe_scale
 from gonio.geometry.norms import (
     check_finite,
     check_matrix,
     full_precision,
-    matrix_vector,
     normalize,
     whole,
     widen,
@@ -130,7 +129,7 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     return normalize(matrix @ v / scale, -2), v
 
 
-def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> float:
+def largest_singular_value(matrix: Stored, *, name: str, steps: int = 32) -> float:
     r"""A lower bound of :math:`\lVert W \rVert` by Lanczos steps on :math:`W^\top W` from a random start.
 
     For weights that are not to be held in a wider dtype: each step reads the matrix once, block by block; for a
@@ -141,12 +140,7 @@ def largest_singular_value(matrix: Tensor, *, name: str, steps: int = 32) -> flo
     scale = safe_scale(matrix)
 
     def times(v: Tensor) -> Tensor:
-        total = torch.zeros_like(v[:, 0])
-        for _, block in row_blocks(matrix):
-            if scale != 1:
-                block.div_(scale)
-            total += matrix_vector(block.mT, matrix_vector(block, v[:, 0]))
-        return total.unsqueeze(1)
+        return normal_product(matrix, v[:, 0], scale=scale).unsqueeze(1)
 
     start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64)
     dtype = torch.promote_types(matrix.dtype, torch.float32)

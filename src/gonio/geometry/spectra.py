@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import GramMatrix, row_blocks, safe_scale
+from gonio.geometry.blocks import Change, GramMatrix, Stored, row_blocks, safe_scale, squared_norm
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
-from gonio.geometry.norms import check_finite, check_matrix, full_precision, safe_norm, whole, widen, widest
+from gonio.geometry.norms import (
+    check_finite,
+    check_matrix,
+    computed_in,
+    full_precision,
+    safe_norm,
+    whole,
+    widen,
+    widest,
+)
 from gonio.seeding import generator
 
 # Note [Gram or SVD]
@@ -236,12 +245,12 @@ def shared_gram(matrices: Tensor) -> GramMatrix | None:
     return GramMatrix.of(matrices[0])
 
 
-def _affordable(matrices: Tensor) -> bool:
+def _affordable(matrices: Stored) -> bool:
     """Whether small singular values are computed exactly too."""
     return matrices.numel() <= DECOMPOSED and matrices.numel() * min(matrices.shape[1:]) <= EXACT_WORK
 
 
-def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = None) -> SpectrumEstimate:
+def spectrum_estimate(matrices: Stored, *, name: str, gram: GramMatrix | None = None) -> SpectrumEstimate:
     """The spectrum of (groups, n, d) with finite entries, in bounded memory.
 
     Up to :data:`EXACT_WORK` multiply-adds all singular values, else the largest by :func:`largest_singular_value`.
@@ -250,7 +259,8 @@ def spectrum_estimate(matrices: Tensor, *, name: str, gram: GramMatrix | None = 
     """
     small = min(matrices.shape[1:])
     if _affordable(matrices):
-        values = _all_values(matrices, gram or shared_gram(matrices))
+        held = matrices[...] if isinstance(matrices, Change) else matrices
+        values = _all_values(held, gram or shared_gram(held))
     elif small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices])
     else:
@@ -269,7 +279,7 @@ def _all_values(matrices: Tensor, gram: GramMatrix | None) -> Tensor:
     return eigenvalues.sqrt() * gram.scale
 
 
-def _values_by_blocks(matrix: Tensor) -> Tensor:
+def _values_by_blocks(matrix: Stored) -> Tensor:
     """From the float64 Gram matrix of the smaller side, summed over blocks; below 1e-8 of the largest only noise."""
     n, d = matrix.shape
     scale = safe_scale(matrix)
@@ -280,7 +290,7 @@ def _values_by_blocks(matrix: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt() * scale
 
 
-def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name: str) -> int | None:
+def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name: str) -> int | None:
     r"""The smallest number of singular directions of (groups, n, d) that hold this share of the squared norm.
 
     Without all singular values those of :math:`Q^\top W` are used, with Q the range of W times
@@ -295,13 +305,17 @@ def energy_rank(matrices: Tensor, found: SpectrumEstimate, share: float, *, name
         total = float(squares.sum())
     else:
         squares = torch.cat([_range_values(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
-        total = float(torch.linalg.vector_norm(matrices, dtype=torch.float64)) ** 2
+        total = sum(map(squared_norm, matrices))
     held = squares.sort(descending=True).values.cumsum(0)
     enough = held >= share * total
     return int(enough.int().argmax()) + 1 if bool(enough.any()) else None
 
 
-def _range_values(matrix: Tensor, name: str) -> Tensor:
+def _range_values(matrix: Stored, name: str) -> Tensor:
     draw = torch.randn(matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64)
-    basis = torch.linalg.qr(matrix @ draw.to(matrix.device, matrix.dtype)).Q
-    return singular_values(basis.mT @ matrix).double()
+    draw = draw.to(matrix.device, computed_in(matrix.dtype))
+    basis = torch.linalg.qr(torch.cat([rows @ draw for _, rows in row_blocks(matrix)])).Q
+    inside = torch.zeros_like(draw)  # (Qᵀ W)ᵀ
+    for top, rows in row_blocks(matrix):
+        inside.addmm_(rows.mT, basis[top : top + len(rows)])
+    return singular_values(inside).double()

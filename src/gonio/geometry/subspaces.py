@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import safe_scale
+from gonio.geometry.blocks import column_blocks, normal_product, products, row_blocks, safe_scale
 from gonio.geometry.chance import random_coherence
-from gonio.geometry.norms import check_finite, computed_in, full_precision, widest
+from gonio.geometry.norms import check_finite, computed_in, full_precision, matrix_vector, widest
 from gonio.seeding import generator
 
 # Note [Block Krylov]
@@ -74,31 +74,28 @@ def top_subspace(matrix: Tensor, k: int, *, seed: int = 0) -> TopSubspace:
     _check_pair("top_subspace", k, matrix)
     check_finite(matrix, "top_subspace")
     with full_precision(matrix):
-        scale = safe_scale(matrix)
-        wide = matrix.to(computed_in(matrix.dtype))
-        wide = wide / scale if scale != 1 else wide
-        flipped = wide.shape[0] > wide.shape[1]
-        small = wide.mT if flipped else wide
-        left, values, right, error = _exact(small, k) if small.shape[0] <= EXACT else _krylov(small, k, seed)
+        scale, dtype = safe_scale(matrix), computed_in(matrix.dtype)
+        flipped = matrix.shape[0] > matrix.shape[1]
+        small = matrix.mT if flipped else matrix
+        left, values, right, error = _exact(small, scale, k) if len(small) <= EXACT else _krylov(small, scale, k, seed)
         left, right = (right, left) if flipped else (left, right)
-        return TopSubspace(left.to(wide), values.to(wide) * scale, right.to(wide), error)
+        return TopSubspace(left.to(dtype), values.to(dtype) * scale, right.to(dtype), error)
 
 
-def _exact(matrix: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    left, values, right = torch.linalg.svd(matrix.to(widest(matrix)), full_matrices=False)
+def _exact(matrix: Tensor, scale: float, k: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    left, values, right = torch.linalg.svd(matrix.to(widest(matrix)) / scale, full_matrices=False)
     return left[:, :k], values[:k], right[:k].mT, 0.0
 
 
-def _krylov(matrix: Tensor, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Left vectors, values, right vectors and error of a matrix with no more rows than columns."""
+def _krylov(matrix: Tensor, scale: float, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Left vectors, values, right vectors and error of W/scale with no more rows than columns."""
     n, width = matrix.shape[0], k + BLOCK
     draw = torch.randn(n, width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
-    basis = torch.linalg.qr(draw.to(matrix)).Q
+    basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
     images = block = basis
     for step in range(1, STEPS + 1):
-        image = matrix.mT @ block  # (d, width)
+        image, following = products(matrix, block, scale=scale)  # (d, width), (n, width)
         images = image if step == 1 else torch.cat([images, image], 1)
-        following = matrix @ image
         block, first = torch.linalg.qr(following - basis @ (basis.mT @ following))
         # Once the space is complete the block is rounding, normalised: a second pass after the first decomposition.
         block, second = torch.linalg.qr(block - basis @ (basis.mT @ block))
@@ -230,33 +227,43 @@ def intruder_dimensions(
 
 def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:
     """The largest |cosine| of each column with a left singular vector of the base, from the Gram matrix in float64."""
-    wide = base.to(widest(base)) / safe_scale(base)
-    directions = directions.to(wide)
-    flat = wide.shape[0] <= wide.shape[1]
-    squares, vectors = torch.linalg.eigh(wide @ wide.mT if flat else wide.mT @ wide)
+    scale, (n, d) = safe_scale(base), base.shape
+    small = base if n <= d else base.mT
+    directions = directions.to(widest(base))
+    gram = directions.new_zeros(len(small), len(small))
+    images = directions if n <= d else directions.new_zeros(d, directions.shape[1])  # Wᵀu where the rows are many
+    for left, block in column_blocks(small):
+        part = block.to(gram) / scale
+        gram.addmm_(part, part.mT)
+        if n > d:
+            images.addmm_(part, directions[left : left + part.shape[1]])
+    squares, vectors = torch.linalg.eigh(gram)
     known = squares > NULL * squares[-1]
     if not bool(known.any()):
         return directions.new_zeros(directions.shape[1])
-    if flat:
-        return (vectors[:, known].mT @ directions).abs().amax(0)
-    return (vectors[:, known].mT @ (wide.mT @ directions) / squares[known].sqrt()[:, None]).abs().amax(0)
+    cosines = vectors[:, known].mT @ images
+    return (cosines if n <= d else cosines / squares[known].sqrt()[:, None]).abs().amax(0)
 
 
 def _cosine_bounds(base: Tensor, directions: Tensor) -> Tensor:
     """Upper bounds of these cosines; see Note [Directions of a base]."""
-    wide = base.to(computed_in(base.dtype)) / safe_scale(base)
-    return torch.tensor([_cosine_bound(wide, u) for u in directions.to(wide).mT], dtype=torch.float64).to(base.device)
+    scale = safe_scale(base)
+    found = [_cosine_bound(base, scale, u) for u in directions.to(computed_in(base.dtype)).mT]
+    return torch.tensor(found, dtype=torch.float64).to(base.device)
 
 
-def _cosine_bound(base: Tensor, direction: Tensor) -> float:
-    image = base.mT @ direction
+def _cosine_bound(base: Tensor, scale: float, direction: Tensor) -> float:
+    image = torch.zeros(base.shape[1], dtype=direction.dtype, device=base.device)
+    for top, rows in row_blocks(base):
+        image += matrix_vector(rows.mT, direction[top : top + len(rows)])
+    image /= scale
     size = float(torch.linalg.vector_norm(image, dtype=torch.float64))
     if not size:
         return 0.0
     basis, diagonal, beside, v = [], [], [], image / size
     for _ in range(min(LANCZOS, *base.shape)):
         basis.append(v)
-        following = base.mT @ (base @ v)
+        following = normal_product(base, v, scale=scale)
         diagonal.append(float(following @ v))
         known = torch.stack(basis)
         for _ in range(2):  # one pass leaves a component from cancellation

@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from gonio.escaping import markdown_cell, plain
+from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of
 from gonio.measuring.changes.rules import findings_of_change, told
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
@@ -276,7 +277,7 @@ def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Di
 
 
 Rows = list[TensorDifference]
-Deltas = list[Tensor | None]
+Deltas = list[Change | None]
 Reduced = TypeVar("Reduced")
 Reduce = Callable[[Rows, Deltas], Reduced]
 
@@ -341,7 +342,7 @@ def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDiffe
     return TensorDifference(name=name, path=path, status=status, reason=reason, **values)
 
 
-def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple[TensorDifference, Tensor | None]:
+def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple[TensorDifference, Change | None]:
     if isinstance(before, str):
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")
@@ -354,5 +355,5 @@ def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple
     if torch.equal(before, after):
         norm = float(torch.linalg.vector_norm(before, dtype=torch.float64))
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
-    values, change = figures_of(before, after, layout_of_pair(held, entry), name)
-    return replace(_row(name, "compared"), **values), change
+    values = figures_of(before, after, layout_of_pair(held, entry), name)
+    return replace(_row(name, "compared"), **values), Change(before, after)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry.blocks import Change, Stored, squared_norm
 from gonio.geometry.chance import random_coherence
+from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.seeding import generator
@@ -127,35 +129,41 @@ class TensorDifference:
 
 
 @torch.no_grad()
-def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> tuple[dict[str, Any], Tensor]:
-    """The figures of two finite tensors of one shape and dtype that differ, and their difference.
-
-    The memory of `after` is left as it was; the difference is a tensor of its own.
-    """
+def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> dict[str, Any]:
+    """The figures of two finite tensors of one shape and dtype that differ, read in blocks as they are stored."""
     values: dict[str, Any] = {"shape": tuple(before.shape)}
     matrices = None if layout is None or before.ndim < 2 else matrix_view(before, layout)
     if matrices is not None and layout is not None:
         values |= _directions(matrices, matrix_view(after, layout), name)
-    change = after - before
-    norm, moved = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (before, change))
+    moved = sqrt(squared_norm(Change(before, after).flatten().unsqueeze(0)))
+    norm = float(torch.linalg.vector_norm(before, dtype=torch.float64))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
-    values |= {"entries_changed": int((before != after).sum())}
-    values |= {"entries_zeroed": int(((after == 0) & (before != 0)).sum())}
+    values |= _entries(before.flatten(), after.flatten())
     if matrices is not None and layout is not None and moved:
-        changes = matrix_view(change, layout)
-        values |= _turned(matrices.flatten(0, 1), changes.flatten(0, 1)) | _ranks(changes, moved, name)
-        values["reordered"] = _reordered(matrices.flatten(0, 1), matrix_view(after, layout).flatten(0, 1))
-        values |= _products(matrices, changes, norm, moved, name)
+        change = Change(matrices, matrix_view(after, layout))
+        rows = change.flatten(0, 1)
+        values |= _turned(rows) | _ranks(change, moved, name)
+        values["reordered"] = _reordered(rows.before, rows.after)
+        values |= _products(change, norm, moved, name)
         if values.get("intruders"):
             chance = _intruders_by_chance(matrices, moved, name)
             values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
-    return values, change
+    return values
 
 
-def _turned(before: Tensor, change: Tensor) -> dict[str, float]:
+def _entries(before: Tensor, after: Tensor) -> dict[str, int]:
+    changed = zeroed = 0
+    for old, new in zip(before.split(BLOCK), after.split(BLOCK), strict=True):
+        different = old != new
+        changed += int(different.sum())
+        zeroed += int((different & (new == 0)).sum())
+    return {"entries_changed": changed, "entries_zeroed": zeroed}
+
+
+def _turned(filters: Change) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
-    for old, delta in _doubles(before, change):
+    for old, delta in _doubles(filters.before, filters):
         pairs = ((old, old), (old, delta), (delta, delta))
         parts.append(torch.stack([torch.einsum("nd,nd->n", *pair) for pair in pairs]))
     norms, inner, moved = torch.cat(parts, 1)
@@ -195,14 +203,14 @@ def _reordered(before: Tensor, after: Tensor) -> int:
     return int((before != after).any(1).sum())
 
 
-def _doubles(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _doubles(*matrices: Stored) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of some matrices in float64, some at a time."""
     height = max(1, BLOCK // max(1, matrices[0].shape[1]))
     for top in range(0, len(matrices[0]), height):
         yield tuple(matrix[top : top + height].double() for matrix in matrices)
 
 
-def _ranks(change: Tensor, total: float, name: str) -> dict[str, Any]:
+def _ranks(change: Change, total: float, name: str) -> dict[str, Any]:
     """Ranks of the change as one block-diagonal matrix, beside that of independent entries."""
     _, n, d = change.shape
     found = spectrum_estimate(change, name=name)
@@ -214,24 +222,24 @@ def _ranks(change: Tensor, total: float, name: str) -> dict[str, Any]:
     }
 
 
-def _products(before: Tensor, change: Tensor, norm: float, moved: float, name: str) -> dict[str, float]:
+def _products(change: Change, norm: float, moved: float, name: str) -> dict[str, float]:
     """How far the filters' products with each other changed: W'W'ᵀ − WWᵀ = P + Pᵀ with P = (W + Δ/2) Δᵀ."""
-    groups, n, d = before.shape
+    groups, n, d = change.shape
     if n < 2 or not norm:
         return {}
     rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:FILTERS]
-    difference = own = 0.0
-    for old, delta in zip(before, change, strict=True):
-        old, delta = (x[rows] / s for x, s in ((old, norm), (delta, moved)))
-        share = moved / norm
+    difference = own = kept = 0.0
+    share = moved / norm
+    for one in change:
+        old, delta = one.before[rows].to(one.dtype) / norm, one[rows] / moved
         half = share * (old @ delta.mT) + 0.5 * share**2 * (delta @ delta.mT)
         difference += float((half + half.mT).double().square().sum())
         own += float((old @ old.mT).double().square().sum())
+        kept += float(torch.linalg.vector_norm(old, dtype=torch.float64)) ** 2
     if not own:
         return {}
+    s = share**2 / (groups * n * d)  # variance of an entry, at a norm of W of 1
     n = min(n, FILTERS)
-    kept = sum(float(old[rows].double().square().sum()) for old in before) / norm**2
-    s = (moved / norm) ** 2 / (groups * before.shape[1] * d)  # variance of an entry, at a norm of W of 1
     random = 2 * (n + 1) * s * kept + groups * s**2 * (n * d**2 + n**2 * d + n * d)
     return {"gram_change": sqrt(difference / own), "gram_change_random": sqrt(random / own)}
 
@@ -277,6 +285,7 @@ def _intruders_by_chance(before: Tensor, moved: float, name: str) -> list[int]:
     _, n, d = before.shape
     places: list[int] = []
     for i, old in enumerate(before):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i)).to(old)
-        places += intruder_dimensions(old, old + draw * (moved / sqrt(before.numel())), k=_considered(n, d)).numbers
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i))
+        changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
+        places += intruder_dimensions(old, changed, k=_considered(n, d)).numbers
     return places

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
+from gonio.geometry.blocks import Change
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import Pairing, findings_of_pairs, told
 from gonio.measuring.engines import Engine, Progress
@@ -274,10 +275,10 @@ class _Sums:
         return cls(0, 0.0, zero, zero, zero)
 
     @classmethod
-    def of(cls, deltas: Sequence[Tensor | None], norm: float) -> _Sums:
+    def of(cls, deltas: Sequence[Change | None], norm: float) -> _Sums:
         """Of one tensor; a model that did not change it counts as 0."""
         known = next(delta for delta in deltas if delta is not None)
-        flat = [None if delta is None else delta.reshape(-1) for delta in deltas]
+        flat = [None if delta is None else delta.flatten() for delta in deltas]
         inner, same, both = (torch.zeros(len(deltas), len(deltas), dtype=torch.float64) for _ in range(3))
         size = prod(known.shape)
         for start in range(0, size, BLOCK):

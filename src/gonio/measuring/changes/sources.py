@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-import torch
 from torch import Tensor
 
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.geometry import Layout
+from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.reading.entry import Entry, numbers_of
 from gonio.measuring.reading.source import Source, contents_of, name_of, some
 
@@ -137,7 +137,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 
 def values_of(entry: Entry, when: str) -> Tensor | str:
-    """The values in float32 or float64, all finite, or the reason why there are none."""
+    """The values, all finite, in their own dtype of two bytes or more, or the reason why there are none."""
     if entry.load is None:
         return entry.reason
     try:
@@ -146,10 +146,8 @@ def values_of(entry: Entry, when: str) -> Tensor | str:
         return f"cannot be read: {error}"
     if found.tensor is None:
         return found.reason
-    wide = found.tensor.to(torch.promote_types(found.tensor.dtype, torch.float32))
-    if not bool(torch.isfinite(wide.sum())) and not bool(torch.isfinite(wide).all()):
-        return f"{NONFINITE} {when}"
-    return wide
+    values = found.tensor.float() if found.tensor.element_size() == 1 else found.tensor
+    return f"{NONFINITE} {when}" if count_nonfinite(values)[0] else values
 
 
 def layout_of_pair(before: Entry, after: Entry) -> Layout | None:
