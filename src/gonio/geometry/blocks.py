@@ -88,8 +88,10 @@ def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, 
     buffer = torch.empty(height * width, dtype=computed_in(matrix.dtype), device=matrix.device)
     for top in range(0, n, height):
         for left in range(0, d, width):
-            part = matrix[top : top + height, left : left + width]
-            yield top, left, buffer[: part.numel()].view(part.shape).copy_(part)
+            place = slice(top, top + height), slice(left, left + width)
+            part = (matrix.after if isinstance(matrix, Change) else matrix)[place]
+            tile = buffer[: part.numel()].view(part.shape).copy_(part)
+            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, Change) else tile
 
 
 def row_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:

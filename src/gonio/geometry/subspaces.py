@@ -20,7 +20,8 @@ from gonio.seeding import generator
 # Ritz vectors and their distance g from the next Ritz value, the sine of the largest angle to the true subspace is
 # at most ‖R‖/g [Davis and Kahan 1970], as far as the next Ritz value has converged.
 EXACT = 512  # smaller side up to which all singular vectors are computed, in float64
-BLOCK = 24  # vectors of a block beyond k
+BLOCK = 22  # vectors of a block beyond k, at least
+MULTIPLE = 16  # of which the vectors of a block are a multiple: products of 32 columns are faster than those of 34
 STEPS = 64  # blocks at most
 TOLERANCE = 3e-4  # of the sine, at which the iteration ends
 CHECKS = frozenset((4, 6, 9, 13, 18, 24, 31, 39, 48, 56, STEPS))  # blocks after which the error is computed
@@ -89,7 +90,7 @@ def _exact(matrix: Tensor, scale: float, k: int) -> tuple[Tensor, Tensor, Tensor
 
 def _krylov(matrix: Tensor, scale: float, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
     """Left vectors, values, right vectors and error of W/scale with no more rows than columns."""
-    n, width = matrix.shape[0], k + BLOCK
+    n, width = matrix.shape[0], -(-(k + BLOCK) // MULTIPLE) * MULTIPLE
     draw = torch.randn(n, width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
     basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
     images = block = basis

@@ -19,11 +19,12 @@ from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.seeding import generator
 
-FILTERS = 1024  # of one matrix, at most, among which products are compared
+FILTERS, SAMPLED = 1024, 512  # of one matrix: up to so many, all products are compared, else those of a sample
 MATRICES = 16  # of one weight, at most, whose directions are compared
 FIRST = 3  # directions, the largest, among which a random change seldom makes intruders
 CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
 BLOCK = 1 << 22  # entries converted to float64 at once
+HELD = 5 * 10**7  # entries up to which a change is held while its ranks are computed, which read it tens of times
 ROTATION = 0.1  # share of the change of a random difference below which the filters' products are preserved
 LOW_RANK = 0.5  # share of the stable rank of a random change up to which a change is of low rank
 RADIAL = 0.2  # largest angle of a filter, over the relative change, below which a change is one of norms
@@ -142,7 +143,7 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     if matrices is not None and layout is not None and moved:
         change = Change(matrices, matrix_view(after, layout))
         rows = change.flatten(0, 1)
-        values |= _turned(rows) | _ranks(change, moved, name)
+        values |= _turned(rows) | _ranks(change[...] if change.numel() <= HELD else change, moved, name)
         values["reordered"] = _reordered(rows.before, rows.after)
         values |= _products(change, norm, moved, name)
         if values.get("intruders"):
@@ -210,7 +211,7 @@ def _doubles(*matrices: Stored) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(matrix[top : top + height].double() for matrix in matrices)
 
 
-def _ranks(change: Change, total: float, name: str) -> dict[str, Any]:
+def _ranks(change: Stored, total: float, name: str) -> dict[str, Any]:
     """Ranks of the change as one block-diagonal matrix, beside that of independent entries."""
     _, n, d = change.shape
     found = spectrum_estimate(change, name=name)
@@ -227,7 +228,7 @@ def _products(change: Change, norm: float, moved: float, name: str) -> dict[str,
     groups, n, d = change.shape
     if n < 2 or not norm:
         return {}
-    rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:FILTERS]
+    rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:SAMPLED]
     difference = own = kept = 0.0
     share = moved / norm
     for one in change:
@@ -239,7 +240,7 @@ def _products(change: Change, norm: float, moved: float, name: str) -> dict[str,
     if not own:
         return {}
     s = share**2 / (groups * n * d)  # variance of an entry, at a norm of W of 1
-    n = min(n, FILTERS)
+    n = n if n <= FILTERS else SAMPLED
     random = 2 * (n + 1) * s * kept + groups * s**2 * (n * d**2 + n**2 * d + n * d)
     return {"gram_change": sqrt(difference / own), "gram_change_random": sqrt(random / own)}
 
