@@ -21,7 +21,7 @@ browser: $(VENV)/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group browser
 
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -m slow -n $(WORKERS) --dist worksteal
 
 # The tests of several processes, with two and with four of them, ROUNDS times each; about a minute a round.
 ROUNDS ?= 20

@@ -245,7 +245,8 @@ def product(tensor: Tensor, count: int) -> None:
 @pytest.mark.slow  # it reads a clock: no gate of every change
 def test_time_ratios_of_equal_and_of_double_work() -> None:
     square = torch.ones(64, 64)
-    blocks = _time_ratios(lambda: product(square, 20), [lambda: product(square, 20), lambda: product(square, 40)])
+    others = [lambda: product(square, 20), lambda: product(square, 40)]
+    blocks = _time_ratios(lambda: product(square, 20), others, torch.device("cpu"))
     same, double = (sorted(ratios)[len(blocks) // 2] for ratios in zip(*blocks, strict=True))
     # medians over blocks on a machine that may be busy; they were within 3 % on an idle one
     assert same == pytest.approx(1, rel=0.2)

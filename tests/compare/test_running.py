@@ -227,7 +227,8 @@ def test_kills_at_random_moments(tmp_path: Path, lives: int, kills: int) -> None
         found = rows(folder)  # nothing is unreadable
         assert {key: found.get(key) for key in kept} == kept  # nothing is lost
         begun = Counter(journal.read_text().splitlines())
-        assert max(begun.values(), default=0) <= 1
+        # The server may die between forking a process and naming it: the run is begun again, and its end is not heard.
+        assert begun.total() - len(begun) <= children
         assert not {f"{recipe} {seed}" for recipe, seed in kept} & set(begun)  # nothing is run twice
         kept = {key: record for key, record in found.items() if record.status == "finished"}
     assert sum(victims.values()) == kills, victims

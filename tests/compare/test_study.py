@@ -334,6 +334,37 @@ def test_a_flipped_bit_changes_no_result_and_raises_nothing_raw(whole: Study, tm
     assert min(outcomes["named"], outcomes["as it was"], outcomes["refused"]) > 0, outcomes
 
 
+def of_costs(content: bytes) -> int:
+    """Where the only page of the table of costs begins."""
+    size, at = int.from_bytes(content[16:18], "big"), content.index(b"step_time")
+    return at - at % size
+
+
+def test_rows_that_are_no_longer_seen_are_named(whole: Study, tmp_path: Path) -> None:
+    """A page that says that it holds fewer rows: all that are left are intact."""
+    copy = copy_of(whole, tmp_path / "copy")
+    file = copy.path / "study.db"
+    content = bytearray(file.read_bytes())
+    at = of_costs(content)
+    assert int.from_bytes(content[at + 3 : at + 5], "big") == 5
+    content[at + 4] = 2
+    file.write_bytes(content)
+    assert "in database main" in copy.damaged()[0]
+    assert copy.results().notes[-1].startswith("Damaged in study.db and left out: ")
+    again = Study.create(copy.path, copy.plan)
+    assert "in database main" in again.discarded[0]
+    assert (again.damaged(), again.runs()) == ([], whole.runs())
+
+
+def test_a_table_that_is_gone_is_named_and_no_study_is_continued_without_it(whole: Study, tmp_path: Path) -> None:
+    copy = copy_of(whole, tmp_path / "copy")
+    with closing(sqlite3.connect(copy.path / "study.db")) as database, database:
+        database.execute("DROP TABLE costs")
+    assert copy.damaged() == ["there is no table costs"]
+    with pytest.raises(StudyError, match=r"study\.db is damaged: there is no table costs\. `gonio report` shows"):
+        Study.create(copy.path, copy.plan)
+
+
 def test_damage_that_sqlite_quotes_is_refused(whole: Study, tmp_path: Path) -> None:
     """SQLite names a damaged table in its message, with bytes that are no text."""
     copy = copy_of(whole, tmp_path / "copy")

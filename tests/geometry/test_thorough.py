@@ -86,8 +86,13 @@ WITHOUT_GRADIENT: dict[str, Function] = {
     "sign_hash": one(geometry.sign_hash, 16),
     "near_duplicates": fields(partial(geometry.near_duplicates, cosine=0.9), "cosines"),
     "condition_number": lambda x: [1 / geometry.condition_number(x)],
+    "top_subspace": lambda x: fields(partial(geometry.top_subspace, k=min(x.shape)), "left", "values", "right")(x),
+    "principal_angles": lambda x: one(geometry.principal_angles, x.flip(0)[:, : len(x)])(x[:, : len(x)]),
+    "intruder_dimensions": lambda x: fields(partial(geometry.intruder_dimensions, x.flip(0), k=1), "cosines")(x),
+    "match": lambda x: fields(partial(geometry.match, x.flip(0)), "cosines")(x),
 }
 OF_ONE_MATRIX = {"least_scale", "scale_imbalance", "near_duplicates"}
+OF_ONE_MATRIX |= {"top_subspace", "principal_angles", "intruder_dimensions", "match"}
 OF_CONVOLUTIONS = {
     "conv_spectral_norm": lambda w, size, layout: geometry.conv_spectral_norm(w, size, layout=layout),
     "conv_spectral_norm_bound": lambda w, size, layout: geometry.conv_spectral_norm_bound(w, size=size, layout=layout),

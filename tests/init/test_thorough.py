@@ -65,6 +65,16 @@ def test_fills(name: str) -> None:
 
 
 @THOROUGH
+@given(weights(isometric=False), GAINS, st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4))
+def test_mup(case: tuple[Tensor, Layout], gain: Any, seed: int, rows: int, columns: int) -> None:
+    weight, layout = case
+    base = (layout.matrices * rows, columns, *weight.shape[2:])
+    generator = torch.Generator().manual_seed(seed)
+    assert init.mup_(weight, base=base, gain=gain, layout=layout, generator=generator) is weight
+    assert weight.isfinite().all()
+
+
+@THOROUGH
 @given(weights(isometric=False))
 def test_fans(case: tuple[Tensor, Layout]) -> None:
     weight, layout = case
@@ -97,4 +107,4 @@ def test_gain(name: str, inner: float, shift: float, outer: float, offset: float
 
 def test_every_public_function_is_here() -> None:
     public = {name for name in init.__all__ if inspect.isfunction(getattr(init, name))}
-    assert public == {*FILLS, "fans", "gain"}
+    assert public == {*FILLS, "mup_", "fans", "gain"}

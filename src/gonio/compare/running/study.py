@@ -83,6 +83,7 @@ class Study:
     def create_locked(cls, folder: Path, plan: Plan) -> Study:
         """:meth:`create` for a caller that holds the folder's lock."""
         prepare(folder)
+        problem = _repaired(folder)
         with transaction(folder) as database:
             (finished,) = database.execute("SELECT COUNT(*) FROM runs").fetchone()
         if (folder / _PLAN).exists():
@@ -90,7 +91,7 @@ class Study:
         _write_plan(folder, plan)
         damaged = cls(folder, plan).damaged()
         _discard(folder)
-        return cls(folder, plan, damaged)
+        return cls(folder, plan, [*problem, *damaged])
 
     @classmethod
     def open(cls, path: str | Path) -> Study:
@@ -112,7 +113,10 @@ class Study:
         return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
 
     def damaged(self) -> list[str]:
-        """The rows whose content does not match their checksum, by name; they count as absent."""
+        """The rows whose content does not match their checksum, by name; they count as absent.
+
+        Where SQLite finds its own structure damaged, rows may be absent unseen: then what it says comes first.
+        """
         names = {entry.hash: entry.name for entry in self.plan.recipes}
         labels = {"runs": "seed", "trials": "trial", "costs": "cost", "choices": "tuned values", "artifacts": ""}
 
@@ -120,7 +124,7 @@ class Study:
             head = f"{table}: {names.get(first, plain(str(first)[:16]))}"
             return f"{head}, {labels[table]} {plain(str(rest[0])[:16])}" if rest else head
 
-        return [name(table, *row) for table in _COLUMNS for row in _rows(self.path, table)[1]]
+        return [*_structure(self.path), *(name(t, *row) for t in _COLUMNS for row in _rows(self.path, t)[1])]
 
     def scratch(self, entry: RecipeEntry, seed: int) -> Path:
         """The folder for a run's files until it is finished."""
@@ -324,6 +328,34 @@ def _add_table(database: sqlite3.Connection, table: str) -> None:
     for number, *row, _ in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
         checksum = _checksum(row) if _readable(table, row) else None
         database.execute(f"UPDATE {table} SET checksum = ? WHERE rowid = ?", (checksum, number))
+
+
+def _structure(folder: Path) -> list[str]:
+    """What is wrong with the pages, indices and tables of the database, the first of it; empty if they are whole."""
+    with transaction(folder) as database:
+        (said,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+        found = database.execute("PRAGMA user_version").fetchone()[0]
+        known = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    expected = ["runs", "costs"] if found < 2 else [table for table in _COLUMNS if table != "looks"]
+    absent = [f"there is no table {table}" for table in expected if table not in known]
+    return [plain(said)] if said != "ok" else absent[:1]
+
+
+def _repaired(folder: Path) -> list[str]:
+    """What was wrong with pages and indices, which are made anew from the rows of the tables.
+
+    Raises:
+        StudyError: if more is wrong.
+    """
+    problem = _structure(folder)
+    if problem:
+        with transaction(folder) as database:
+            database.execute("REINDEX")
+            database.execute("VACUUM")
+        if left := _structure(folder):
+            do = "`gonio report` shows what can be read. Put back a copy of the file, or start a new study."
+            raise StudyError(str(folder), f"{DATABASE} is damaged: {left[0]}", do)
+    return problem
 
 
 def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
