@@ -304,8 +304,10 @@ def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name
         squares = found.values.square()
         total = float(squares.sum())
     else:
-        squares = torch.cat([_range_values(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
         total = sum(map(squared_norm, matrices))
+        if len(matrices) * LARGEST_RANK * (found.largest * (1 + found.error)) ** 2 < share * total:
+            return None  # even so many directions as large as the largest hold less
+        squares = torch.cat([_range_values(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
     held = squares.sort(descending=True).values.cumsum(0)
     enough = held >= share * total
     return int(enough.int().argmax()) + 1 if bool(enough.any()) else None

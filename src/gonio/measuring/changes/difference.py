@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import Change
-from gonio.measuring.changes.pair import TensorDifference, figures_of
+from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change, told
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
@@ -353,7 +353,7 @@ def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple
     dtype = torch.promote_types(before.dtype, after.dtype)
     before, after = before.to(dtype), after.to(before.device, dtype)
     if torch.equal(before, after):
-        norm = float(torch.linalg.vector_norm(before, dtype=torch.float64))
+        norm = norm_of(before)
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
     values = figures_of(before, after, layout_of_pair(held, entry), name)
     return replace(_row(name, "compared"), **values), Change(before, after)
