@@ -6,7 +6,9 @@ Goals: 25 million parameters per second and core, two checkpoints in 2.5 times t
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -36,15 +38,16 @@ def weights(shapes: Shapes, change: float) -> dict[str, Tensor]:
 
 def _candidate(name: str, shapes: Shapes, work: Work) -> Candidate:
     def make() -> Operation:
-        folder = tempfile.TemporaryDirectory()
-        files = [Path(folder.name) / f"{name}.safetensors" for name in ("base", "tuned")]
+        folder = Path(tempfile.mkdtemp())
+        files = [folder / f"{name}.safetensors" for name in ("base", "tuned")]
         for path, change in zip(files, (0.0, CHANGE), strict=True):
             save_file(weights(shapes, change), path)
 
-        def operation(folder: tempfile.TemporaryDirectory[str] = folder) -> Sequence[Tensor]:  # kept while it is used
+        def operation() -> Sequence[Tensor]:
             work(files[0], files[1])
             return []
 
+        weakref.finalize(operation, shutil.rmtree, folder)
         return operation
 
     return Candidate(name, make)

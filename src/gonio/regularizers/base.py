@@ -186,8 +186,8 @@ class WeightRegularizer(Regularizer):
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 
-    @classmethod
-    def add_gradients_(cls, additions: Sequence[Addition]) -> list[Evaluation]:
+    @staticmethod
+    def add_gradients_(additions: Sequence[Addition]) -> list[Evaluation]:
         """:meth:`add_gradient_` for several weights under regularizers of this class."""
         return [a.regularizer.add_gradient_(*a[1:4], factor=a.factor, state=a.state) for a in additions]
 

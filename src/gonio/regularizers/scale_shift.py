@@ -155,12 +155,12 @@ class ScaleShift(ScaleRegularizer):
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 
-    @classmethod
+    @staticmethod
     @torch.no_grad()
-    def add_gradients_(cls, additions: Sequence[Addition]) -> list[Evaluation]:
+    def add_gradients_(additions: Sequence[Addition]) -> list[Evaluation]:
         """Few numbers for each weight, and many operations on them: those are done for all weights together."""
         if not all(_alike(addition, additions[0].weight) for addition in additions):
-            return super().add_gradients_(additions)
+            return ScaleRegularizer.add_gradients_(additions)
         kinds = [cast(ScaleShift, a.regularizer) for a in additions]
         weights = [a.weight for a in additions]
         least = [kind._least(x.dtype) for kind, x in zip(kinds, weights, strict=True)]
