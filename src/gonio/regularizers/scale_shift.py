@@ -128,7 +128,7 @@ class ScaleShift(ScaleRegularizer):
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         least, share = self._least(weight.dtype), self._share(weight, layout)
         terms = [_terms(block, least, share) for block in _blocks(weight, layout)]
-        return _evaluation(*(torch.stack(each).sum() for each in zip(*terms, strict=True)), named=share > 0)
+        return _evaluation(*_totals(terms), named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         blocks, share = _blocks(weight, layout), self._share(weight, layout)
@@ -188,7 +188,7 @@ class ScaleShift(ScaleRegularizer):
             ]
             blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
             terms = [add_(target, x, *numbers) for target, x in blocks]
-            return _evaluation(*(torch.stack(each).sum() for each in zip(*terms, strict=True)), named=share > 0)
+            return _evaluation(*_totals(terms), named=share > 0)
 
         return add_gradient_
 
@@ -243,6 +243,14 @@ def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
     scale = 0.5 * square.clamp_min(least).log()
     zero = square <= torch.finfo(x.dtype).tiny
     return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+
+
+def _totals(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The sums of both terms over the blocks."""
+    if len(terms) == 1:
+        return terms[0]
+    scale, direction = (torch.stack(each).sum() for each in zip(*terms, strict=True))
+    return scale, direction
 
 
 def _evaluation(scale: Tensor, direction: Tensor, *, named: bool) -> Evaluation:
