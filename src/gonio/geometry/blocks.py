@@ -66,7 +66,8 @@ class Change:
 
     def __getitem__(self, index: Any) -> Tensor:
         """The values at an index; of all, `[...]`."""
-        return self.after[index].to(self.dtype) - self.before[index].to(self.dtype)
+        before, after = self.before[index], self.after[index]
+        return after - before if after.dtype == self.dtype else after.to(self.dtype).sub_(before)
 
     def __iter__(self) -> Iterator[Change]:
         """The change of each matrix of a stack."""
