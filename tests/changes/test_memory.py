@@ -44,6 +44,6 @@ def test_a_comparison_holds_little_beside_the_two_files(tmp_path: Path) -> None:
     size = (tmp_path / "base.safetensors").stat().st_size
     files = [str(tmp_path / f"{name}.safetensors") for name in ("base", "tuned")]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *files], capture_output=True, text=True, check=True)
-    # Both tensors as they are stored, and what blocks, bases of subspaces and one held difference take; either tensor in
-    # float32 would be 200 MB more.
+    # Both tensors as they are stored, and what blocks, bases of subspaces and one held difference take; either of them
+    # in float32 would be 200 MB more.
     assert int(done.stdout) < 2 * size + 600 * 10**6
