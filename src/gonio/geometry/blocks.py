@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 from typing import Any
 
 import torch
@@ -127,9 +127,9 @@ def normal_product(matrix: Stored, v: Tensor, *, scale: float = 1.0) -> Tensor:
     return total
 
 
-def squared_norm(matrix: Stored) -> float:
-    """The sum of all squares, in float64."""
-    return sum(float(torch.linalg.vector_norm(tile, dtype=torch.float64)) ** 2 for _, _, tile in tiles(matrix))
+def frobenius_norm(matrix: Stored) -> float:
+    """The norm of all entries, in float64."""
+    return hypot(*(float(torch.linalg.vector_norm(tile, dtype=torch.float64)) for _, _, tile in tiles(matrix)))
 
 
 def row_directions(rows: Tensor) -> Tensor:

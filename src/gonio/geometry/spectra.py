@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import hypot, inf
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import Change, GramMatrix, Stored, row_blocks, safe_scale, squared_norm
+from gonio.geometry.blocks import Change, GramMatrix, Stored, frobenius_norm, row_blocks, safe_scale
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import (
     check_finite,
@@ -304,8 +304,9 @@ def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name
         squares = found.values.square()
         total = float(squares.sum())
     else:
-        total = sum(map(squared_norm, matrices))
-        if len(matrices) * LARGEST_RANK * (found.largest * (1 + found.error)) ** 2 < share * total:
+        norm, most = hypot(*map(frobenius_norm, matrices)), found.largest * (1 + found.error)
+        total = norm * norm
+        if len(matrices) * LARGEST_RANK * most * most < share * total:
             return None  # even so many directions as large as the largest hold less
         squares = torch.cat([_range_values(matrix, f"{name}/{i}") for i, matrix in enumerate(matrices)]).square()
     held = squares.sort(descending=True).values.cumsum(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
-from gonio.geometry.blocks import Change, Stored, squared_norm
+from gonio.geometry.blocks import Change, Stored, frobenius_norm
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -153,7 +153,7 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
 
 def norm_of(stored: Stored) -> float:
     """The norm of all entries in float64, without a copy of them."""
-    return sqrt(squared_norm(stored.flatten().unsqueeze(0)))
+    return frobenius_norm(stored.flatten().unsqueeze(0))
 
 
 def _entries(before: Tensor, after: Tensor) -> dict[str, int]:
