@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import matrix_vector
+from gonio.geometry.norms import least_norm, matrix_vector
 
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
@@ -39,16 +39,16 @@ class DividedBySpectralNorm(torch.autograd.Function):
     def forward(
         ctx: Any, raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: MatrixOf, norm: float
     ) -> Tensor:
-        left, right, matrix = u[0], v[0], view.matrices(raw)[0]
-        image = matrix_vector(matrix, right[0]).unsqueeze(0) if len(right) == 1 else right @ matrix.mT
+        parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), view.matrices(raw)[0]
+        image = matrix_vector(matrix, right) if parts == 1 else (right.view(parts, -1) @ matrix.mT).view(-1)
         per_right = (1.0 if length is None else length.item()) / (_size(right) or 1.0)
         reached, size = _size(image) * per_right, _size(left)
-        sigma = torch.dot(left.reshape(-1), image.reshape(-1)).item() * per_right / size if size else 0.0
+        sigma = torch.dot(left, image).item() * per_right / size if size else 0.0
         if sigma < STALE * reached:
             sigma, left, size = reached, image, reached / per_right
         ctx.sigma = sigma if sigma >= _SMALLEST[raw.dtype] else 0.0
         ctx.factor = norm / sigma if ctx.sigma else 1.0
-        ctx.view, ctx.norm, ctx.per_pair = view, norm, per_right / (size or 1.0)
+        ctx.view, ctx.norm, ctx.parts, ctx.per_pair = view, norm, parts, per_right / (size or 1.0)
         # Copies: a tick, or DDP's broadcast of buffers, may change u and v between forward and backward.
         ctx.save_for_backward(raw, left.clone(), right.clone())
         return raw * ctx.factor
@@ -57,19 +57,31 @@ class DividedBySpectralNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raw, left, right = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient will be differentiated again
-            sigma = (left * (right @ ctx.view.matrices(raw)[0].mT)).sum() * ctx.per_pair
+            image = right.view(ctx.parts, -1) @ ctx.view.matrices(raw)[0].mT
+            sigma = torch.dot(left, image.view(-1)) * ctx.per_pair
             factor = ctx.norm / sigma if ctx.sigma else 1 + 0 * sigma
-            return torch.autograd.grad(raw * factor, raw, grad, create_graph=True)[0], *[None] * 5
+            return torch.autograd.grad(raw * factor, raw, grad, create_graph=True)[0], None, None, None, None, None
         if not ctx.sigma:
-            return grad, *[None] * 5
+            return grad, None, None, None, None, None
         matrix = ctx.view.matrices(grad)[0]
-        inner = torch.dot(matrix.reshape(-1), ctx.view.matrices(raw).reshape(-1)).item()
+        inner = torch.dot(grad.reshape(-1), raw.reshape(-1)).item()
         share = -inner / ctx.sigma * ctx.factor * ctx.per_pair
-        if len(left) == 1:
-            of_raw = torch.addr(matrix, left[0], right[0], beta=ctx.factor, alpha=share)
+        if ctx.parts == 1:
+            of_raw = torch.addr(matrix, left, right, beta=ctx.factor, alpha=share)
         else:
+            left, right = left.view(ctx.parts, -1), right.view(ctx.parts, -1)
             of_raw = torch.addmm(matrix, left.mT, right, beta=ctx.factor, alpha=share)
-        return ctx.view.weight_of(of_raw.unsqueeze(0)), *[None] * 5
+        return ctx.view.weight_of(of_raw.unsqueeze(0)), None, None, None, None, None
+
+
+def iterate_(matrix: Tensor, u: Tensor, v: Tensor) -> None:
+    """One power iteration of a single matrix on CPU, in place; a zero product leaves its vector as it is."""
+    left, right = u[0, 0], v[0, 0]
+    for product_of, other, vector in ((matrix.mT, left, right), (matrix, right, left)):
+        product = matrix_vector(product_of, other)
+        size = _size(product)
+        if size > least_norm(product.dtype):
+            torch.div(product, size, out=vector)
 
 
 def _size(x: Tensor) -> float:

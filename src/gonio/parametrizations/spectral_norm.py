@@ -16,7 +16,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
+from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
@@ -176,8 +176,9 @@ class SpectralNorm(Parametrization):
         training = self.training and torch.is_grad_enabled() and isinstance(raw, nn.Parameter)
         if not training or torch.compiler.is_compiling() or raw._version == self._seen:
             return
-        self._seen = raw._version
-        self._unticked += 1
+        state = self.__dict__  # itself: `nn.Module.__setattr__` is a slow search
+        state["_seen"] = raw._version
+        state["_unticked"] += 1
         if self._unticked == _UNTICKED:
             text = (
                 f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old and "
@@ -305,10 +306,17 @@ def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
 
 def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) -> None:
     """Power iterations of weights of one shape, as one stack."""
-    how = norms[0].how
-    if how is None:
+    how, u, v = norms[0].how, norms[0].u, norms[0].v
+    if how is None or u is None or v is None:
         return
+    for norm in norms:
+        norm.__dict__["_unticked"] = 0
     matrices = _stacked([how.matrices(widen(raw)) for raw in raws])
+    single = isinstance(how, FilterView) and len(matrices) == 1 and u.dtype is v.dtype is matrices.dtype
+    if single and matrices.is_cpu and ordinary_eager(matrices, u, v):
+        for _ in range(iterations):
+            iterate_(matrices[0], u, v)
+        return
     buffers = [{name: b for name, b in norm._buffers.items() if b is not None} for norm in norms]
     state = {name: _stacked([each[name].to(matrices.dtype) for each in buffers]) for name in buffers[0]}
     for _ in range(iterations):
@@ -317,8 +325,6 @@ def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) ->
         parts = value.chunk(len(norms)) if len(norms) > 1 else [value]
         for each, part in zip(buffers, parts, strict=True):
             each[name].copy_(part)
-    for norm in norms:
-        norm._unticked = 0
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
