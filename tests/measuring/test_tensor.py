@@ -91,6 +91,22 @@ def test_very_many_filters_are_sampled_always_alike_and_it_is_said(monkeypatch: 
     assert "near duplicates sought among all of them" in first.notes
 
 
+def test_deep_figures_are_those_of_all_pairs_and_all_singular_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(40, 300), nn.Conv2d(64, 300, 1))
+    expected = measure(model)
+    monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 50)
+    for name, value in (("EXACT_WORK", 1000), ("DECOMPOSED", 1000), ("SMALL", 10)):
+        monkeypatch.setattr(f"gonio.geometry.spectra.{name}", value)
+    quick, deep = measure(model), measure(model, deep=True)
+    for path in ("0", "1"):
+        assert (quick[path].pairs, quick[path].sigma_min) == (50 * 49 // 2, None)
+        assert (deep[path].alignment_error, deep[path].sigma_error, deep[path].notes) == (0, 0, expected[path].notes)
+        for figure in ("pairs", "closest", "angle_histogram", "spectrum_outliers"):
+            assert getattr(deep[path], figure) == getattr(expected[path], figure)
+        for figure in ("alignment", "coherence", "sigma_max", "sigma_min", "effective_rank", "spectrum_distance"):
+            assert getattr(deep[path], figure) == pytest.approx(getattr(expected[path], figure), rel=1e-6)
+
+
 def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gonio.geometry.pairs.SAMPLE", 50)
     weight = normal(6000, 40).float()

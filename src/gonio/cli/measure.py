@@ -40,6 +40,7 @@ def measure(
     headers: options.Headers = False,
     engine: options.Where = "local",
     also: options.Also = None,
+    deep: options.Deep = False,
     fail_on: options.FailOn = None,
     ignore: options.Ignore = None,
     config: options.Config = None,
@@ -59,7 +60,7 @@ def measure(
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     check_folders(targets)
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
-    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--engine": engine != "local"}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep, "--engine": engine != "local"}
     if widths is not None:
         _refuse("--widths", {**whole, "--headers": headers, "a second source": after})
         _widths(source, widths, task, seed, targets)
@@ -84,7 +85,9 @@ def measure(
     adapted = None if base is None else read_source(base, seed=seed)
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
-        found = measuring.measure(first, batch=example, base=adapted, engine=engine, also=figures, progress=update)
+        found = measuring.measure(
+            first, batch=example, base=adapted, engine=engine, also=figures, deep=deep, progress=update
+        )
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, str) else first)
     if _write(found, targets):

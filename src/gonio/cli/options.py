@@ -60,6 +60,9 @@ Base = Annotated[
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
 Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of files over a running cluster.")]
 Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]
+Deep = Annotated[
+    bool, typer.Option("--deep", help="All pairs and all singular values of large weights too, however long it takes.")
+]
 FailOn = Annotated[Level | None, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
 Ignore = Annotated[
     list[str] | None, typer.Option(help="Suppress the findings of this rule; repeatable, or G101,G202.", metavar="CODE")

@@ -16,7 +16,7 @@ from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
 from gonio.seeding import generator
 
-SAMPLE = 4096  # filters per matrix; of more filters, this many are drawn
+SAMPLE = 1024  # filters drawn of each matrix that has more than twice as many
 LENGTH = 1 << 24  # entries of the drawn filters, in float32 at once: 64 MiB
 FEWEST = 16  # filters drawn, however long they are
 LONG = 1 << 20  # length from which the drawn filters are not held in float32 either
@@ -61,15 +61,19 @@ class PairStatistics:
         return (self.alignment - 1) / deviation if deviation else 0.0
 
 
-def pair_statistics(matrices: Tensor, *, name: str, gram: GramMatrix | None = None) -> PairStatistics | None:
+def pair_statistics(
+    matrices: Tensor, *, name: str, gram: GramMatrix | None = None, deep: bool = False
+) -> PairStatistics | None:
     """Statistics of the pairs within each matrix of (groups, n, d); None if no matrix has two directions.
 
     Zero filters have no direction and are left out, as are filters with a non-finite entry. Memory is bounded by
     :data:`LENGTH` and one block of cosines, for any n and d. `name` seeds the sample drawn from many or long filters;
-    `gram` is the Gram matrix of the only matrix, if it is known.
+    `gram` is the Gram matrix of the only matrix, if it is known. With `deep` all pairs are counted, and memory holds
+    all directions.
     """
     n, d = matrices.shape[1:]
-    drawn = min(n, SAMPLE, max(FEWEST, LENGTH // max(1, d)))
+    many = n if deep or n <= 2 * SAMPLE else SAMPLE
+    drawn = many if deep else min(many, max(FEWEST, LENGTH // max(1, d)))
     totals = _Totals()
     for index, matrix in enumerate(matrices):
         order = torch.arange(n, device=matrix.device)

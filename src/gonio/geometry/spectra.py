@@ -250,10 +250,13 @@ def _affordable(matrices: Stored) -> bool:
     return matrices.numel() <= DECOMPOSED and matrices.numel() * min(matrices.shape[1:]) <= EXACT_WORK
 
 
-def spectrum_estimate(matrices: Stored, *, name: str, gram: GramMatrix | None = None) -> SpectrumEstimate:
+def spectrum_estimate(
+    matrices: Stored, *, name: str, gram: GramMatrix | None = None, deep: bool = False
+) -> SpectrumEstimate:
     """The spectrum of (groups, n, d) with finite entries, in bounded memory.
 
-    Up to :data:`EXACT_WORK` multiply-adds all singular values, else the largest by :func:`largest_singular_value`.
+    Up to :data:`EXACT_WORK` multiply-adds, or with `deep`, all singular values; else the largest by
+    :func:`largest_singular_value`. Memory is bounded by one block and the Gram matrix of the smaller side.
 
     `name` seeds the iteration; `gram` is the :func:`shared_gram` of these matrices, if it is known.
     """
@@ -261,7 +264,7 @@ def spectrum_estimate(matrices: Stored, *, name: str, gram: GramMatrix | None = 
     if _affordable(matrices):
         held = matrices[...] if isinstance(matrices, Change) else matrices
         values = _all_values(held, gram or shared_gram(held))
-    elif small <= SMALL or matrices.numel() * small <= EXACT_WORK:
+    elif deep or small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices])
     else:
         found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]

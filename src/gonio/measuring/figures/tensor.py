@@ -13,10 +13,10 @@ from torch import Tensor
 from gonio.errors import GonioError
 from gonio.escaping import plain
 from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
-from gonio.geometry.blocks import GramMatrix, NormSummary, count_nonfinite, row_norms
+from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
-from gonio.geometry.spectra import shared_gram, spectrum_estimate
+from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
 from gonio.measuring.reading.entry import PART, Entry, numbers_of
 from gonio.plots import angles, spectrum
 
@@ -145,8 +145,11 @@ class TensorMeasurement:
 
 
 @torch.no_grad()
-def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
-    """The measurement of one tensor; never raises because of the tensor: the row has the reason instead."""
+def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> TensorMeasurement:
+    """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
+
+    With `deep`, all pairs and all singular values of large weights too.
+    """
     if entry.load is None:
         return _row(entry, status="skipped", reason=entry.reason)
     try:
@@ -159,7 +162,7 @@ def measure_tensor(entry: Entry, *, also: Also = ()) -> TensorMeasurement:
         if entry.layout is None or tensor.ndim < 2:
             reason = entry.reason or f"{tensor.ndim}-d: no filters"
             return _row(entry, **known, status="no filters", reason=reason, notes=notes)
-        values = _filters(tensor, entry.layout, entry.name, notes)
+        values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
         values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
         values["notes"] = (*values["notes"], *([said] if said else []))
         return _row(entry, **known, status="measured", **values)
@@ -192,7 +195,7 @@ def _row(entry: Entry, **values: Any) -> TensorMeasurement:
     return TensorMeasurement(**{**base, "notes": entry.notes, **values})
 
 
-def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) -> dict[str, Any]:
+def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], *, deep: bool) -> dict[str, Any]:
     matrices = matrix_view(tensor, layout)
     groups, n, d = matrices.shape
     norms = torch.cat([row_norms(matrix) for matrix in matrices])
@@ -207,7 +210,7 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
         notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
     whole = bool(fine.all()) and bool((norms > 0).any())
     gram = shared_gram(matrices) if whole else None
-    pairs = pair_statistics(matrices, name=name, gram=gram)
+    pairs = pair_statistics(matrices, name=name, gram=gram, deep=deep)
     values |= _angles(pairs, n, d) if pairs else {"pairs": 0}
     if pairs is not None and pairs.sampled:
         error = f"{2 * pairs.alignment_error:.2g}"
@@ -215,7 +218,8 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...]) 
         drawn = f"angles from {pairs.sampled} of {n} filters, drawn at random: alignment ± {error} (95 %)"
         notes = (*notes, drawn, f"near duplicates sought {where}")
     if whole:
-        values |= _spectrum(matrices, values["frobenius"], name, gram)
+        singular = spectrum_estimate(matrices, name=name, gram=gram, deep=deep)
+        values |= _spectrum(singular, matrices.shape, values["frobenius"])
     return {**values, "notes": notes}
 
 
@@ -238,10 +242,9 @@ def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
     }
 
 
-def _spectrum(matrices: Tensor, frobenius: float, name: str, gram: GramMatrix | None) -> dict[str, Any]:
-    _, n, d = matrices.shape
-    found = spectrum_estimate(matrices, name=name, gram=gram)
-    edge = marchenko_pastur(n, d, std=frobenius / sqrt(prod(matrices.shape))).upper
+def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> dict[str, Any]:
+    _, n, d = shape
+    edge = marchenko_pastur(n, d, std=frobenius / sqrt(prod(shape))).upper
     values: dict[str, Any] = {
         "sigma_max": found.largest,
         "sigma_error": found.error,
