@@ -21,6 +21,12 @@ from benchmarks.harness import Candidate, Operation, Row
 TITLE = "From the start of a program to its end"
 FLOOR = "a program that imports torch; for the help, an empty one"
 
+GOALS = {
+    ("main", "gonio --help", "process"): "0.15 s",
+    ("main", "import gonio", "process"): "floor + 0.05 s",
+    ("main", "gonio measure small.safetensors", "process"): "floor + 1 s",
+}
+
 
 def _program(name: str, *arguments: str) -> Candidate:
     def make() -> Operation:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks import fine_tuning, planted_damage
-from benchmarks.results import FOLDER, Measured, Report, RowResult, path_of, read
+from benchmarks.results import FOLDER, Key, Measured, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- benchmark (?P<ask>[^>]+?) -->\n).*?(\n?<!-- /benchmark -->)", flags=re.S)
@@ -51,17 +52,28 @@ def markdown(report: Report, *, table: str | None, what: str) -> str:
     rows = [row for row in report.rows if table in (None, row.table)]
     if not rows:
         return MISSING
+    all_goals = _goals(report.topic)
     names = list(dict.fromkeys(m.name for row in rows for m in row.candidates))
+    goals = {row.key: goal for row in rows if what == "time" and (goal := all_goals.get(row.key))}
     titles = [FLOORS[what][0], *names] if what in FLOORS else names
+    titles = [*titles, "goal"] if goals else titles
     head = [f"| | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
-    return "\n".join([*head, *(_line(row, names, what) for row in rows), "", _caption(report, rows, what)])
+    return "\n".join([*head, *(_line(row, names, what, goals) for row in rows), "", _caption(report, rows, what)])
 
 
-def _line(row: RowResult, names: Sequence[str], what: str) -> str:
+def _goals(topic: str) -> Mapping[Key, str]:
+    """What the rows of a topic are to reach, as ratios or as times, if it says so."""
+    goals: Mapping[Key, str] = getattr(import_module(f"benchmarks.{topic}"), "GOALS", {})
+    return goals
+
+
+def _line(row: RowResult, names: Sequence[str], what: str, goals: Mapping[Key, str]) -> str:
     found = {measured.name: CELLS[what](measured) for measured in row.candidates}
     floor = [FLOORS[what][1](row.floor)] if what in FLOORS else []
     mark = " ¹" if row.disturbed else ""
-    return f"| {row.case}, {row.mode}{mark} | {' | '.join([*floor, *(found.get(name, '–') for name in names)])} |"
+    goal = [goals.get(row.key, "–")] if goals else []
+    cells = [*floor, *(found.get(name, "–") for name in names), *goal]
+    return f"| {row.case}, {row.mode}{mark} | {' | '.join(cells)} |"
 
 
 def _caption(report: Report, rows: Sequence[RowResult], what: str) -> str:

@@ -53,6 +53,7 @@ class Method:
     """One line of the table. `usual` is None where torch has no form of its own."""
 
     name: str
+    goals: tuple[float, float]  # of the ResNet-18 and of the digits network
     ours: Prepare
     usual: Prepare | None = None
     needs: tuple[type[nn.Module], ...] = ()  # the network has layers of these types, or the row is left out
@@ -207,34 +208,44 @@ _TORCH = torch.nn.utils.parametrizations
 METHODS = (
     Method(
         "orthogonality, add_grads_",
+        (1.15, 1.15),
         _penalised(R.Orthogonality(1e-4), in_place=True),
         _usual_orthogonality,
     ),
-    Method("SRIP, add_grads_", _penalised(R.SRIP(1e-4), in_place=True)),
+    Method("SRIP, add_grads_", (1.05, 1.15), _penalised(R.SRIP(1e-4), in_place=True)),
     Method(
         "self-orthogonality",
+        (1.25, 1.5),
         _penalised(R.SelfOrthogonality(1e-4), in_place=False),
         _usual_self_orthogonality(None),
     ),
     Method(
         "self-orthogonality, samples=512",
+        (1.08, 1.4),
         _penalised(R.SelfOrthogonality(1e-4, samples=512), in_place=False),
         _usual_self_orthogonality(512),
     ),
     Method(
         "scale shift, add_grads_",
+        (1.03, 1.1),
         _penalised(R.ScaleShift(1e-4, direction_strength=1e-4, before_norm="keep"), in_place=True),
         _usual_scale,
     ),
-    Method("switchable norm", _switchable, None, (nn.BatchNorm2d,)),
-    Method("decoupled (tanh, cosine)", _decoupled, _usual_decoupled, (nn.Conv2d,)),
-    Method("weight norm", _parametrized(P.WeightNorm), _torchs(_TORCH.weight_norm)),
-    Method("spectral norm", _spectral, _torchs(_TORCH.spectral_norm)),
-    Method("weight standardisation", _parametrized(P.WeightStandardization)),
-    Method("sphere", _parametrized(P.Sphere)),
-    Method("orthogonal", _parametrized(P.Orthogonal), _torchs(_TORCH.orthogonal)),
+    Method("switchable norm", (1.03, 1.5), _switchable, None, (nn.BatchNorm2d,)),
+    Method("decoupled (tanh, cosine)", (1.12, 1.5), _decoupled, _usual_decoupled, (nn.Conv2d,)),
+    Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), _torchs(_TORCH.weight_norm)),
+    Method("spectral norm", (1.05, 1.2), _spectral, _torchs(_TORCH.spectral_norm)),
+    Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization)),
+    Method("sphere", (1.04, 1.1), _parametrized(P.Sphere)),
+    Method("orthogonal", (1.7, 1.5), _parametrized(P.Orthogonal), _torchs(_TORCH.orthogonal)),
 )
 
+
+GOALS = {
+    (network, method.name, "step"): f"{goal:.2f}"
+    for method in METHODS
+    for network, goal in zip(("ResNet-18", "digits-network"), method.goals, strict=True)
+}
 
 # Penalties applied every n-th step with n-fold strength, and for outputs on a sample of positions.
 CHEAP = (
