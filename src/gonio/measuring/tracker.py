@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
+from gonio.execution import several_ranks
 from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.model import entries_of_model
@@ -238,7 +239,7 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
 
 
 def _first() -> bool:
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return not several_ranks() or dist.get_rank() == 0
 
 
 def _figures(t: TensorMeasurement) -> dict[str, float]:

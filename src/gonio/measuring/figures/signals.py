@@ -9,12 +9,13 @@ from math import sqrt
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
+from gonio.geometry.norms import whole
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
@@ -346,8 +347,7 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
     per channel), and over several processes. The norm's statistics do not change.
     """
     mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if mean is None or var is None or norm.training or several:
+    if mean is None or var is None or norm.training or several_ranks():
         return None
     if _is_unseen(norm) or not isinstance(output, Tensor) or output.numel() < 2:
         return None
@@ -398,8 +398,7 @@ def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, fl
     if not (isinstance(module, _KINDS) and isinstance(weight, Tensor) and weight.is_floating_point()):
         return None, None
     layout = layout_of(module)
-    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # a shard has some filters only
-    filters = matrix_view(full, layout)
+    filters = matrix_view(whole(weight), layout)  # a shard has some filters only
     count = filters.shape[1]
     if isinstance(module, nn.Linear):
         x = output.reshape(-1, output.shape[-1])

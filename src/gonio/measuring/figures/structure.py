@@ -15,6 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
@@ -238,8 +239,8 @@ class NormUse:
         """The number of samples in its statistics, for a batch of this size in each process."""
         if batch is None:
             return float("inf")
-        several = isinstance(self.module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()
-        return batch * (dist.get_world_size() if several else 1)
+        together = isinstance(self.module, nn.SyncBatchNorm) and several_ranks()
+        return batch * (dist.get_world_size() if together else 1)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import whole
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,7 @@ def _adam(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balanc
     corrected = moment.double() / (1 - float(group["betas"][1]) ** float(state["step"]))
     w2 = parameter.detach().double().square()
     share = (w2 / (corrected.sqrt() + group["eps"])).sum() / w2.sum()
-    share = share.full_tensor() if hasattr(share, "full_tensor") else share
-    return _ηλ(group) * float(share), _memory(group)
+    return _ηλ(group) * float(whole(share)), _memory(group)
 
 
 def _adamw(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balance:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
+from gonio.geometry.norms import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,4 @@ def _squares(a: Tensor, b: Tensor, by_row: bool) -> Tensor:
     """Σ a·b over everything or over the last dimension, over all shards."""
     if not by_row and not is_sharded(a):
         return torch.dot(a.flatten(), b.flatten())
-    total = (a * b).sum(-1) if by_row else (a * b).sum()
-    whole: Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
-    return whole
+    return whole((a * b).sum(-1) if by_row else (a * b).sum())

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
+from gonio.geometry.norms import whole
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
 from gonio.measuring.training.rotation import angle_between, step_rotation
@@ -151,7 +152,7 @@ class StepFigures:
         if norm and self.invariant is not None and entry.path in self.invariant:
             figures["effective_rate"] = rate / norm**2
         if "filter_rotation" in self._also and entry.layout is not None:
-            rows = (matrix_view(_whole(w), entry.layout) for w in (before, after))
+            rows = (matrix_view(whole(w), entry.layout) for w in (before, after))
             turned = step_rotation(*rows, by_row=True).rotation.nan_to_num(0)
             for name, value in (("min", turned.min()), ("median", turned.median()), ("max", turned.max())):
                 figures[f"filter_rotation_{name}"] = float(value)
@@ -181,8 +182,3 @@ def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilib
     if held is None:
         return equilibrium(optimizer, parameter)
     return Equilibrium(atan(rate) if held == "fixed" else None, 0.0, "" if held == "fixed" else "held by hold_")
-
-
-def _whole(weight: Tensor) -> Tensor:
-    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return full
