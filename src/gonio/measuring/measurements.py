@@ -16,7 +16,7 @@ from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.rules import Finding, Suppressed
+from gonio.measuring.findings.rules import Finding, Suppressed, told
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import (
     SPECTRUM_COLUMNS,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 BESIDE = ("norm", "angle", "alignment", "coherence", "sigma", "stable_rank")  # columns of several models side by side
 SCHEMA = "gonio.measurements/1"
-TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,16 +109,9 @@ class Measurements(Table[TensorMeasurement]):
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        for finding in self.findings:
-            head = (f"{finding.level:5} {finding.code}", TONES[finding.level])
-            yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
-        if self.findings:
-            yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
-        else:
-            yield from (Text("No findings."), Text(self.scope, style="dim"))
-        for sentence in self.suppressed.sentences if self.suppressed is not None else ():
-            yield Text(plain(sentence, longest=len(sentence)), style="dim")
-        yield Text("")
+        none = [] if self.findings else [Text("No findings."), Text(self.scope, style="dim")]
+        quiet = self.suppressed.sentences if self.suppressed is not None else ()
+        yield from told(self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)])
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             yield tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, log2, sqrt
 from statistics import NormalDist, mean
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gonio.errors import InvalidArgumentError
-from gonio.measuring.changes.rules import told
-from gonio.measuring.findings.rules import Finding, Rule, register, rule
+from gonio.measuring.findings.rules import Finding, Rule, findings_by, markdown_findings, rule, told
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
 from gonio.surgery import sites
@@ -86,7 +85,10 @@ def _beyond(interval: tuple[float, float] | None) -> int:
     return int(interval[0] > TOLERANCE) - int(interval[1] < -TOLERANCE)
 
 
-@rule("G601")
+WIDTH_RULES: dict[str, Rule[WidthScaling]] = {}
+
+
+@rule("G601", WIDTH_RULES)
 def _initial(s: WidthScaling) -> str | None:
     interval = s.activation_interval
     if interval is None or not (interval[0] > -TOLERANCE if s.last else _beyond(interval)):
@@ -94,15 +96,11 @@ def _initial(s: WidthScaling) -> str | None:
     return f"its output scales as width^{_fit(s.activation, s.activation_interval)} at initialisation"
 
 
-@rule("G602")
+@rule("G602", WIDTH_RULES)
 def _trained(s: WidthScaling) -> str | None:
     if not _beyond(s.change_interval):
         return None
     return f"the change of its output by training scales as width^{_fit(s.change, s.change_interval)}"
-
-
-WIDTH_RULES: Mapping[str, Rule[WidthScaling]] = {found.code: found for found in (_initial, _trained)}
-register(WIDTH_RULES)
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,8 +131,8 @@ class Widths(Table[WidthScaling]):
 
     def to_markdown(self) -> str:
         """The table of exponents."""
-        told_of = [f"* {f.code}: {f.path}: {f.found}" for f in self.findings]
-        return "\n".join([*told_of, *[""] * bool(told_of), *markdown_table("layer", self.tensors, COLUMNS), ""])
+        said, table = markdown_findings(self.findings), markdown_table("layer", self.tensors, COLUMNS)
+        return "\n".join([*said, *table, ""])
 
     def to_html(self, *, command: str = "", date: str = "") -> str:
         """One self-contained page that loads nothing; its script sorts, filters and opens rows.
@@ -212,7 +210,7 @@ def widths(
     if not paths:
         raise InvalidArgumentError("widths() compares layers by path", "none in common", "Name layers alike.")
     rows = tuple(_scaling(path, runs, last=path == paths[-1]) for path in paths)
-    found = [finding for row in rows for r in WIDTH_RULES.values() if (finding := r.finding(row, row.path)) is not None]
+    found = findings_by(WIDTH_RULES, ((row, row.path) for row in rows))
     return Widths(tuple(dict.fromkeys(sizes)), seeds, steps, rows, tuple(found))
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
-from gonio.measuring.changes.rules import findings_of_change, told
+from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
-from gonio.measuring.findings.rules import Finding
+from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
@@ -187,9 +187,8 @@ class Differences(Table[TensorDifference]):
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
         head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
-        told = [f"* {f.code}: {markdown_cell(f.path or 'the model')}: {markdown_cell(f.found)}" for f in self.findings]
-        table = markdown_table("tensor", self.largest, COLUMNS)
-        return "\n".join([head, "", *told, *[""] * bool(told), *table, "", markdown_cell(self.coverage), ""])
+        said, table = markdown_findings(self.findings), markdown_table("tensor", self.largest, COLUMNS)
+        return "\n".join([head, "", *said, *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self, *, command: str = "", date: str = "") -> str:
         """One self-contained page that loads nothing; its script sorts, filters and opens rows.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from rich.text import Text
-
 from gonio.errors import listing
-from gonio.escaping import plain
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
-from gonio.measuring.findings.rules import LEVELS, Finding, Rule, register, rule
-from gonio.measuring.measurements import TONES
+from gonio.measuring.findings.rules import Finding, Rule, findings_by, rule, worst_first
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
@@ -57,7 +53,17 @@ class Pairing:
     kept: float
 
 
-@rule("G501")
+TENSOR_RULES: dict[str, Rule[TensorDifference]] = {}
+MODEL_RULES: dict[str, Rule[WholeChange]] = {}
+PAIR_RULES: dict[str, Rule[Pairing]] = {}
+
+
+@rule("G001", TENSOR_RULES)
+def _nonfinite(t: TensorDifference) -> str | None:
+    return t.reason if t.reason.startswith(NONFINITE) else None
+
+
+@rule("G501", TENSOR_RULES)
 def _intruders(t: TensorDifference) -> str | None:
     top = len(t.intruder_cosines)
     for found, by_chance, of in (
@@ -72,30 +78,21 @@ def _intruders(t: TensorDifference) -> str | None:
     return None
 
 
-@rule("G502")
+@rule("G502", TENSOR_RULES)
 def _dwarfed(t: TensorDifference) -> str | None:
     if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2:
         return None
     return f"the change has {t.relative:.3g} times the norm of the base"
 
 
-@rule("G503")
-def _untouched(change: WholeChange) -> str | None:
-    equal = [t.path for t in change.weights if t.status == "equal"]
-    few = len(equal) < len(change.weights) or not change.weights
-    if change.adapters or not equal or not few or len(equal) > UNTOUCHED * len(change.weights):
-        return None
-    return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
-
-
-@rule("G505")
+@rule("G505", TENSOR_RULES)
 def _reordered(t: TensorDifference) -> str | None:
     if not t.reordered:
         return None
     return f"{t.reordered} of its filters are at other places: those of the base in another order"
 
 
-@rule("G506")
+@rule("G506", TENSOR_RULES)
 def _zeroed(t: TensorDifference) -> str | None:
     zeroed, entries = t.entries_zeroed or 0, prod(t.shape)
     if len(t.shape) < 2 or zeroed < 2 or zeroed <= ZEROED * entries:
@@ -104,12 +101,16 @@ def _zeroed(t: TensorDifference) -> str | None:
     return f"{zeroed} of {entries} entries became 0 ({zeroed / entries:.2g}); {rest}"
 
 
-@rule("G001")
-def _nonfinite(t: TensorDifference) -> str | None:
-    return t.reason if t.reason.startswith(NONFINITE) else None
+@rule("G503", MODEL_RULES)
+def _untouched(change: WholeChange) -> str | None:
+    equal = [t.path for t in change.weights if t.status == "equal"]
+    few = len(equal) < len(change.weights) or not change.weights
+    if change.adapters or not equal or not few or len(equal) > UNTOUCHED * len(change.weights):
+        return None
+    return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
 
 
-@rule("G504")
+@rule("G504", PAIR_RULES)
 def _cancel(pair: Pairing) -> str | None:
     if pair.cosine > -max(CANCELLED, SIGMAS * pair.chance):
         return None
@@ -119,33 +120,7 @@ def _cancel(pair: Pairing) -> str | None:
     )
 
 
-TENSOR_RULES: Mapping[str, Rule[TensorDifference]] = {
-    found.code: found for found in (_intruders, _dwarfed, _reordered, _zeroed)
-}
-MODEL_RULES: Mapping[str, Rule[WholeChange]] = {_untouched.code: _untouched}
-PAIR_RULES: Mapping[str, Rule[Pairing]] = {_cancel.code: _cancel}
-register({**TENSOR_RULES, **MODEL_RULES, **PAIR_RULES})
-
-
 def findings_of_change(rows: Sequence[TensorDifference], adapters: bool) -> tuple[Finding, ...]:
     """All findings on the change of one model, warnings first."""
-    rules = (_nonfinite, *TENSOR_RULES.values())
-    made = [rule.finding(row, row.path) for row in rows for rule in rules]
-    made += [rule.finding(WholeChange(tuple(rows), adapters), "") for rule in MODEL_RULES.values()]
-    return tuple(sorted((f for f in made if f is not None), key=lambda f: -LEVELS.index(f.level)))
-
-
-def findings_of_pairs(pairs: Sequence[Pairing]) -> tuple[Finding, ...]:
-    """All findings on pairs of models."""
-    made = [rule.finding(pair, "") for pair in pairs for rule in PAIR_RULES.values()]
-    return tuple(f for f in made if f is not None)
-
-
-def told(found: Sequence[Finding]) -> Iterator[Text]:
-    """The findings on a terminal: one line each, then a blank one; nothing without findings."""
-    for finding in found:
-        head = (f"{finding.level:5} {finding.code}", TONES[finding.level])
-        yield Text.assemble(head, f"  {plain(finding.path) or 'the model'}: {plain(finding.found)}")
-    if found:
-        yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
-        yield Text("")
+    made = findings_by(TENSOR_RULES, ((row, row.path) for row in rows))
+    return worst_first([*made, *findings_by(MODEL_RULES, [(WholeChange(tuple(rows), adapters), "")])])

@@ -17,9 +17,9 @@ from gonio.errors import InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import Change
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
-from gonio.measuring.changes.rules import Pairing, findings_of_pairs, told
+from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress
-from gonio.measuring.findings.rules import LEVELS, Finding
+from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, told, worst_first
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, bare_table, markdown_table, number, tensor_table
@@ -126,7 +126,7 @@ class Changes(Table[Agreement]):
             for name, model in zip(self.names, self.models, strict=True)
             for finding in model.findings
         ]
-        return tuple(sorted((*self.findings, *own), key=lambda f: -LEVELS.index(f.level)))
+        return worst_first((*self.findings, *own))
 
     @property
     def coverage(self) -> str:
@@ -146,11 +146,9 @@ class Changes(Table[Agreement]):
     def to_markdown(self) -> str:
         """The cosines of the models, the tensors' agreement, and the coverage."""
         head = f"**{markdown_cell(self.base)} → {markdown_cell(', '.join(self.names))}**"
-        told = [
-            f"* {f.code}: {markdown_cell(f.path or 'the models')}: {markdown_cell(f.found)}" for f in self.all_findings
-        ]
+        said = markdown_findings(self.all_findings, whole="the models")
         table = markdown_table("tensor", [self.whole, *self.tensors], COLUMNS)
-        return "\n".join([head, "", *told, *[""] * bool(told), *table, "", markdown_cell(self.coverage), ""])
+        return "\n".join([head, "", *said, *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self, *, command: str = "", date: str = "") -> str:
         """One self-contained page that loads nothing; its script sorts, filters and opens rows.
@@ -228,7 +226,8 @@ def changes(base: Source, *models: Source, engine: Engine = "local", progress: P
     made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
     whole = totals.agreement("")
     names = _numbered([model.after for model in made])
-    return Changes(name_of(base), made, tuple(tensors), whole, findings_of_pairs(_pairings(whole, names)))
+    findings = findings_by(PAIR_RULES, ((pair, "") for pair in _pairings(whole, names)))
+    return Changes(name_of(base), made, tuple(tensors), whole, tuple(findings))
 
 
 def _reduced(rows: Rows, deltas: Deltas) -> tuple[Rows, _Sums | None]:

@@ -8,19 +8,20 @@ weights, and why that can matter; the false-alarm rates were measured on randoml
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from math import prod, sqrt
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
+from rich.text import Text
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import UnknownNameError, listing
+from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
 from gonio.measuring.figures.structure import NormUse, Setting
@@ -28,6 +29,7 @@ from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.reading.entry import PADDING
 
 LEVELS = ("info", "warn", "error")
+_TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
 Subject = TypeVar("Subject")
 
@@ -81,12 +83,15 @@ def rule_texts() -> Mapping[str, RuleText]:
     return {code: RuleText(**text) for code, text in yaml.safe_load(content).items()}
 
 
+Check = Callable[[Subject], str | None]
+
+
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
     """One rule: a code, and what it finds in its subject (a tensor, or the setting of a training); None for nothing."""
 
     code: str
-    check: Callable[[Subject], str | None]
+    check: Check[Subject]
 
     @property
     def text(self) -> RuleText:
@@ -102,9 +107,31 @@ class Rule(Generic[Subject]):
         return Finding(self.code, text.level, path, found, text.chance or text.exact, text.do)
 
 
-def rule(code: str) -> Callable[[Callable[[Subject], str | None]], Rule[Subject]]:
-    """A decorator that makes a :class:`Rule` of its check; its text is in `rules.yaml`."""
-    return lambda check: Rule(code, check)
+WEIGHT_RULES: dict[str, Rule[TensorMeasurement]] = {}
+ADVICE: dict[str, Rule[Setting]] = {}
+RULES: dict[str, Rule[Any]] = {}  # on all subjects, those of other files too
+
+
+def rule(code: str, among: dict[str, Rule[Subject]]) -> Callable[[Check[Subject]], Check[Subject]]:
+    """A decorator that adds a check to the rules on one subject; the rule's text is in `rules.yaml`."""
+
+    def add(check: Check[Subject]) -> Check[Subject]:
+        among[code] = Rule(code, check)
+        RULES.setdefault(code, among[code])  # a code may have checks of several subjects
+        return check
+
+    return add
+
+
+def findings_by(rules: Mapping[str, Rule[Subject]], subjects: Iterable[tuple[Subject, str]]) -> list[Finding]:
+    """What the rules find in each (subject, path)."""
+    made = (rule.finding(subject, path) for subject, path in subjects for rule in rules.values())
+    return [finding for finding in made if finding is not None]
+
+
+def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Errors, then warnings, then remarks, each in the given order."""
+    return tuple(sorted(findings, key=lambda finding: -LEVELS.index(finding.level)))
 
 
 @dataclass(frozen=True)
@@ -139,10 +166,26 @@ class Suppressed:
 
 def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = None) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
-    made = [rule.finding(tensor, tensor.path) for tensor in tensors for rule in WEIGHT_RULES.values()]
-    made += [] if setting is None else [rule.finding(setting, "") for rule in ADVICE.values()]
-    found = [finding for finding in made if finding is not None]
-    return tuple(sorted(found, key=lambda finding: -LEVELS.index(finding.level)))
+    made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
+    return worst_first([*made, *(findings_by(ADVICE, [(setting, "")]) if setting is not None else ())])
+
+
+def told(findings: Sequence[Finding], more: Iterable[Text] = ()) -> Iterator[Text]:
+    """Findings on a terminal, one line each, and further lines; then a blank line, if there is any line."""
+    lines = [
+        Text.assemble((f"{f.level:5} {f.code}", _TONES[f.level]), f"  {plain(f.path) or 'the model'}: {plain(f.found)}")
+        for f in findings
+    ]
+    if lines:
+        lines.append(Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim"))
+    lines += more
+    yield from [*lines, Text("")] if lines else ()
+
+
+def markdown_findings(findings: Sequence[Finding], whole: str = "the model") -> list[str]:
+    """Findings as a markdown list, then a blank line; nothing without findings. `whole`: what the path "" means."""
+    said = [f"* {f.code}: {markdown_cell(f.path or whole)}: {markdown_cell(f.found)}" for f in findings]
+    return [*said, ""] if said else []
 
 
 def explain(code: str | Finding) -> str:
@@ -199,7 +242,7 @@ def _rate(code: str) -> str:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-@rule("G001")
+@rule("G001", WEIGHT_RULES)
 def _nonfinite(t: TensorMeasurement) -> str | None:
     if not t.nonfinite:
         return None
@@ -207,19 +250,19 @@ def _nonfinite(t: TensorMeasurement) -> str | None:
     return f"{t.nonfinite} of {t.entries} values are NaN or infinite, the first at [{place}]"
 
 
-@rule("G101")
+@rule("G101", WEIGHT_RULES)
 def _zero(t: TensorMeasurement) -> str | None:
     return "every value is 0" if t.total_filters and t.zero_filters == t.total_filters else None
 
 
-@rule("G102")
+@rule("G102", WEIGHT_RULES)
 def _dead(t: TensorMeasurement) -> str | None:
     if not t.zero_filters or t.zero_filters == t.total_filters or (t.zero_filters == 1 and PADDING in t.notes):
         return None
     return f"{t.zero_filters} of {t.total_filters} filters are 0"
 
 
-@rule("G103")
+@rule("G103", WEIGHT_RULES)
 def _weak(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4:
         return None
@@ -227,7 +270,7 @@ def _weak(t: TensorMeasurement) -> str | None:
     return f"the weakest filter's norm is {least:.2g}, the median {middle:.2g}" if least < 1e-3 * middle else None
 
 
-@rule("G104")
+@rule("G104", WEIGHT_RULES)
 def _dominant(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or t.total_filters < 8:
         return None
@@ -235,12 +278,12 @@ def _dominant(t: TensorMeasurement) -> str | None:
     return f"the strongest filter's norm is {most:.3g}, the median {middle:.3g}" if 0 < 10 * middle < most else None
 
 
-@rule("G105")
+@rule("G105", WEIGHT_RULES)
 def _negative_variance(t: TensorMeasurement) -> str | None:
     return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
 
 
-@rule("G201")
+@rule("G201", WEIGHT_RULES)
 def _shared(t: TensorMeasurement) -> str | None:
     if t.alignment is None or t.alignment_z is None or not t.dim or (t.pairs or 0) < 28:
         return None
@@ -250,7 +293,7 @@ def _shared(t: TensorMeasurement) -> str | None:
     return f"the mean squared cosine between its filters is {share:.2f}, {t.alignment:.3g} times that of random ones"
 
 
-@rule("G202")
+@rule("G202", WEIGHT_RULES)
 def _alike(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
     if not t.near_duplicates or not t.closest or not t.dim or expected_pairs_above(NEAR, total, t.dim) > 1e-4:
@@ -262,7 +305,7 @@ def _alike(t: TensorMeasurement) -> str | None:
     )
 
 
-@rule("G203")
+@rule("G203", WEIGHT_RULES)
 def _equal(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
     least = 1 - 1e-6  # cosines are computed in float32
@@ -271,7 +314,7 @@ def _equal(t: TensorMeasurement) -> str | None:
     return f"filters {t.closest[0]} and {t.closest[1]} are proportional: their absolute cosine is 1"
 
 
-@rule("G301")
+@rule("G301", WEIGHT_RULES)
 def _one_direction(t: TensorMeasurement) -> str | None:
     if t.stable_rank is None or t.stable_rank_random is None or t.stable_rank_random < 6:
         return None
@@ -287,14 +330,14 @@ def _listed(norms: list[NormUse]) -> str:
     return listing([norm.path or "the model" for norm in norms], limit=3)
 
 
-@rule("G401")
+@rule("G401", ADVICE)
 def _small_batches(setting: Setting) -> str | None:
     batch = setting.training.batch
     norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
     return f"batch norms compute statistics over {batch} samples: {_listed(norms)}" if norms else None
 
 
-@rule("G402")
+@rule("G402", ADVICE)
 def _last_batch(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(setting.training.last) < 2]
     if not norms:
@@ -307,26 +350,20 @@ def _last_batch(setting: Setting) -> str | None:
     return f"{said}; training will raise an error if the inputs of {_listed(unknown)} are (N, C)" if unknown else said
 
 
-@rule("G403")
+@rule("G403", ADVICE)
 def _single_values(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.values == 1]
     return f"each statistic is over one value, so that the input is lost: {_listed(norms)}" if norms else None
 
 
-@rule("G404")
+@rule("G404", ADVICE)
 def _several_uses(setting: Setting) -> str | None:
     reused = [norm for norm in setting.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
     uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
     return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
 
 
-@rule("G406")
-def _recomputed(setting: Setting) -> str | None:
-    norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
-    return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
-
-
-@rule("G405")
+@rule("G405", ADVICE)
 def _decayed(setting: Setting) -> str | None:
     free = setting.decayed
     if not free:
@@ -334,13 +371,19 @@ def _decayed(setting: Setting) -> str | None:
     return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
 
 
-@rule("G407")
+@rule("G406", ADVICE)
+def _recomputed(setting: Setting) -> str | None:
+    norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
+    return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
+
+
+@rule("G407", ADVICE)
 def _constant(setting: Setting) -> str | None:
     paths = [path or "the model" for path in setting.constant]
     return f"the output is the same for every input: the weight of {listing(paths, limit=3)} is 0" if paths else None
 
 
-@rule("G408")
+@rule("G408", ADVICE)
 def _dead_units(setting: Setting) -> str | None:
     found, before = [], 0.0
     for signal in setting.signals:
@@ -355,7 +398,7 @@ def _dead_units(setting: Setting) -> str | None:
 _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
 
 
-@rule("G409")
+@rule("G409", ADVICE)
 def _out_of_scale(setting: Setting) -> str | None:
     found = []
     for signal in setting.signals:
@@ -367,7 +410,7 @@ def _out_of_scale(setting: Setting) -> str | None:
     return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
 
 
-@rule("G410")
+@rule("G410", ADVICE)
 def _stale(setting: Setting) -> str | None:
     found = []
     for signal in setting.signals:
@@ -380,7 +423,7 @@ def _stale(setting: Setting) -> str | None:
     return f"the output differs from that in training mode on this batch: {listing(found, limit=3)}"
 
 
-@rule("G411")
+@rule("G411", ADVICE)
 def _forgotten(setting: Setting) -> str | None:
     norms = [norm for norm in setting.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
     return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
@@ -390,30 +433,3 @@ def _trained_without_statistics(norm: nn.Module) -> bool:
     found = (norm._buffers.get("running_mean"), norm._buffers.get("running_var"), norm._parameters.get("weight"))
     mean, var, gain = (t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in found)
     return not bool(mean.any()) and not bool((var != 1).any()) and bool((gain != gain.flatten()[0]).any())
-
-
-_TENSOR_RULES = (
-    _nonfinite,
-    _zero,
-    _dead,
-    _weak,
-    _dominant,
-    _negative_variance,
-    _shared,
-    _alike,
-    _equal,
-    _one_direction,
-)
-_MODEL_RULES = (
-    *(_small_batches, _last_batch, _single_values, _several_uses, _decayed, _recomputed, _constant),
-    *(_dead_units, _out_of_scale, _stale, _forgotten),
-)
-WEIGHT_RULES: Mapping[str, Rule[TensorMeasurement]] = {rule.code: rule for rule in _TENSOR_RULES}
-ADVICE: Mapping[str, Rule[Setting]] = {rule.code: rule for rule in _MODEL_RULES}
-_KNOWN: dict[str, Rule[Any]] = {**WEIGHT_RULES, **ADVICE}
-RULES: Mapping[str, Rule[Any]] = MappingProxyType(_KNOWN)
-
-
-def register(rules: Mapping[str, Rule[Any]]) -> None:
-    """Add rules on other subjects, so that they can be explained."""
-    _KNOWN.update(rules)
