@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from foreign import torchvision
 from gonio.measuring import difference, measure
 from gonio.measuring.changes.sources import base_entries, tuned, values_of
+from gonio.measuring.reading.adapters import rotations_in
 from gonio.measuring.reading.entry import Stored
-from gonio.measuring.reading.rotations import rotations_in
 
 torchvision()  # peft imports transformers, and that torchvision
 peft = pytest.importorskip("peft")

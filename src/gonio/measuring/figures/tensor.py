@@ -173,7 +173,7 @@ def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> Tens
 
 def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...]]:
     """The tensor's values, or None; the fields known from its header, or those of a row without values; notes."""
-    raw = entry.load() if entry.load is not None else None
+    raw = entry.read()
     if not isinstance(raw, Tensor):
         return None, {"status": "skipped", "reason": f"not a tensor but {type(raw).__name__}"}, ()
     numbers = numbers_of(raw)

@@ -1,4 +1,4 @@
-"""Low-rank adapters in files and state dicts: what each adds to the weight that it adapts, and the sum."""
+"""Adapters in files and state dicts: what low-rank ones add to the weight that they adapt, how others rotate it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
-from typing import Any
+from math import isqrt, sqrt
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import Entry, Stored
 
-NAMED = ".lora_"  # in the names of all tensors of adapters
 _PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?A(?:\.([^.]+))??(?:\.weight)?")
+_PEFT_OFT = re.compile(r"(?:base_model\.model\.)?(.+)\.oft_(?:embedding_)?R(?:\.([^.]+))??(?:\.weight)?")
 _KOHYA = re.compile(r"(.+)\.lora_down\.weight")
 
 
@@ -41,6 +41,7 @@ class Adapter:
     turned: bool = False
     layout: Layout = PLAIN
     magnitude: Stored | None = None
+    KIND: ClassVar = "lora"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +61,7 @@ class Adapter:
 
     def total(self, base: Entry) -> Tensor:
         """The base's weight plus :meth:`delta`."""
-        weight = base.load() if base.load is not None else None
+        weight = base.read()
         if not isinstance(weight, Tensor) or tuple(weight.shape) != self.shape:
             found = "nothing" if weight is None else f"the shape {tuple(weight.shape)}"
             raise ValueError(f"the adapter is made for a weight of the shape {self.shape}, the base has {found}")
@@ -78,16 +79,6 @@ def with_norms(total: Tensor, norms: Tensor, *, turned: bool) -> Tensor:
         raise ValueError("DoRA of a transposed weight is not supported")
     factor = norms.flatten() / torch.linalg.vector_norm(total.flatten(1), dim=1)
     return total * factor.reshape(-1, *[1] * (total.ndim - 1))
-
-
-def adapters_in(names: Iterable[str], stored: Mapping[str, Stored], config: Mapping[str, Any]) -> list[Adapter]:
-    """The adapters among the tensors of these names.
-
-    Args:
-        config: of the adapter (`adapter_config.json`), which holds the scale, or an empty mapping.
-    """
-    found = (_of_peft(name, stored, config) or _of_kohya(name, stored) for name in names)
-    return [adapter for adapter in found if adapter is not None and adapter.fits()]
 
 
 def _of_peft(name: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Adapter | None:
@@ -135,8 +126,126 @@ def _of_kohya(name: str, stored: Mapping[str, Stored]) -> Adapter | None:
     return Adapter(match[1], "", down, stored[f"{match[1]}.lora_up.weight"], scale)
 
 
-def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> list[Entry]:
-    """For each adapter its product and, if the base is given, the base's weight and the sum.
+# --- adapters that rotate a weight -----------------------------------------------------------------------------------
+
+TERMS = 5  # of the Neumann series, where the configuration names no other number
+
+
+@dataclass(frozen=True)
+class Rotation:
+    r"""An orthogonal adapter of one weight: block-diagonal R, :math:`W' = W R^\top`, from skew-symmetric matrices Q.
+
+    :math:`R = (I - Q)(I + Q)^{-1}` up to sign, exactly or by a series; the series is orthogonal only approximately.
+
+    Attributes:
+        path: of the adapted layer. `name`: of the adapter where a layer may have several.
+        entries: the upper triangles of the blocks, (blocks, b(b − 1)/2); one row if all blocks are equal.
+        terms: of the Neumann series; 0 for the exact Cayley transform.
+        radius: the largest norm of a block of Q (constrained OFT); None for no limit.
+        turned: whether the weight is stored with its inputs first (`Conv1D`).
+
+    References:
+        [1] Z. Qiu et al., "Controlling text-to-image diffusion by orthogonal finetuning", 2023, arXiv 2306.07280,
+        section 3. [2] Z. Qiu et al., "Orthogonal finetuning made scalable", 2025, arXiv 2506.19847 (the series).
+    """
+
+    path: str
+    name: str
+    entries: Stored
+    terms: int
+    radius: float | None = None
+    turned: bool = False
+    KIND: ClassVar = "oft"
+
+    @property
+    def size(self) -> int:
+        """b: rows of a block."""
+        return (1 + isqrt(1 + 8 * self.entries.shape[1])) // 2
+
+    def blocks(self) -> Tensor:
+        """The rotations, (blocks, b, b)."""
+        packed = self.entries.load().float()
+        rows, columns = torch.triu_indices(self.size, self.size, 1).unbind()
+        skew = packed.new_zeros(len(packed), self.size, self.size)
+        skew[:, rows, columns] = packed
+        skew = skew - skew.mT
+        if self.radius is not None:
+            norms = torch.linalg.matrix_norm(skew, keepdim=True)
+            limit = self.radius / sqrt(len(packed))
+            skew = skew * (limit / norms.clamp_min(limit))
+        one = torch.eye(self.size).expand_as(skew)
+        return _series(skew, self.terms) if self.terms else torch.linalg.solve(one + skew, one - skew, left=False)
+
+    def total(self, base: Entry) -> Tensor:
+        """The base's weight with its inputs rotated."""
+        weight = base.read()
+        if not isinstance(weight, Tensor):
+            raise ValueError("the base has no values here")
+        stored = weight.float().mT if self.turned else weight.float()
+        filters, blocks = stored.flatten(1), self.blocks()
+        if filters.shape[1] % self.size or len(blocks) not in (1, filters.shape[1] // self.size):
+            found = f"{len(blocks)} blocks of {self.size}, the base has filters of length {filters.shape[1]}"
+            raise ValueError(f"the adapter rotates {found}")
+        turned = torch.einsum(
+            "nrk,rck->nrc", filters.unflatten(1, (-1, self.size)), blocks.expand(filters.shape[1] // self.size, -1, -1)
+        )
+        made = turned.reshape(stored.shape)
+        return made.mT if self.turned else made
+
+
+def _series(skew: Tensor, terms: int) -> Tensor:
+    """I + 2Q + 2Q² + … + Qᵗ with t = `terms` − 1, as peft sums it: 3 terms are 4."""
+    total = torch.eye(skew.shape[-1]).expand_as(skew).clone()
+    if terms < 3:
+        return total + 2 * skew if terms == 2 else total
+    power = skew
+    for _ in range(max(terms, 4) - 2):
+        total += 2 * power
+        power = power @ skew
+    return total + power
+
+
+def rotations_in(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> list[Rotation]:
+    """The orthogonal adapters among these tensors.
+
+    Args:
+        config: of the adapter (`adapter_config.json`), or an empty mapping: then peft's defaults hold.
+    """
+    made = []
+    for name, tensor in stored.items():
+        match = _PEFT_OFT.fullmatch(name) if ".oft_" in name else None
+        if match is None or len(tensor.shape) != 2 or not _triangular(tensor.shape[1]):
+            continue
+        terms = config.get("num_cayley_neumann_terms", TERMS) if config.get("use_cayley_neumann", True) else 0
+        radius = float(config.get("eps", 6e-5)) if config.get("coft") else None
+        turned = bool(config.get("fan_in_fan_out"))
+        made.append(Rotation(match[1], match[2] or "", tensor, int(terms), radius, turned))
+    return made
+
+
+def _triangular(count: int) -> bool:
+    """Whether so many entries fill the upper triangle of a matrix."""
+    root = isqrt(1 + 8 * count)
+    return count > 0 and root * root == 1 + 8 * count
+
+
+# --- all adapters of a file ------------------------------------------------------------------------------------------
+
+
+def adapters_in(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> list[Adapter | Rotation]:
+    """The adapters among these tensors, low-rank ones first.
+
+    Args:
+        config: of the adapter (`adapter_config.json`), which holds the scale, or an empty mapping.
+    """
+    names = (name for name in stored if ".lora_" in name)
+    found = (_of_peft(name, stored, config) or _of_kohya(name, stored) for name in names)
+    low_rank = (adapter for adapter in found if adapter is not None and adapter.fits())
+    return [*low_rank, *rotations_in(stored, config)]
+
+
+def entries_of_adapters(adapters: Iterable[Adapter | Rotation], base: Mapping[str, Entry]) -> list[Entry]:
+    """The product of each low-rank adapter and, if the base is given, the weight of the base and the adapted one.
 
     Args:
         base: the tensors of the adapted model by path; empty if it is not given.
@@ -144,15 +253,16 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> l
     made: list[Entry] = []
     for adapter in adapters:
         end = f".{adapter.name}" if adapter.name else ""
-        said = "without its scale, which the file does not hold"
-        said = said if adapter.scale is None else f"with its scale {adapter.scale:.4g}"
-        note = f"the product of the adapter's B and A, {said}"
-        delta = Stored(adapter.shape, "float32", adapter.delta)
-        made.append(delta.entry(f"{adapter.path}.lora_BA{end}", "low-rank product", adapter.layout, notes=(note,)))
-        name, held = f"{adapter.path}.base_and_lora{end}", base.get(adapter.path)
+        if isinstance(adapter, Adapter):
+            known = "without its scale, which the file does not hold"
+            known = known if adapter.scale is None else f"with its scale {adapter.scale:.4g}"
+            notes = (f"the product of the adapter's B and A, {known}",)
+            delta = Stored(adapter.shape, "float32", adapter.delta)
+            made.append(delta.entry(f"{adapter.path}.lora_BA{end}", "low-rank product", adapter.layout, notes=notes))
+        name, held = f"{adapter.path}.base_and_{adapter.KIND}{end}", base.get(adapter.path)
         if held is None:
             made += [Entry(name, "", None, None, f"the base has no weight {adapter.path}")] if base else []
-        elif adapter.scale is None:
+        elif isinstance(adapter, Adapter) and adapter.scale is None:
             made += [held, Entry(name, held.kind, None, None, "the adapter's scale is not known")]
         else:
             made += [held, replace(held, name=name, load=partial(adapter.total, held), notes=())]

@@ -48,6 +48,10 @@ class Entry:
         """The layer's path for its weight, the full name for any other tensor."""
         return self.name.removesuffix(".weight")
 
+    def read(self) -> Tensor | None:
+        """The tensor; None for one that cannot be measured at all."""
+        return None if self.load is None else self.load()
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import NAMED, Adapter, adapters_in, entries_of_adapters
+from gonio.measuring.reading.adapters import Adapter, Rotation, adapters_in, entries_of_adapters
 from gonio.measuring.reading.entry import (
     PART,
     Entry,
@@ -38,7 +38,6 @@ from gonio.measuring.reading.entry import (
     stored_entries,
 )
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.rotations import ROTATED, Rotation, entries_of_rotations, rotations_in
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -84,24 +83,19 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
     """
     if isinstance(source, nn.Module):
-        opened, made, adapters, rotations = Opened({}), entries_of_model(source), [], []
+        opened, made, adapters = Opened({}), entries_of_model(source), []
     else:
         opened, quantization, adapter_config = _opened(source)
         made = [*_entries(opened.stored, quantization), *opened.others]
-        named = [name for name in opened.stored if NAMED in name]
-        adapters = adapters_in(named, opened.stored, adapter_config) if named else []
-        rotated = any(ROTATED in name for name in opened.stored)
-        rotations = rotations_in(opened.stored, adapter_config) if rotated else []
-    if base is not None and not adapters and not rotations:
+        adapters = adapters_in(opened.stored, adapter_config)
+    if base is not None and not adapters:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
             f"{name_of(source)} without adapters",
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     held = {} if base is None else {entry.path: entry for entry in contents_of(base).entries}
-    made += entries_of_adapters(adapters, held) if adapters else []
-    made += entries_of_rotations(rotations, held) if rotations else []
-    return Contents(made, opened.notes, (*adapters, *rotations))
+    return Contents([*made, *entries_of_adapters(adapters, held)], opened.notes, tuple(adapters))
 
 
 def _entries(stored: Mapping[str, Stored], quantization: Mapping[str, Any]) -> Iterator[Entry]:

@@ -117,8 +117,8 @@ class StepFigures:
         """Copy the weights that the optimizer is about to change."""
         parameters = self._parameters()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [e for e in entries if e.load is not None and any(id(p) in held for p in parameters(e))]
-        self._copies = [(entry, entry.load().detach().clone()) for entry in mine if entry.load is not None]
+        mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
+        self._copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
         if "initial_angle" in self._also:
             for entry, weight in self._copies:
                 self._initial.setdefault(entry.path, weight.to("cpu", copy=True))
@@ -130,8 +130,8 @@ class StepFigures:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         while self._copies:
             entry, before = self._copies.pop(0)
-            after = entry.load().detach() if entry.load is not None else before
-            if after.shape == before.shape:
+            after = entry.read()
+            if after is not None and after.shape == before.shape:
                 largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
                 rate = float(groups[id(largest)]["lr"])
                 found.append((entry, self._figures(entry, before, after, _prediction(optimizer, largest, rate), rate)))
