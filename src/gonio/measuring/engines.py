@@ -11,6 +11,7 @@ from gonio.measuring.reading.source import Source
 
 Engine = Literal["local", "ray"]
 Progress = Callable[[int, int], None] | None
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PARCELS = 4  # per core of the cluster, so that all workers end at about the same time
@@ -37,6 +38,16 @@ def path_of(source: Source) -> str:
             "Save the weights where all nodes can read them, or measure here.",
         )
     return os.path.abspath(os.fspath(source))
+
+
+def one_by_one(function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
+    """The results for these items in order, in this process."""
+    made = []
+    for done, item in enumerate(items, start=1):
+        made.append(function(item))
+        if progress is not None:
+            progress(done, len(items))
+    return made
 
 
 def on_ray(

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any, overload
@@ -17,13 +18,12 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, one_by_one, path_of
 from gonio.measuring.figures.signals import measure_signals
 from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
-from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, contents_of, name_of
 
 
@@ -133,7 +133,7 @@ def measure(
         words = (path_of(source), None if base is None else path_of(base), also, deep)
         tensors = on_ray(_measured, words, [prod(entry.shape or ()) for entry in contents.entries], progress)
     else:
-        tensors = _here(contents.entries, progress, also, deep)
+        tensors = one_by_one(partial(measure_tensor, also=also, deep=deep), contents.entries, progress)
     name, versions = name_of(source), _versions()
     if not isinstance(source, nn.Module) or training is None:
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=versions)
@@ -207,16 +207,6 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree that is not installed
         own = "not installed"
     return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _here(entries: Sequence[Entry], progress: Progress, also: Also, deep: bool) -> list[TensorMeasurement]:
-    """One tensor after the other."""
-    made = []
-    for done, entry in enumerate(entries, start=1):
-        made.append(measure_tensor(entry, also=also, deep=deep))
-        if progress is not None:
-            progress(done, len(entries))
-    return made
 
 
 def _measured(source: str, base: str | None, also: Also, deep: bool, numbers: Sequence[int]) -> list[TensorMeasurement]:

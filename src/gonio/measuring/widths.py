@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, log2, sqrt
-from statistics import NormalDist, mean
+from statistics import NormalDist, linear_regression, pvariance
 from typing import Any, ClassVar
 
 import torch
@@ -302,11 +302,10 @@ def _exponent(points: Sequence[tuple[int, float]]) -> tuple[float | None, tuple[
     if any(not 0 < value < float("inf") for _, value in points):
         return None, None
     x, y = [log2(size) for size, _ in points], [log2(value) for _, value in points]
-    middle, centre = mean(x), mean(y)
-    spread = sum((a - middle) ** 2 for a in x)
-    slope = sum((a - middle) * (b - centre) for a, b in zip(x, y, strict=True)) / spread
-    left = sum((b - centre - slope * (a - middle)) ** 2 for a, b in zip(x, y, strict=True))
-    half = _student(len(points) - 2) * sqrt(left / (len(points) - 2) / spread)
+    slope, start = linear_regression(x, y)
+    left = sum((b - start - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    freedom, spread = len(points) - 2, len(points) * pvariance(x)
+    half = _student(freedom) * sqrt(left / freedom / spread)
     return slope, (slope - half, slope + half)
 
 

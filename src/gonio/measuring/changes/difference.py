@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod, sqrt
+from math import hypot, prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,18 +18,14 @@ from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, one_by_one, path_of
 from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, markdown_table, number, reasons, tensor_table
+from gonio.measuring.showing.table import Column, Table, figures, markdown_table, number, reasons, tensor_table
 
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")  # up to the first number: `model.layers.3`
-
-
-def _degrees(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}°"
 
 
 def _intruders(t: TensorDifference) -> str:
@@ -38,12 +34,14 @@ def _intruders(t: TensorDifference) -> str:
     return str(t.intruders) if t.intruders_random is None else f"{t.intruders} · {t.intruders_random}"
 
 
-def _overlap(t: TensorDifference) -> str:
-    return "–" if t.overlap is None else f"{number(t.overlap)} · {number(t.overlap_random)}"
+def _by_chance(name: str) -> Callable[[TensorDifference], str]:
+    """A figure and its value for a random change; a dash without it."""
 
+    def text(t: TensorDifference) -> str:
+        found, random = getattr(t, name), getattr(t, f"{name}_random")
+        return "–" if found is None else f"{number(found)} · {number(random)}"
 
-def _gram(t: TensorDifference) -> str:
-    return "–" if t.gram_change is None else f"{number(t.gram_change)} · {number(t.gram_change_random)}"
+    return text
 
 
 C = Column[TensorDifference]
@@ -51,29 +49,21 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("shape", "shape", "of the tensor", 14, lambda t: "×".join(map(str, t.shape))),
     C("relative", "change", "norm of the difference over the norm before", 7),
     C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
-    C("angle_mean", "angle", "between each filter before and after: mean", 6, lambda t: _degrees(t.angle_mean)),
-    C("angle_max", "largest", "the largest of these angles", 7, lambda t: _degrees(t.angle_max)),
-    C(
-        "form",
-        "form",
-        "of the change: pruned, reordered, scaled, gains, rotation, rank r (low), full",
-        9,
-        lambda t: t.form or "–",
-    ),
-    C(
-        "intruders",
-        "intr.",
-        "of the 10 top directions after, those unlike any before · after a random change",
-        6,
-        _intruders,
-    ),
+    C("angle_mean", "angle", "between each filter before and after: mean", 6, figures("{:.1f}°", "angle_mean")),
+    C("angle_max", "largest", "the largest of these angles", 7, figures("{:.1f}°", "angle_max")),
+    C("form", "form", "of the change: pruned, reordered, scaled, gains, rotation, rank r (low), full", 9,
+      lambda t: t.form or "–"),
+    C("intruders", "intr.", "of the 10 top directions after, those unlike any before · after a random change", 6,
+      _intruders),
     C("stable_rank", "s.rank", "stable rank of the difference", 6),
     C("stable_rank_random", "chance", "stable rank of a random difference", 6),
     C("rank_99", "rank 99%", "singular directions with 99 % of its squared norm", 8, lambda t: str(t.rank_99 or "–")),
-    C("gram_change", "products", "change of WWᵀ, 0 after a rotation · after a random change", 12, _gram),
-    C("overlap", "overlap", "mean cos² between the 10 top directions before and after · by chance", 12, _overlap),
+    C("gram_change", "products", "change of WWᵀ, 0 after a rotation · after a random change", 12,
+      _by_chance("gram_change")),
+    C("overlap", "overlap", "mean cos² between the 10 top directions before and after · by chance", 12,
+      _by_chance("overlap")),
     C("magnitude_direction", "m–d", "correlation over filters of the changes of norm and direction", 6),
-)
+)  # fmt: skip
 KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
 
 
@@ -107,21 +97,6 @@ def block_of(name: str) -> str:
     """
     found = _BLOCK.match(name)
     return found[0] if found else name.split(".")[0]
-
-
-def profile_of(tensors: Sequence[TensorDifference]) -> tuple[DepthChange, ...]:
-    """The change of each block, in the order of its first tensor; tensors without known norms are left out."""
-    blocks: dict[str, list[TensorDifference]] = {}
-    for tensor in tensors:
-        if tensor.norm is not None and tensor.change_norm is not None:
-            blocks.setdefault(block_of(tensor.name), []).append(tensor)
-    made = []
-    for path, members in blocks.items():
-        norm = sqrt(sum((t.norm or 0.0) ** 2 for t in members))
-        moved = sqrt(sum((t.change_norm or 0.0) ** 2 for t in members))
-        relative = moved / norm if norm else None
-        made.append(DepthChange(path, relative, len(members), sum(t.intruders or 0 for t in members)))
-    return tuple(made)
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -168,8 +143,17 @@ class Differences(Table[TensorDifference]):
 
     @property
     def depth(self) -> tuple[DepthChange, ...]:
-        """The relative change of each block of layers, in the order of the base."""
-        return profile_of(self.tensors)
+        """The relative change of each block of layers, in the order of the base; without tensors of unknown norms."""
+        blocks: dict[str, list[TensorDifference]] = {}
+        for tensor in self.tensors:
+            if tensor.norm is not None and tensor.change_norm is not None:
+                blocks.setdefault(block_of(tensor.name), []).append(tensor)
+        made = []
+        for path, members in blocks.items():
+            norm, moved = (hypot(*(getattr(t, name) for t in members)) for name in ("norm", "change_norm"))
+            relative = moved / norm if norm else None
+            made.append(DepthChange(path, relative, len(members), sum(t.intruders or 0 for t in members)))
+        return tuple(made)
 
     @property
     def coverage(self) -> str:
@@ -294,12 +278,7 @@ def compared(
     if engine == "ray":
         sizes = [prod(held[name].shape or ()) if name in held else 0 for name in names]
         return models, on_ray(_reduced, (reduce, path_of(base), [*map(path_of, after)]), sizes, progress)
-    made = []
-    for done, name in enumerate(names, start=1):
-        made.append(reduce(*_compared(name, held.get(name), models)))
-        if progress is not None:
-            progress(done, len(names))
-    return models, made
+    return models, one_by_one(lambda name: reduce(*_compared(name, held.get(name), models)), names, progress)
 
 
 def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:

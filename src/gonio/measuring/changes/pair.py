@@ -133,20 +133,20 @@ class TensorDifference:
 def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> dict[str, Any]:
     """The figures of two finite tensors of one shape and dtype that differ, read in blocks as they are stored."""
     values: dict[str, Any] = {"shape": tuple(before.shape)}
-    matrices = None if layout is None or before.ndim < 2 else matrix_view(before, layout)
-    if matrices is not None and layout is not None:
-        values |= _directions(matrices, matrix_view(after, layout), name)
+    views = None if layout is None or before.ndim < 2 else [matrix_view(x, layout) for x in (before, after)]
+    if views is not None:
+        values |= _directions(*views)
     norm, moved = norm_of(before), norm_of(Change(before, after))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
     values |= _entries(before.flatten(), after.flatten())
-    if matrices is not None and layout is not None and moved:
-        change = Change(matrices, matrix_view(after, layout))
+    if views is not None and moved:
+        change = Change(*views)
         rows = change.flatten(0, 1)
         values |= _turned(rows) | _ranks(change[...] if change.numel() <= HELD else change, moved, name)
         values["reordered"] = _reordered(rows.before, rows.after)
         values |= _products(change, norm, moved, name)
         if values.get("intruders"):
-            chance = _intruders_by_chance(matrices, moved, name)
+            chance = _intruders_by_chance(views[0], moved, name)
             values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
     return values
 
@@ -263,7 +263,7 @@ def _considered(n: int, d: int) -> int:
     return max(1, min(CONSIDERED, min(n, d) // 4))
 
 
-def _directions(before: Tensor, after: Tensor, name: str) -> dict[str, Any]:
+def _directions(before: Tensor, after: Tensor) -> dict[str, Any]:
     """Intruders and the angles between top subspaces; of all matrices, the details of the first."""
     _, n, d = before.shape
     if not _tellable(before) or not all(bool(x.any()) for x in (before, after)):

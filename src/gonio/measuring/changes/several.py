@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from math import prod, sqrt
+from operator import add
 from typing import Any, ClassVar
 
 import torch
@@ -220,11 +221,8 @@ def changes(base: Source, *models: Source, engine: Engine = "local", progress: P
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
     read, found = compared(base, models, _reduced, engine, progress)
     tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
-    totals = _Sums.empty(len(models))
-    for sums in (sums for _, sums in found if sums is not None):
-        totals = totals.plus(sums)
+    whole = sum((sums for _, sums in found if sums is not None), _Sums.empty(len(models))).agreement("")
     made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
-    whole = totals.agreement("")
     names = _numbered([model.after for model in made])
     findings = findings_by(PAIR_RULES, ((pair, "") for pair in _pairings(whole, names)))
     return Changes(name_of(base), made, tuple(tensors), whole, tuple(findings))
@@ -292,14 +290,8 @@ class _Sums:
             both += changed.cpu()
         return cls(size, norm**2, inner, same, both)
 
-    def plus(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.entries + other.entries,
-            self.base + other.base,
-            self.inner + other.inner,
-            self.same + other.same,
-            self.both + other.both,
-        )
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*map(add, vars(self).values(), vars(other).values()))
 
     def agreement(self, name: str) -> Agreement:
         norms = self.inner.diagonal().clamp_min(0).sqrt()

@@ -20,10 +20,12 @@ from gonio.measuring.reading.source import Source, contents_of, name_of, some
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
 NONFINITE = "NaN or infinite values"
-_SUM = re.compile(r"(.+)\.base_and_lora\.[^.]+")  # of an adapted model: the layer's weight with its adapter
-_PARTS = re.compile(r".+\.(base_layer\..+|lora_[^.]+(\..+)?|oft_[^.]+(\..+)?|modules_to_save\..+)")
-_SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
-_ORIGINAL = re.compile(r"(.+)\.(base_layer|original_module)\.(.+)")
+_PARTS = re.compile(r".+\.(lora_[^.]+(\..+)?|oft_[^.]+(\..+)?|modules_to_save\..+)")
+_WEIGHTS = (  # of an adapted model, with the name of the layer's weight; the last that exists counts
+    (re.compile(r"(.+)\.(base_layer|original_module)\.(.+)"), r"\1.\3"),
+    (re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)"), r"\1.\2"),
+    (re.compile(r"(.+)\.base_and_lora\.[^.]+"), r"\1.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,11 @@ def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
 
 def _whole(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries without the parts of adapters: sums, trained copies and bases have the name of the layer's weight."""
-    sums = {f"{m[1]}.weight": entry for name, entry in entries.items() if (m := _SUM.fullmatch(name))}
-    saved = {f"{m[1]}.{m[2]}": entry for name, entry in entries.items() if (m := _SAVED.fullmatch(name))}
-    bases = {f"{m[1]}.{m[3]}": entry for name, entry in entries.items() if (m := _ORIGINAL.fullmatch(name))}
-    rest = {
-        name: entry
-        for name, entry in entries.items()
-        if not _PARTS.fullmatch(name) and not _SUM.fullmatch(name) and not _ORIGINAL.fullmatch(name)
-    }
-    return {**rest, **bases, **saved, **sums}
+    parts = [_PARTS, *(pattern for pattern, _ in _WEIGHTS)]
+    made = {name: entry for name, entry in entries.items() if not any(part.fullmatch(name) for part in parts)}
+    for pattern, weight in _WEIGHTS:
+        made |= {m.expand(weight): entry for name, entry in entries.items() if (m := pattern.fullmatch(name))}
+    return made
 
 
 def renamed(names: Collection[str], base: Collection[str]) -> dict[str, str]:

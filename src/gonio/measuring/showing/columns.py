@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.showing.table import Column, number
-
-
-def _form(form: str, *names: str) -> Callable[[TensorMeasurement], str]:
-    """These figures in this form; a dash if one is missing."""
-
-    def text(t: TensorMeasurement) -> str:
-        values = [getattr(t, name) for name in names]
-        return "–" if None in values else form.format(*values)
-
-    return text
+from gonio.measuring.showing.table import Column, figures, number
 
 
 def _norm(t: TensorMeasurement) -> str:
@@ -30,15 +18,15 @@ def _norm_range(t: TensorMeasurement) -> str:
 
 def _z(t: TensorMeasurement) -> str:
     digits = 1 if abs(t.alignment_z or 0) < 100 else 0
-    return _form(f"{{:+.{digits}f}}", "alignment_z")(t).replace("-", "−")
+    return figures(f"{{:+.{digits}f}}", "alignment_z")(t).replace("-", "−")
 
 
 def _beyond(t: TensorMeasurement) -> str:
-    return "0" if t.spectrum_outliers == 0 else _form("{} ({:.0%})", "spectrum_outliers", "spectrum_outlier_share")(t)
+    return "0" if t.spectrum_outliers == 0 else figures("{} ({:.0%})", "spectrum_outliers", "spectrum_outlier_share")(t)
 
 
 def _near(t: TensorMeasurement) -> str:
-    return _form("{} ({})" if t.near_antipodal else "{}", "near_duplicates", "near_antipodal")(t)
+    return figures("{} ({})" if t.near_antipodal else "{}", "near_duplicates", "near_antipodal")(t)
 
 
 C = Column[TensorMeasurement]
@@ -54,18 +42,18 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     C("zero_filters", "zero", "filters whose entries are all 0", 4, lambda t: str(t.zero_filters or "–")),
     C(
         "angle", "angle", "between filters, in degrees: mean ± standard deviation", 10,
-        _form("{:.1f}±{:.1f}", "angle_mean", "angle_std"),
+        figures("{:.1f}±{:.1f}", "angle_mean", "angle_std"),
     ),
     C(
         "angle_std_random", "chance", "standard deviation of angles of random directions", 6,
-        _form("±{:.1f}", "angle_std_random"),
+        figures("±{:.1f}", "angle_std_random"),
     ),
     C("alignment", "align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", 6),
     C("alignment_z", "z", "distance of align from 1 in standard deviations of random weights", 7, _z),
     C("coherence", "coher.", "largest |cos|", 6),
     C(
         "coherence_random", "chance", "median of the largest |cos| of random directions", 6,
-        _form("{:.2f}", "coherence_random"),
+        figures("{:.2f}", "coherence_random"),
     ),
     C("welch_bound", "Welch", "least possible largest |cos|", 6),
     C(
@@ -77,12 +65,12 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = (
     C("effective_rank", "e.rank", "effective rank: exp of the entropy of the singular values", 6, spectral=True),
     C(
         "spectrum_distance", "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9,
-        _form("{:.2f} · {:.2f}", "spectrum_distance", "spectrum_distance_random"), spectral=True,
+        figures("{:.2f} · {:.2f}", "spectrum_distance", "spectrum_distance_random"), spectral=True,
     ),
     C("spectrum_outliers", "beyond", "σ above those of random weights (share of ‖W‖²)", 8, _beyond, spectral=True),
     C(
         "orthogonality_defect", "orth.", "spread of σ², 0 if orthogonal · by chance", 9,
-        _form("{:.2f} · {:.2f}", "orthogonality_defect", "orthogonality_defect_random"), spectral=True,
+        figures("{:.2f} · {:.2f}", "orthogonality_defect", "orthogonality_defect_random"), spectral=True,
     ),
     C("near_duplicates", "near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones", 6, _near),
     C("operator_norm", "‖layer‖", "operator norm of the layer", 7, spectral=True),

@@ -45,6 +45,16 @@ class Column(Generic[Subject]):
         return number(getattr(subject, self.name)) if self.text is None else self.text(subject)
 
 
+def figures(form: str, *names: str) -> Callable[[Any], str]:
+    """The text of a column: these attributes of the subject in this form; a dash if one is missing."""
+
+    def text(subject: Any) -> str:
+        values = [getattr(subject, name) for name in names]
+        return "–" if None in values else form.format(*values)
+
+    return text
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """A figure with `digits` significant digits, two below 1; a dash for None."""
     if value is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, isfinite, log2
+from math import ceil, floor, isfinite, log2
 from statistics import mean
 from typing import Any
 
@@ -92,7 +92,7 @@ def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str,
     step = max(1, ceil(max(abs(s) for s in (*slopes.values(), *promises)) * reach / 3))  # octaves between ticks
     low = min(0.0, *slopes.values(), *promises) * reach
     high = max(0.0, *slopes.values(), *promises) * reach
-    bottom, top = step * _floor(low / step), step * max(ceil(high / step), _floor(low / step) + 1)
+    bottom, top = step * floor(low / step), step * max(ceil(high / step), floor(low / step) + 1)
 
     def x(octaves: float) -> float:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * octaves / reach, 1)
@@ -118,10 +118,6 @@ def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str,
         across=tuple((x(log2(size) - first), f"{size}") for size in found.sizes),
         up=tuple((y(at), _times(at)) for at in range(bottom, top + 1, step)),
     )
-
-
-def _floor(value: float) -> int:
-    return -ceil(-value)
 
 
 def _times(octaves: int) -> str:

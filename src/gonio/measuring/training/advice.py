@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from statistics import median
 from typing import Any
@@ -52,43 +52,41 @@ def layer_rotations(
     for row in rows:
         if "rotation" in row:
             by_layer.setdefault(row["layer"], []).append(row)
-    return [_of_layer(layer, mine, invariant, predictions.get(layer)) for layer, mine in by_layer.items()]
+    return [_of_layer(mine, invariant, predictions.get(layer)) for layer, mine in by_layer.items()]
 
 
 def _of_layer(
-    layer: str, rows: Sequence[Mapping[str, Any]], invariant: frozenset[str] | None, prediction: Equilibrium | None
+    rows: Sequence[Mapping[str, Any]], invariant: frozenset[str] | None, prediction: Equilibrium | None
 ) -> LayerRotation:
     late = rows[int(len(rows) * (1 - RECENT)) :]
     rotation = _rms([row["rotation"] for row in late])
     predicted = [row["predicted_rotation"] for row in late if "predicted_rotation" in row]
-    expected = _rms(predicted) if predicted else None
-    return LayerRotation(
-        layer,
+    turned = LayerRotation(
+        rows[0]["layer"],
         tuple(row["step"] for row in rows),
         tuple(row["rotation"] for row in rows),
         tuple(row.get("predicted_rotation") for row in rows),
         rotation,
-        expected,
-        _reason(layer, rows, rotation, expected, invariant, prediction),
+        _rms(predicted) if predicted else None,
+        reason="",
     )
+    return replace(turned, reason=_reason(turned, rows, invariant, prediction))
 
 
 def _reason(
-    layer: str,
+    turned: LayerRotation,
     rows: Sequence[Mapping[str, Any]],
-    rotation: float,
-    expected: float | None,
     invariant: frozenset[str] | None,
     prediction: Equilibrium | None,
 ) -> str:
     """The first that holds: no prediction, fits, not scale-invariant, schedule, not settled, correlated gradients."""
-    if expected is None or prediction is None:
+    if turned.ratio is None or prediction is None:
         return prediction.reason if prediction is not None and prediction.reason else "no prediction"
-    if 1 / FITS <= rotation / expected <= FITS:
+    if 1 / FITS <= turned.ratio <= FITS:
         return "fits"
     if invariant is None:
         return "not known to be scale-invariant: the model cannot be traced"
-    if layer not in invariant:
+    if turned.layer not in invariant:
         return "not scale-invariant: no normalisation layer directly after it"
     last = rows[-1]["step"]
     memory = [row["learning_rate"] for row in rows if row["step"] >= last - prediction.steps]
@@ -117,9 +115,7 @@ def advice(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]]) -
         >>> advice(layer_rotations(found, None, {}), found)[0]
         'c turns 50 times as fast as the median layer (0.5 against 0.01 rad per step): lower its learning rate, ...'
     """
-    found = [*_uneven(layers), *_decay(layers)]
-    warm_up = _warm_up(layers, rows)
-    return [*found, warm_up] if warm_up else found
+    return [*_uneven(layers), *_decay(layers), *_warm_up(layers, rows)]
 
 
 def _uneven(layers: Sequence[LayerRotation]) -> list[str]:
@@ -151,14 +147,14 @@ def _decay(layers: Sequence[LayerRotation]) -> list[str]:
     ]
 
 
-def _warm_up(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _warm_up(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A rotation of the first tenth of the training that is far above the later one, at no larger learning rate."""
     starts = [max(layer.rotations[: max(1, len(layer.rotations) // 10)]) / layer.rotation for layer in layers
               if len(layer.rotations) >= 10 and layer.rotation > 0]  # fmt: skip
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
     if not starts or not isfinite(median(starts)) or median(starts) < 4 or rates[0] > 1.1 * median(rates):
-        return None
-    return (
+        return []
+    return [
         f"Layers turned {median(starts):.0f} times as fast in the first tenth of the steps as later, at no larger "
         "learning rate: the warm-up is too short, or there is none. A hold with a fixed step needs none (gonio.hold_)."
-    )
+    ]

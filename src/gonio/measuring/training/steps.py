@@ -179,6 +179,6 @@ class StepFigures:
 def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilibrium:
     """A held weight has no decay that an update could balance; with a fixed step it turns by arctan η at once."""
     held = step_of_hold(parameter)
-    if held is None:
+    if held is None or not rate:
         return equilibrium(optimizer, parameter)
     return Equilibrium(atan(rate) if held == "fixed" else None, 0.0, "" if held == "fixed" else "held by hold_")
