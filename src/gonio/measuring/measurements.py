@@ -18,15 +18,7 @@ from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, told
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
-from gonio.measuring.showing.page import (
-    SPECTRUM_COLUMNS,
-    angle_columns,
-    lanes_beside,
-    layer_map,
-    measured_lanes,
-    render,
-    side_by_side,
-)
+from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
 from gonio.plots import depth
 
@@ -146,22 +138,15 @@ class Measurements(Table[TensorMeasurement]):
         return self._page(whole=True, beside=beside, command=command, date=date)
 
     def _page(self, *, whole: bool, beside: Sequence[Measurements] = (), command: str = "", date: str = "") -> str:
-        paths, models = [layer.path for layer in self.layers], (self, *beside)
-        lanes = lanes_beside(measured_lanes(self.layers), paths, [other.layers for other in beside])
+        lanes = lanes_beside(self.layers, [other.layers for other in beside])
+        compared = [column for column in COLUMNS if column.name in BESIDE]
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
             whole=whole,
             m=self,
             map=layer_map(self.layers, self.findings, lanes),
-            beside=side_by_side(
-                [model.source for model in models],
-                [{layer.path: layer for layer in model.layers} for model in models],
-                [model.findings for model in models],
-                [column for column in COLUMNS if column.name in BESIDE],
-            )
-            if beside
-            else None,
+            beside=side_by_side((self, *beside), compared) if beside else None,
             made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
             angles=([c for c in COLUMNS if not c.spectral], angle_columns(self.layers)),
             spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),

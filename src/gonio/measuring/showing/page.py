@@ -146,35 +146,31 @@ class SideBySide:
     rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def lanes_beside(
-    lanes: Sequence[Lane], paths: Sequence[str], others: Sequence[Sequence[TensorMeasurement]]
-) -> list[Lane]:
+def lanes_beside(tensors: Sequence[TensorMeasurement], others: Sequence[Sequence[TensorMeasurement]]) -> list[Lane]:
     """The lanes of :func:`measured_lanes` with the values of the same layers in other models."""
-    made = []
-    for at, lane in enumerate(lanes):
-        known = [dict(zip((t.path for t in other), measured_lanes(other)[at].middles, strict=True)) for other in others]
-        made.append(replace(lane, others=tuple([values.get(path) for path in paths] for values in known)))
-    return made
+    lanes = measured_lanes(tensors)
+    for other in others:
+        for at, lane in enumerate(measured_lanes(other)):
+            known = dict(zip((t.path for t in other), lane.middles, strict=True))
+            lanes[at] = replace(lanes[at], others=(*lanes[at].others, [known.get(t.path) for t in tensors]))
+    return lanes
 
 
-def side_by_side(
-    names: Sequence[str],
-    models: Sequence[Mapping[str, TensorMeasurement]],
-    findings: Sequence[Sequence[Finding]],
-    columns: Sequence[Column[TensorMeasurement]],
-) -> SideBySide:
-    """Each column of every model beside that of the others, and the codes of their findings; layers of any model."""
+def side_by_side(measured: Sequence[Any], columns: Sequence[Column[TensorMeasurement]]) -> SideBySide:
+    """Each column of every model beside that of the others, and the codes of their findings; layers of any model.
+
+    Args:
+        measured: the :class:`gonio.measuring.Measurements` of each model.
+    """
+    models = [{layer.path: layer for layer in one.layers} for one in measured]
     heads = [(f"{c.title} {i}", f"{c.explanation}; model {i}") for c in columns for i in range(1, len(models) + 1)]
     heads += [(f"findings {i}", f"codes; model {i}") for i in range(1, len(models) + 1)]
-    codes = [
-        {path: " ".join(sorted({f.code for f in of if f.path == path})) for path in {f.path for f in of}}
-        for of in findings
-    ]
     rows = []
     for path in dict.fromkeys(path for model in models for path in model):
         cells = [c.cell(model[path]) if path in model else "–" for c in columns for model in models]
-        rows.append((path, (*cells, *(found.get(path, "–") for found in codes))))
-    return SideBySide(tuple(names), tuple(heads), tuple(rows))
+        codes = [" ".join(sorted({f.code for f in one.findings if f.path == path})) or "–" for one in measured]
+        rows.append((path, (*cells, *codes)))
+    return SideBySide(tuple(one.source for one in measured), tuple(heads), tuple(rows))
 
 
 def changed_lanes(tensors: Sequence[Any]) -> list[Lane]:

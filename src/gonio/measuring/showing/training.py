@@ -8,30 +8,30 @@ from typing import Any
 
 from gonio.measuring.showing.page import More, layer_map, render
 from gonio.measuring.showing.sparks import Spark, training_line
-from gonio.measuring.showing.table import Column, number
+from gonio.measuring.showing.table import Column, figures, number
 from gonio.measuring.training.advice import LayerRotation, advice
 from gonio.pages.charts import Lane
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One layer on the page: its figures as text, and its curve over time on a scale that all layers share."""
+    """One layer on the page: its figures, and its curve over time on a scale that all layers share."""
 
     name: str
     path: str
-    rotation: str
-    predicted: str
-    ratio: str
+    rotation: float
+    predicted: float | None
+    ratio: float | None
     reason: str
     curve: Spark
 
 
 COLUMNS: tuple[Column[TrainingRow], ...] = (
     Column("rotation", "rotation", "root mean square of the angle per step, over the later half of the measured steps",
-           9, lambda row: row.rotation),
+           9),
     Column("predicted", "predicted", "at which weight decay and learning rate hold a weight before a normalisation "
-           "layer in the long run", 9, lambda row: row.predicted),
-    Column("ratio", "ratio", "rotation over the prediction", 6, lambda row: row.ratio),
+           "layer in the long run", 9),
+    Column("ratio", "ratio", "rotation over the prediction", 6, figures("{:.2f}", "ratio")),
 )  # fmt: skip
 MORE: tuple[More, ...] = (
     ("over time", "on one logarithmic scale for all layers; thin: the prediction", "spark", lambda row: row.curve),
@@ -64,18 +64,11 @@ def training_page(rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotat
 
 
 def _row(layer: LayerRotation, low: float, high: float) -> TrainingRow:
-    ratio, label = layer.ratio, f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
+    label = f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
     ends = f"first step|rotation per step, {number(low)} to {number(high)} rad|last step"
     course, law = (training_line(values, low, high) for values in (layer.rotations, layer.predictions))
-    return TrainingRow(
-        layer.layer,
-        layer.layer,
-        number(layer.rotation),
-        number(layer.predicted),
-        "–" if ratio is None else f"{ratio:.2f}",
-        layer.reason,
-        Spark(label, ends, dots=course, law=law),
-    )
+    curve, path = Spark(label, ends, dots=course, law=law), layer.layer
+    return TrainingRow(path, path, layer.rotation, layer.predicted, layer.ratio, layer.reason, curve)
 
 
 def _lanes(layers: Sequence[LayerRotation]) -> list[Lane]:
