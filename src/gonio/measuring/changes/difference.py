@@ -300,18 +300,16 @@ def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[R
     changes: Deltas = []
     before: Tensor | str | None = None
     for model in models:
-        entry = model.entries.get(name)
+        entry, change = model.entries.get(name), None
         if entry is None and held is not None and model.adapters:
-            rows.append(_row(name, "equal", shape=held.shape or ()))
+            row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
-            rows.append(_row(name, "not compared", f"only {'after' if held is None else 'before'}"))
+            row = _row(name, "not compared", f"only {'after' if held is None else 'before'}")
         else:
             before = values_of(held, "before") if before is None else before
             row, change = _row_of(name, held, entry, before)
-            rows.append(row)
-            changes.append(change)
-            continue
-        changes.append(None)
+        rows.append(row)
+        changes.append(change)
     return rows, changes
 
 

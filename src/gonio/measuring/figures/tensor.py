@@ -153,41 +153,37 @@ def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> Tens
     if entry.load is None:
         return _row(entry, status="skipped", reason=entry.reason)
     try:
-        tensor, known, notes = _loaded(entry)
-        if tensor is None:
-            return _row(entry, **known)
-        known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
-        negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
-        notes = (*notes, f"{negative} {NEGATIVE}") if negative else notes
-        if entry.layout is None or tensor.ndim < 2:
-            reason = entry.reason or f"{tensor.ndim}-d: no filters"
-            return _row(entry, **known, status="no filters", reason=reason, notes=notes)
-        values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
-        values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
-        values["notes"] = (*values["notes"], *([said] if said else []))
-        return _row(entry, **known, status="measured", **values)
+        return _measured(entry, entry.load(), also, deep=deep)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return _row(entry, status="skipped", reason=f"cannot be read: {said}")
 
 
-def _loaded(entry: Entry) -> tuple[Tensor | None, dict[str, Any], tuple[str, ...]]:
-    """The tensor's values, or None; the fields known from its header, or those of a row without values; notes."""
-    raw = entry.read()
+def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasurement:
+    """The row of what the entry's `load` returned."""
     if not isinstance(raw, Tensor):
-        return None, {"status": "skipped", "reason": f"not a tensor but {type(raw).__name__}"}, ()
+        return _row(entry, status="skipped", reason=f"not a tensor but {type(raw).__name__}")
     numbers = numbers_of(raw)
-    notes = (*entry.notes, *numbers.notes)
+    tensor, notes = numbers.tensor, (*entry.notes, *numbers.notes)
     known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
     known["entries"] = raw.numel()
-    if numbers.tensor is None:
+    if tensor is None:
         part = entry.kind == PART
         status = "skipped" if numbers.skipped and not part else "no filters"
         if raw.is_meta and entry.layout is not None and raw.ndim >= 2:
             known |= zip(("groups", "filters", "dim"), matrix_view(raw, entry.layout).shape, strict=True)
-        reason = entry.reason if part else numbers.reason
-        return None, {**known, "status": status, "reason": reason, "notes": notes}, notes
-    return numbers.tensor, known, notes
+        return _row(entry, **known, status=status, reason=entry.reason if part else numbers.reason, notes=notes)
+    del raw  # a quantised tensor is released once its values are computed
+    known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
+    negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
+    notes = (*notes, f"{negative} {NEGATIVE}") if negative else notes
+    if entry.layout is None or tensor.ndim < 2:
+        reason = entry.reason or f"{tensor.ndim}-d: no filters"
+        return _row(entry, **known, status="no filters", reason=reason, notes=notes)
+    values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
+    values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
+    values["notes"] = (*values["notes"], *([said] if said else []))
+    return _row(entry, **known, status="measured", **values)
 
 
 def _row(entry: Entry, **values: Any) -> TensorMeasurement:
