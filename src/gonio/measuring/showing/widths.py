@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from math import ceil, floor, isfinite, log2
 from statistics import mean
@@ -116,12 +117,8 @@ def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str,
         lines=dict(sorted(lines.items())),
         promise="".join(map(drawn, promises)),
         across=tuple((x(log2(size) - first), f"{size}") for size in found.sizes),
-        up=tuple((y(at), _times(at)) for at in range(bottom, top + 1, step)),
+        up=tuple((y(at), str(Fraction(2) ** at)) for at in range(bottom, top + 1, step)),
     )
-
-
-def _times(octaves: int) -> str:
-    return f"{2**octaves}" if octaves >= 0 else f"1/{2**-octaves}"
 
 
 # --- charts of one layer ---------------------------------------------------------------------------------------------
