@@ -18,8 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from gonio.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
-from gonio.report.claims import arm_rows, claimed_text, claims_json, contrast_text, cost_text, effect_text
-from gonio.report.claims_figures import claim_picture
+from gonio.report.claims import (
+    arm_rows,
+    claim_picture,
+    claimed_text,
+    claims_json,
+    contrast_text,
+    cost_text,
+    effect_text,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"

@@ -20,7 +20,7 @@ from gonio.errors import (
     UnknownNameError,
     UnreadableFileError,
 )
-from gonio.models import libraries, resolve
+from gonio.models import by_name, resolve
 
 TINY = {
     "model_type": "vit",
@@ -113,7 +113,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries.os, "sysconf", lambda name: 2**10)
+    monkeypatch.setattr(by_name.os, "sysconf", lambda name: 2**10)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 
@@ -144,7 +144,7 @@ def test_a_class_that_cannot_be_imported_is_said_to_be_one(monkeypatch: pytest.M
 
     library = ModuleType("transformers")
     library.models, library.__getattr__ = transformers().models, broken
-    monkeypatch.setattr(libraries, "load_library", lambda package, spec: library)
-    monkeypatch.setattr(libraries, "_class_names", lambda library: {"BertModel"})
+    monkeypatch.setattr(by_name, "load_library", lambda package, spec: library)
+    monkeypatch.setattr(by_name, "_class_names", lambda library: {"BertModel"})
     with pytest.raises(NotApplicableError, match=r"cannot be imported .*operator nms does not exist"):
         resolve("transformers:BertModel")

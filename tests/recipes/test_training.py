@@ -21,7 +21,7 @@ from gonio.errors import (
     UnmatchedRuleError,
 )
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.recipes import Recipe, handover
+from gonio.recipes import Recipe, apply
 from recipes.models import convnet, state
 
 TEXT = """
@@ -219,8 +219,8 @@ def test_a_model_that_is_gone_waits_for_nothing() -> None:
         Recipe.load("muon").apply_(convnet())
     gc.collect()
     Recipe.load("muon").apply_(model := convnet())
-    assert len([each for each in handover._WAITING if any(ref() is not None for ref in each.parameters)]) == 1
-    assert len(handover._WAITING) == 1
+    assert len([each for each in apply._WAITING if any(ref() is not None for ref in each.parameters)]) == 1
+    assert len(apply._WAITING) == 1
     del model
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
+from gonio.models.by_name import ModelFactory, resolve
 from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
-from gonio.models.resolve import ModelFactory, resolve
 
 __all__ = [
     "BUILT_IN",

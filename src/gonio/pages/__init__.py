@@ -1,1 +1,77 @@
-"""What all pages share: the frame, the style sheet, the script, the content security policy, and charts over depth."""
+"""Pages as one offline HTML file: the frame, style sheet and script that all share, the security policy; charts.
+
+A package keeps its own templates in its folder `templates`; they extend `frame.html.j2` of this package. Every value
+is escaped by Jinja, and goes through :func:`gonio.escaping.redact` first.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from gonio.escaping import plain, redact
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_HERE = "gonio.pages"
+
+
+def render(package: str, template: str, *, whole: bool = True, **values: Any) -> str:
+    """A template of a package with these values.
+
+    Args:
+        package: whose folder `templates` has the template, such as `"gonio.report"`.
+        whole: one self-contained page; False: a part for a notebook, with its style and without the script.
+    """
+    return environment(package).get_template(template).render(whole=whole, **values)
+
+
+@cache
+def environment(package: str) -> Environment:
+    """Jinja with autoescape for the templates of a package and those that all pages share."""
+    import jinja2  # only a page needs it
+    from markupsafe import Markup
+
+    def load(name: str) -> str | None:
+        for folder in (package, _HERE):
+            path = resources.files(folder) / "templates" / name
+            if path.is_file():
+                return path.read_text(encoding="utf-8")
+        return None
+
+    def shown(value: object) -> object:
+        return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
+
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(load),
+        autoescape=True,
+        finalize=shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    style, script = (_own(name) for name in ("style.css", "script.js"))
+    # The package's own files, so they may stand in the page as they are.
+    made.globals.update(style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain)
+    return made
+
+
+def _own(name: str) -> str:
+    return (resources.files(_HERE) / "templates" / name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded; only this style sheet applies and only this script runs. Charts need `style` attributes."""
+    return (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src 'unsafe-inline'; "
+        f"style-src-elem '{_digest(style)}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,22 +1,26 @@
-"""A recipe in force on a model."""
+"""A recipe in force on a model: its edits, its penalty, and the optimizer that it makes or is handed."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, listing
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, PendingRecipeError, listing
 from gonio.escaping import html_table
-from gonio.optim import Held
+from gonio.optim import Held, hold_
 from gonio.penalty import Penalty
 from gonio.recipes.catalogue import find
-from gonio.recipes.handover import Handover
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, init_, parametrize_, swap_
+from gonio.surgery.optimizer import parameter_ids
 
 
 @dataclass(frozen=True)
@@ -167,3 +171,97 @@ def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
 def _undo_(edits: Sequence[Edited]) -> None:
     for edit in reversed(edits):
         edit.undo_()
+
+
+# --- the optimizer ------------------------------------------------------------------------------------
+
+# Note [Recipes that wait for their optimizer]
+# A recipe is applied before the optimizer is built, so its optimizer and its hold cannot act yet. If the caller forgets
+# them, the training would be another one than the recipe says. Torch calls a hook with each optimizer that takes a
+# step: while a recipe waits, the step of an optimizer that has any of the model's parameters raises. Parameters are
+# known by weak references, so a model that is gone waits for nothing. As in gonio.surgery.optimizer, the hook stays.
+
+
+class Handover:
+    """The part of a recipe that acts on the optimizer's steps, in force once the optimizer is known.
+
+    Attributes:
+        held: the weights that are held; None before, and for a recipe without hold.
+    """
+
+    def __init__(self, recipe: str, model: nn.Module, optimizer: Rule | None, hold: Assignment | None) -> None:
+        self.held: Held | None = None
+        self._recipe, self._model, self._optimizer, self._hold = recipe, model, optimizer, hold
+        self._waiting = _Waiting(recipe, [weakref.ref(p) for p in model.parameters()])
+        _WAITING[:] = [each for each in _WAITING if any(ref() is not None for ref in each.parameters)]
+        _WAITING.append(self._waiting)
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+
+    def make(self, lr: float | None, weight_decay: float | None) -> Optimizer:
+        """The recipe's optimizer over all parameters, with its hold."""
+        rule = self._optimizer
+        if rule is None:
+            raise InvalidArgumentError(
+                f"the recipe {self._recipe!r} names no optimizer", "none to make", "Hand yours over: hold_(optimizer)."
+            )
+        given = {"lr": lr, "weight_decay": weight_decay}
+        options = {**rule.arguments(), **{name: value for name, value in given.items() if value is not None}}
+        if "lr" not in options:
+            what = f"the optimizer of the recipe {self._recipe!r} needs a learning rate"
+            raise InvalidArgumentError(what, "none in the recipe", "Pass make_optimizer(lr=…).")
+        optimizer = find("optimizer", rule.use).target(self._model, **options)
+        self.take_(optimizer)
+        return optimizer
+
+    def take_(self, optimizer: Optimizer) -> Held | None:
+        """Hold the weights through the steps of this optimizer, which must be of the recipe's kind."""
+        kinds = [base.__name__.lower() for base in type(optimizer).__mro__]
+        if self._optimizer is not None and self._optimizer.use not in kinds:
+            what = f"the recipe {self._recipe!r} trains with {self._optimizer.use}"
+            raise InvalidArgumentError(what, type(optimizer).__name__, "Use the one of make_optimizer().")
+        if self._hold is not None:
+            try:
+                self.held = hold_(self._model, optimizer, where=self._hold.where, **self._hold.rule.arguments())
+            except GonioError as error:
+                error.add_note(f"in {self._hold.place}")
+                raise
+        self._wait_no_longer()
+        return self.held
+
+    def undo_(self) -> None:
+        """End the hold, and wait for no optimizer any longer."""
+        self._wait_no_longer()
+        if self.held is not None:
+            self.held.undo_()
+
+    def _wait_no_longer(self) -> None:
+        _WAITING[:] = [each for each in _WAITING if each is not self._waiting]
+
+    def __str__(self) -> str:
+        made = [f"optimizer: {self._optimizer}"] if self._optimizer is not None else []
+        if self.held is not None:
+            return "\n".join([*made, str(self.held)])
+        if self._hold is not None:
+            made.append(f"{self._hold.rule}: {len(self._hold.sites)} modules")
+        how = "make_optimizer(), or " if self._optimizer is not None else ""
+        return "\n".join([*made, *([f"  note: waits for {how}hold_(optimizer)"] if self._waiting in _WAITING else [])])
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A recipe that needs the optimizer, and the parameters that no other one may train; holds no model."""
+
+    recipe: str
+    parameters: list[weakref.ref[nn.Parameter]]
+
+
+_WAITING: list[_Waiting] = []
+_HOOKS: list[RemovableHandle] = []
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    held = parameter_ids(optimizer) if _WAITING else set()
+    for waiting in _WAITING:
+        if any((p := ref()) is not None and id(p) in held for ref in waiting.parameters):
+            raise PendingRecipeError(waiting.recipe, type(optimizer).__name__)

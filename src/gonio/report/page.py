@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from gonio import pages
 from gonio.compare.judging.results import Results
 from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import plain
-from gonio.pages import page as pages
 from gonio.report import tables
 from gonio.report.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
 from gonio.report.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning

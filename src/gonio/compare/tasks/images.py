@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from gonio.compare.planning.plan import AttackConfig, Training
 from gonio.compare.tasks.task import Examples, ItemSet, Split, Task
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
-from gonio.models.libraries import unusable
+from gonio.models.by_name import unusable
 from gonio.seeding import generator
 
 _SHARES = (0.6, 0.8)  # of each class, for data without splits: up to here train, validation

@@ -14,8 +14,8 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.showing.sparks import angle_spark, norm_sparks, spectrum_spark
 from gonio.measuring.showing.table import Column
+from gonio.pages import render as rendered
 from gonio.pages.charts import Drawn, Lane, depth_lane, marks, stages
-from gonio.pages.page import render as rendered
 
 More = tuple[str, str, str, Callable[[Any], Any]]  # title, explanation, class and cell of a column that only a page has
 
