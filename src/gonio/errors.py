@@ -7,8 +7,10 @@ do. All are subclasses of :class:`GonioError`, and most also of the built-in cla
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = [
     "AlreadyAppliedError",
@@ -32,10 +34,16 @@ __all__ = [
     "UnsetStateError",
     "UntrainedParametersError",
 ]
+__dir__ = __all__.copy  # the public names alone
 
 
 class GonioError(Exception):
     """Base class of all exceptions of gonio."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce__()
+        kind, arguments, *state = reduced  # the arguments are the message, not those of the constructor
+        return copyreg.__newobj__, (kind, *arguments), *state  # type: ignore[attr-defined]
 
 
 def closest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
@@ -150,9 +158,6 @@ class RecipeError(GonioError, ValueError):
         # Not super(): UnmatchedRuleError is also a NoMatchError, whose constructor has other parameters.
         GonioError.__init__(self, head + "\n".join(lines))
 
-    def __reduce__(self) -> tuple[type[RecipeError], tuple[str, tuple[str, ...]]]:
-        return type(self), (self.origin, self.problems)
-
 
 class ConfigError(GonioError, ValueError):
     """A configuration file is invalid; the message lists all problems.
@@ -166,9 +171,6 @@ class ConfigError(GonioError, ValueError):
         self.path, self.problems = path, tuple(problems)
         lines = "\n".join(f"  {problem}" for problem in _first(self.problems))
         super().__init__(f"the configuration file {path!r} is invalid:\n{lines}\nCorrect the file.")
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[str, ...]]]:
-        return type(self), (self.path, self.problems)
 
 
 class UnmatchedRuleError(RecipeError, NoMatchError):
@@ -267,7 +269,3 @@ class SecondDerivativeError(GonioError, RuntimeError):
             f"the second derivative of {what} is not available, because {why}. "
             f"Exclude it from functions that are differentiated twice, for example add its gradient after backward()."
         )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
