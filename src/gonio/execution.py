@@ -24,7 +24,6 @@ def ordinary_eager(*tensors: Tensor) -> bool:
     """Whether operations on these tensors run one by one, under reverse-mode differentiation at most.
 
     Example:
-        >>> from gonio.execution import ordinary_eager
         >>> ordinary_eager(torch.ones(2)), torch.func.vmap(lambda x: x * ordinary_eager(x))(torch.ones(2))
         (True, tensor([0., 0.]))
     """
@@ -66,6 +65,30 @@ def replicated(x: Any) -> Tensor:
 
     whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
     return whole
+
+
+def replicated_like(x: Tensor, reference: Any) -> Tensor:
+    """A plain tensor with the same values in every process, as a DTensor if `reference` is one."""
+    if not is_sharded(reference):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = reference.device_mesh
+    made: Tensor = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return made
+
+
+def sharded_like(x: Tensor, reference: Any) -> Tensor:
+    """A whole tensor as the shards, device and dtype of `reference` if that is a DTensor; else unchanged.
+
+    They are the shards of the first rank's tensor, so the result does not depend on the number of processes.
+    """
+    if not is_sharded(reference):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    values = x.to(device=reference.device, dtype=reference.dtype)
+    return distribute_tensor(values, reference.device_mesh, reference.placements)
 
 
 def several_ranks(group: ProcessGroup | None = None) -> bool:

@@ -1,7 +1,5 @@
 """Initialisation of weights: in-place functions `f_(weight, *, layout=…, generator=…)`."""
 
-from __future__ import annotations
-
 from gonio.init.gain import gain
 from gonio.init.mup import mup_
 from gonio.init.orthogonal import delta_orthogonal_, orthogonal_
@@ -19,7 +17,4 @@ __all__ = [
     "variance_scaling_",
     "xavier_",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.execution import is_sharded
+from gonio.execution import sharded_like
 from gonio.geometry.norms import computed_in
 from gonio.geometry.views import PLAIN, Layout, check_shape
 from gonio.init.gain import Gain, resolve_gain
@@ -275,16 +275,7 @@ def check_fillable(weight: Tensor, function: str) -> None:
 
 
 def write_(weight: Tensor, values: Tensor) -> Tensor:
-    """Copy `values` of the full shape into `weight`, across devices, dtypes and DTensor shards.
-
-    A sharded weight gets the shards of the full tensor of the first rank, so the result does not depend on
-    the number of processes.
-    """
+    """Copy `values` of the full shape into `weight`, across devices, dtypes and DTensor shards."""
     with torch.no_grad():
-        if is_sharded(weight):
-            from torch.distributed.tensor import distribute_tensor
-
-            values = values.to(device=weight.device, dtype=weight.dtype)
-            values = distribute_tensor(values, weight.device_mesh, weight.placements)  # type: ignore[attr-defined]
-        weight.copy_(values)
+        weight.copy_(sharded_like(values, weight))
     return weight

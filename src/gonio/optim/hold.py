@@ -38,11 +38,6 @@ class _HeldWeight:
     radius: Tensor
     before: Tensor | None = None
 
-    def follow_(self) -> None:
-        """Move the radius to where the model is."""
-        if self.radius.device != self.parameter.device:
-            self.radius = self.radius.to(self.parameter.device)
-
 
 @torch.no_grad()
 def _project_(weights: Sequence[_HeldWeight]) -> None:
@@ -79,7 +74,8 @@ def _alike(weights: Iterable[_HeldWeight]) -> list[list[_HeldWeight]]:
     """Weights by device and by the dtype of their norms."""
     found: dict[tuple[torch.device, torch.dtype], list[_HeldWeight]] = {}
     for weight in weights:
-        weight.follow_()
+        if weight.radius.device != weight.parameter.device:  # the model was moved
+            weight.radius = weight.radius.to(weight.parameter.device)
         found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
     return list(found.values())
 
@@ -276,7 +272,6 @@ def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[st
     Raises: as :func:`hold_`, as far as the model decides it.
 
     Example:
-        >>> from gonio.optim.hold import holdable
         >>> holdable(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), norm="columns")
         {'0': '', '2': 'its columns have one entry each, which could not move'}
     """
@@ -294,7 +289,6 @@ def step_of_hold(parameter: Tensor) -> Step | None:
     """Whether a parameter is held, and by which step.
 
     Example:
-        >>> from gonio.optim.hold import step_of_hold
         >>> layer = nn.Linear(2, 2)
         >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
         >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
@@ -372,14 +366,13 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     """One weight and its radii; its value is changed for a radius that is a number."""
     parameter = _own(ref)
     vectors = Vectors(ref.layout, parameter.ndim, norm)
+    refuse = partial(NotApplicableError, "hold_", ref.path, action="hold", kind=type(ref.module).__name__)
     if is_sharded(parameter) and vectors.splits_shards():
-        do = "Hold it by norm='matrix', or exclude it in `where`."
-        raise NotApplicableError("hold_", ref.path, "its shards cut its vectors", do, action="hold", kind=_kind(ref))
+        raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
     if not bool((norms > 0).all()) and getattr(ref.module, "padding_idx", None) is None:
         why = f"{int((norms == 0).sum())} of its vectors are 0 or not finite, and 0 cannot be scaled to a norm"
-        do = "Initialise them, or exclude the layer in `where`."
-        raise NotApplicableError("hold_", ref.path, why, do, action="hold", kind=_kind(ref))
+        raise refuse(why, "Initialise them, or exclude the layer in `where`.")
     if radius == "initial":
         radii, at = norms.clone(), _range(norms)
     else:
@@ -395,10 +388,6 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
 def _range(norms: Tensor) -> str:
     low, high = float(norms.min()), float(norms.max())
     return f"{low:.4g}" if f"{low:.4g}" == f"{high:.4g}" else f"{low:.4g} to {high:.4g}"
-
-
-def _kind(ref: WeightRef) -> str:
-    return type(ref.module).__name__
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------

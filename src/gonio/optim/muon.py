@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded
+from gonio.execution import sharded_like
+from gonio.geometry.norms import whole
 from gonio.penalty.matrices import Blocks
 
 Coefficients = tuple[float, float, float]
@@ -127,7 +128,7 @@ class Muon(Optimizer):
     def _step_matrices(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         updates = [self._update(group, p) for p in parameters]
         blocks = [Blocks.of(self.state[p]["blocks"]) if "blocks" in self.state[p] else Blocks() for p in parameters]
-        parts = [each.split(_whole(update)) for each, update in zip(blocks, updates, strict=True)]
+        parts = [each.split(whole(update)) for each, update in zip(blocks, updates, strict=True)]
         scaled = _orthogonal(
             [part for of_one in parts for part in of_one],
             group["ns_coefficients"], group["ns_steps"], group["eps"],
@@ -138,7 +139,7 @@ class Muon(Optimizer):
             p.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
             if len(set(rates)) > 1:
                 mine, rates = [part * rate for part, rate in zip(mine, rates, strict=True)], [1.0]
-            p.add_(_sharded(cut.join(mine, _whole(p)), p), alpha=-rates[0])
+            p.add_(sharded_like(cut.join(mine, whole(p)), p), alpha=-rates[0])
 
     def _update(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """The momentum of a parameter, which is updated."""
@@ -198,17 +199,3 @@ def _newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, eps: float
 def _adjusted(rate: float, how: str | None, shape: Sequence[int]) -> float:
     rows, columns = shape[1:]
     return rate * (0.2 * sqrt(max(rows, columns)) if how == "match_rms_adamw" else sqrt(max(1, rows / columns)))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
-
-
-def _sharded(update: Tensor, like: Any) -> Tensor:
-    """The part of an update that belongs to a shard."""
-    if not is_sharded(like):
-        return update
-    from torch.distributed.tensor import distribute_tensor  # half a second to import
-
-    return distribute_tensor(update.to(like.dtype), like.device_mesh, like.placements)

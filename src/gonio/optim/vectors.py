@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gonio.execution import is_sharded
+from gonio.execution import is_sharded, replicated_like
 from gonio.geometry import Layout
-from gonio.geometry.norms import computed_in
+from gonio.geometry.norms import computed_in, whole
 
 Norm = Literal["matrix", "filters", "columns"]
 NORMS = ("matrix", "filters", "columns")
@@ -61,18 +61,18 @@ class Vectors:
             return total.view(-1, *[1] * self.ndim)
         if self.layout.matrices == 1:
             dims = tuple(dim - 1 for dim in self.reduced)
-            return _whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype)).unsqueeze(0)
+            return whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype)).unsqueeze(0)
         if 1 in self.reduced:
             split = weight.unflatten(0, (self.layout.matrices, -1))
             return torch.linalg.vector_norm(split, dim=self.reduced, keepdim=True, dtype=dtype)
         dims = tuple(dim - 1 for dim in self.reduced)
-        rows = _whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype))
+        rows = whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype))
         return rows.unflatten(0, (self.layout.matrices, -1))
 
     def rows(self, weight: Tensor) -> Tensor:
         """The norms of all slices along dim 0: one long sum in float32 is off by 1e-4 of a million entries."""
         dims = tuple(range(1, self.ndim))
-        return _whole(torch.linalg.vector_norm(weight, dim=dims, dtype=computed_in(weight.dtype)))
+        return whole(torch.linalg.vector_norm(weight, dim=dims, dtype=computed_in(weight.dtype)))
 
     def scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
         """The weight with each vector times its factor, in the factors' dtype."""
@@ -91,7 +91,7 @@ class Vectors:
         rows = weight.shape[0] // self.layout.matrices
         along = 1 if self.layout.matrices == 1 else rows  # without a copy per row for a single matrix
         fitted = factors.expand(-1, max(along, factors.shape[1]), *factors.shape[2:]).flatten(0, 1)
-        return _replicated(fitted, weight) if is_sharded(weight) else fitted
+        return replicated_like(fitted, weight)
 
 
 # Note [Many weights at once]
@@ -108,13 +108,13 @@ def norms_of(vectors: Sequence[Vectors], weights: Iterable[Tensor]) -> list[Tens
     They are on one device, and their norms have one dtype. Each is read once, so an iterator need not hold all of them.
     """
     found = [v.rows(w) if v.norm == "matrix" else v.norms(w) for v, w in zip(vectors, weights, strict=True)]
-    whole = [index for index, each in enumerate(vectors) if each.norm == "matrix"]
-    if whole:
-        counts = [vectors[index].layout.matrices for index in whole]
-        sizes = [len(found[index]) // count for index, count in zip(whole, counts, strict=True) for _ in range(count)]
-        parts = torch.cat([found[index] for index in whole]).double().split(sizes)
-        totals = torch.stack([part.norm() for part in parts]).to(found[whole[0]].dtype).split(counts)
-        for index, total in zip(whole, totals, strict=True):
+    summed = [index for index, each in enumerate(vectors) if each.norm == "matrix"]
+    if summed:
+        counts = [vectors[index].layout.matrices for index in summed]
+        sizes = [len(found[index]) // count for index, count in zip(summed, counts, strict=True) for _ in range(count)]
+        parts = torch.cat([found[index] for index in summed]).double().split(sizes)
+        totals = torch.stack([part.norm() for part in parts]).to(found[summed[0]].dtype).split(counts)
+        for index, total in zip(summed, totals, strict=True):
             found[index] = total.view(-1, *[1] * vectors[index].ndim)
     return found
 
@@ -132,16 +132,3 @@ def write_(weight: Any, values: Any) -> None:
     if is_sharded(weight):
         weight, values = weight.to_local(), values.redistribute(placements=weight.placements).to_local()
     weight.copy_(values)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
-
-
-def _replicated(tensor: Tensor, like: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate  # half a second to import
-
-    places: Sequence[Replicate] = [Replicate()] * like.device_mesh.ndim
-    made: Tensor = DTensor.from_local(tensor, like.device_mesh, places, run_check=False)
-    return made

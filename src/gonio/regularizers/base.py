@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded, ordinary_eager
+from gonio.execution import is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import full_precision, whole, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import WithGradient
@@ -323,16 +323,6 @@ def _widened(weight: Tensor) -> Tensor:
     special = weight.dtype is torch.float16 or is_sharded(weight)
     wide: Tensor = _Widened.apply(weight) if special else weight
     return widen(wide)
-
-
-def replicated_like(x: Tensor, reference: Tensor) -> Tensor:
-    """A plain tensor with the same values in every process, as a DTensor if `reference` is one."""
-    if not is_sharded(reference):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh: Any = reference.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def identity_like(gram: Tensor) -> Tensor:
