@@ -1,7 +1,5 @@
 """Norms, angles and spectra of weights: tensors in, tensors out, no state."""
 
-from __future__ import annotations
-
 from gonio.geometry.angles import (
     alignment,
     alignment_zscore,
@@ -104,7 +102,4 @@ __all__ = [
     "unview_operator",
     "welch_bound",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

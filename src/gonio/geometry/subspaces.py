@@ -77,7 +77,12 @@ def top_subspace(matrix: Tensor, k: int, *, seed: int = 0) -> TopSubspace:
 
 @torch.no_grad()
 def _top(matrix: Tensor, k: int, seed: int, tolerance: float) -> TopSubspace:
-    _check_pair("top_subspace", k, matrix)
+    if matrix.ndim != 2 or not 1 <= k <= min(matrix.shape):
+        raise InvalidArgumentError(
+            "top_subspace() takes a matrix (n, d) and 1 <= k <= min(n, d)",
+            f"shape {tuple(matrix.shape)}, k={k}",
+            "Pass one matrix of gonio.geometry.matrix_view(weight, layout).",
+        )
     check_finite(matrix, "top_subspace")
     with full_precision(matrix):
         scale, dtype = safe_scale(matrix), computed_in(matrix.dtype)
@@ -300,12 +305,3 @@ def _largest_atom(diagonal: list[float], beside: list[float]) -> float:
         before, now = now, ((x - alpha) * now - (beside[j - 1] if j else 0.0) * before) / beside[j]
         total += now.square()
     return max(largest, float((1 / (total * x)).max()))
-
-
-def _check_pair(function: str, k: int, matrix: Tensor) -> None:
-    if matrix.ndim != 2 or not 1 <= k <= min(matrix.shape):
-        raise InvalidArgumentError(
-            f"{function}() takes a matrix (n, d) and 1 <= k <= min(n, d)",
-            f"shape {tuple(matrix.shape)}, k={k}",
-            "Pass one matrix of gonio.geometry.matrix_view(weight, layout).",
-        )

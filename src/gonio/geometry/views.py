@@ -108,6 +108,15 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
     )
 
 
+def has_filters(module: nn.Module, name: str = "weight") -> bool:
+    """Whether the tensor `name` of a layer is a weight with filters, as :func:`layout_of` knows them."""
+    try:
+        layout_of(module, name)
+    except NotApplicableError:
+        return False
+    return True
+
+
 def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
     r"""The matrices of a weight, one filter per row.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from gonio.errors import GonioError, NoMatchError, NotApplicableError, UnmatchedRuleError, closest, listing
+from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
 from gonio.escaping import html_table
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import has_filters
 from gonio.optim.hold import holdable
 from gonio.penalty.terms import bind
 from gonio.recipes.catalogue import find
@@ -126,20 +126,11 @@ def _ends(model: nn.Module) -> tuple[dict[str | None, str], str]:
     """
     paths = {id(site.module): site.path for site in sites(model)}
     traced = trace(model)
-    order = [paths[id(module)] for _, module, _ in traced.calls() if _has_weight_matrix(module)]
-    registered = [site.path for site in sites(model) if _has_weight_matrix(site.module)]
+    order = [paths[id(module)] for _, module, _ in traced.calls() if has_filters(module)]
+    registered = [site.path for site in sites(model) if has_filters(site.module)]
     found = order or registered
     reason = "" if order or not traced.reason else f"stem and classifier by order of registration: {traced.reason}"
     return ({"stem": found[0], "classifier": found[-1]}, reason) if found else ({}, "")
-
-
-def _has_weight_matrix(module: nn.Module, tensor: str = "weight") -> bool:
-    """Whether the module's tensor is a stack of filters (linear, convolution, embedding, …)."""
-    try:
-        layout_of(module, tensor)
-    except NotApplicableError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -274,14 +265,13 @@ def _acts_on(verb: str, rule: Rule) -> _Acts:
         return lambda module: isinstance(module, entry.accepts)
     if verb != "penalty":
         tensor = str(dict(rule.options).get("tensor", "weight"))
-        return lambda module: _has_weight_matrix(module, tensor)
+        return lambda module: has_filters(module, tensor)
     if issubclass(entry.makes, OutputRegularizer):
         return lambda module: isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
     # As in gonio.Penalty, null excludes embeddings.
     excluded = (nn.Embedding, nn.EmbeddingBag) if rule.where is None else ()
     return lambda module: (
-        not isinstance(module, excluded)
-        and any(_has_weight_matrix(module, name) for name in ("weight", *module._parameters))
+        not isinstance(module, excluded) and any(has_filters(module, name) for name in ("weight", *module._parameters))
     )
 
 
@@ -291,7 +281,7 @@ def _acts_on_kept(verb: str, rules: tuple[Rule, ...]) -> _Acts:
     So keeping a container is an error, and keeping a linear classifier where only convolutions are swapped is not.
     """
     acting = [_acts_on(verb, rule) for rule in rules if not rule.keeps]
-    return lambda module: _has_weight_matrix(module) or any(acts_on(module) for acts_on in acting)
+    return lambda module: has_filters(module) or any(acts_on(module) for acts_on in acting)
 
 
 def _closest(where: str | None, everything: Sequence[Site]) -> str:

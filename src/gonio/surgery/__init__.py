@@ -1,7 +1,5 @@
 """Change a model by rules: choose modules with `where`, edit them, undo the edit exactly."""
 
-from __future__ import annotations
-
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.edit import Change, Edit, Edited, UndoError
@@ -57,7 +55,4 @@ __all__ = [
     "sites",
     "swap_",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

@@ -272,7 +272,7 @@ def _restoring(model: nn.Module) -> Iterator[None]:
 # --- the layers that follow ---------------------------------------------------------------------------
 
 
-def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
+def followed_by_norm(model: nn.Module) -> dict[str, str]:
     """Weighted layers whose output goes only into normalisation layers, and the first such layer.
 
     The loss does not depend on the scale of their weights. Empty where the model cannot be traced.
@@ -281,10 +281,10 @@ def followed_by_norm(model: nn.Module | Graph) -> dict[str, str]:
         >>> followed_by_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)))
         {'0': '1'}
     """
-    return (trace(model) if isinstance(model, nn.Module) else model).norm_after
+    return trace(model).norm_after
 
 
-def activation_after(model: nn.Module | Graph) -> dict[str, str]:
+def activation_after(model: nn.Module) -> dict[str, str]:
     """The first activation after each weighted layer, `"linear"` if there is none.
 
     Normalisation, average pooling, dropout and reshaping in between are skipped. A layer whose output goes to
@@ -294,7 +294,7 @@ def activation_after(model: nn.Module | Graph) -> dict[str, str]:
         >>> activation_after(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU(), nn.Linear(2, 2)))
         {'0': 'gelu', '3': 'linear'}
     """
-    return (trace(model) if isinstance(model, nn.Module) else model).activation_after
+    return trace(model).activation_after
 
 
 def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from gonio import init
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import has_filters, layout_of
 from gonio.init.variance import write_
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
@@ -140,11 +140,7 @@ def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
         return "it has no weight matrix"
     if weight.is_meta:
         return "its weight is on the meta device; materialise the model first"
-    try:
-        layout_of(module, tensor)
-    except NotApplicableError:
-        return "its weight is not a stack of filters"
-    return None
+    return None if has_filters(module, tensor) else "its weight is not a stack of filters"
 
 
 def _note_left_out(edit: Edit, where: Where) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.surgery.edit import Edit, Edited
@@ -95,11 +95,7 @@ def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
         return "it is lazy; run one batch first"
     if raw.dim() < 2:
         return f"its {tensor} is not a matrix"
-    try:
-        layout_of(module, tensor)
-    except NotApplicableError:
-        return f"its {tensor} is not a stack of filters"
-    return None
+    return None if has_filters(module, tensor) else f"its {tensor} is not a stack of filters"
 
 
 def _check_ties(model: nn.Module, found: list[Site], tensor: str) -> None:
