@@ -9,15 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from gonio.escaping import plain, redact
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_HERE = "gonio.pages"
 
 
 def render(package: str, template: str, *, whole: bool = True, **values: Any) -> str:
@@ -36,18 +33,12 @@ def environment(package: str) -> Environment:
     import jinja2  # only a page needs it
     from markupsafe import Markup
 
-    def load(name: str) -> str | None:
-        for folder in (package, _HERE):
-            path = resources.files(folder) / "templates" / name
-            if path.is_file():
-                return path.read_text(encoding="utf-8")
-        return None
-
     def shown(value: object) -> object:
         return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
 
+    own = jinja2.PackageLoader("gonio.pages")
     made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(load),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package), own]),
         autoescape=True,
         finalize=shown,
         undefined=jinja2.StrictUndefined,
@@ -55,14 +46,10 @@ def environment(package: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    style, script = (_own(name) for name in ("style.css", "script.js"))
     # The package's own files, so they may stand in the page as they are.
+    style, script = (own.get_source(made, name)[0] for name in ("style.css", "script.js"))
     made.globals.update(style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain)
     return made
-
-
-def _own(name: str) -> str:
-    return (resources.files(_HERE) / "templates" / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:
