@@ -6,12 +6,20 @@ escaped in addition by the template engine (autoescape), CSV, markdown and LaTeX
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import re
+import shutil
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["csv_cell", "html_table", "markdown_cell", "plain", "redact", "shorten", "tex_cell"]
+__dir__ = __all__.copy  # the public names alone
 
 _KEPT = {"\n", "\t"}
 _LONGEST = 20_000  # characters; keeps an error message of megabytes from making a page of megabytes
@@ -27,8 +35,7 @@ def plain(text: object, *, longest: int = _LONGEST) -> str:
     Newlines and tabs are kept. Text longer than `longest` is cut, with a note of the number of characters.
 
     Example:
-        >>> from gonio.escaping import plain
-        >>> plain("a\u202eb\x1b[31mc")
+        >>> gonio.escaping.plain("a\u202eb\x1b[31mc")
         'ab[31mc'
     """
     shown = str(text)
@@ -46,8 +53,7 @@ def redact(text: object) -> str:
     """Plain text without the user's home directory and without credentials in URLs.
 
     Example:
-        >>> from gonio.escaping import redact
-        >>> redact("https://me:secret@host/x and /home/me/data")
+        >>> gonio.escaping.redact("https://me:secret@host/x and /home/me/data")
         'https://host/x and ~/data'
     """
     return _HOME.sub("~", _USERINFO.sub(r"\1", plain(text)))
@@ -57,8 +63,7 @@ def shorten(text: object, *, longest: int = 28) -> str:
     """Plain text on one line, with the middle replaced by … if it is longer than `longest`.
 
     Example:
-        >>> from gonio.escaping import shorten
-        >>> shorten("layer4.1.downsample.projection.0.conv", longest=17)
+        >>> gonio.escaping.shorten("layer4.1.downsample.projection.0.conv", longest=17)
         'layer4.1…n.0.conv'
     """
     line = " ".join(plain(text).split())
@@ -72,8 +77,7 @@ def csv_cell(value: object) -> str:
     """A CSV cell that no spreadsheet evaluates: text that starts like a formula gets a leading quote.
 
     Example:
-        >>> from gonio.escaping import csv_cell
-        >>> csv_cell("=HYPERLINK(1)"), csv_cell("-1.5"), csv_cell(None)
+        >>> gonio.escaping.csv_cell("=HYPERLINK(1)"), gonio.escaping.csv_cell("-1.5"), gonio.escaping.csv_cell(None)
         ("'=HYPERLINK(1)", '-1.5', '')
     """
     if value is None:
@@ -88,8 +92,7 @@ def markdown_cell(value: object) -> str:
     r"""A Markdown table cell without active markup.
 
     Example:
-        >>> from gonio.escaping import markdown_cell
-        >>> markdown_cell("a|b <i>*c*</i>")
+        >>> gonio.escaping.markdown_cell("a|b <i>*c*</i>")
         'a\\|b &lt;i&gt;\\*c\\*&lt;/i&gt;'
     """
     line = " ".join(plain("" if value is None else value).split())
@@ -97,23 +100,47 @@ def markdown_cell(value: object) -> str:
     return re.sub(r"([\\`*_{}\[\]#!|~$@])", r"\\\1", line) if line else ""
 
 
+def csv_table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Lines of CSV in which no cell is a formula; several values of one cell are joined."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(head)
+    flat = (["; ".join(map(str, c)) if isinstance(c, (list, tuple)) else c for c in row] for row in rows)
+    writer.writerows(map(csv_cell, row) for row in flat)
+    return buffer.getvalue()
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a markdown table in which no cell acts as markup."""
+    cells = [map(markdown_cell, head), ["---"] * len(head), *(map(markdown_cell, row) for row in rows)]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def printed(table: RenderableType) -> str:
+    """What rich prints without colours, as wide as the terminal, or 100 columns where there is none."""
+    from rich.console import Console  # `gonio --help` does without it
+
+    stream = io.StringIO()
+    width = shutil.get_terminal_size((100, 24)).columns
+    Console(file=stream, width=width, color_system=None, legacy_windows=False).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines())
+
+
 def html_table(title: object, head: Sequence[str], rows: Iterable[Sequence[object]], notes: Sequence[str] = ()) -> str:
     """A table for a notebook: the `_repr_html_` of objects that `print` shows as aligned text.
 
     Example:
-        >>> from gonio.escaping import html_table
-        >>> html_table("swap_", ["layer"], [["<b>"]]).count("&lt;b&gt;")
+        >>> gonio.escaping.html_table("swap_", ["layer"], [["<b>"]]).count("&lt;b&gt;")
         1
     """
-    made = [[html.escape(plain("" if cell is None else cell)) for cell in row] for row in (head, *rows)]
-    cells = ["".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(_tags(made), made, strict=True)]
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        shown = (html.escape(plain("" if cell is None else cell)) for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in shown)}</tr>"
+
+    body = "".join([line(head, "th"), *(line(row, "td") for row in rows)])
     remarks = "".join(f"<p>{html.escape(plain(note))}</p>" for note in notes)
     return f"<p><strong>{html.escape(plain(title))}</strong></p><table>{body}</table>{remarks}"
-
-
-def _tags(rows: Sequence[object]) -> list[str]:
-    return ["th", *["td"] * (len(rows) - 1)]
 
 
 _TEX = {
@@ -135,13 +162,8 @@ def tex_cell(value: object) -> str:
     r"""A cell of a LaTeX table without active commands.
 
     Example:
-        >>> from gonio.escaping import tex_cell
-        >>> tex_cell(r"\input{x} & 5_%"), tex_cell("−0.5")
+        >>> gonio.escaping.tex_cell(r"\input{x} & 5_%"), gonio.escaping.tex_cell("−0.5")
         ('\\textbackslash{}input\\{x\\} \\& 5\\_\\%', '$-$0.5')
     """
     line = " ".join(plain("" if value is None else value).split())
     return "".join(_TEX.get(character, character) for character in line)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

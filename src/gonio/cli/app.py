@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -23,13 +21,12 @@ from typer.core import TyperGroup
 
 import gonio
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
-from gonio.escaping import plain
+from gonio.escaping import plain, printed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _FORMATS = {"html": "page", "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
-_WIDTH = 100  # columns of a table that does not go to a terminal
 _SECONDS = 10.0  # between two lines of progress
 
 
@@ -48,10 +45,7 @@ def show(table: RenderableType) -> None:
     if sys.stdout.isatty():
         Console().print(table)
         return
-    stream = io.StringIO()
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    Console(file=stream, width=width, color_system=None).print(table)
-    print_out("\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines()))
+    print_out(printed(table))
 
 
 def save(text: str, target: str, what: str) -> None:

@@ -93,12 +93,10 @@ def _list(claims: Sequence[Claim]) -> None:
 def _command(names: Sequence[str], choice: Choice, output: Path) -> str:
     """The command that repeats the run: everything but defaults and settings of this machine."""
     words = ["gonio", "reproduce", *names, *(["--full"] if choice.full else [])]
-    words += ["--task", choice.task] if choice.task else []
-    words += ["--model", choice.model] if choice.model else []
-    words += ["--data", choice.data] if choice.data else []
-    words += ["--seeds", str(choice.seeds)] if choice.seeds is not None else []
-    words += ["--first-seed", str(choice.first_seed)] if choice.first_seed else []
-    words += ["-o", str(output)] if output != _FOLDER else []
+    named = {"--task": choice.task, "--model": choice.model, "--data": choice.data}
+    numbers = {"--seeds": choice.seeds, "--first-seed": choice.first_seed}
+    for option, value in {**named, **numbers, "-o": output if output != _FOLDER else None}.items():
+        words += [option, str(value)] if value else []
     return shlex.join(words)
 
 

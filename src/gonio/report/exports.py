@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -17,7 +15,7 @@ from rich.text import Text
 from gonio.compare.judging.multi_task import PROFILE, Across, across
 from gonio.compare.judging.results import Ratio, Results, Robust
 from gonio.compare.planning.plan import BASELINE
-from gonio.escaping import csv_cell, markdown_cell, redact, tex_cell
+from gonio.escaping import csv_table, markdown_cell, markdown_table, redact, tex_cell
 from gonio.report.tables import ATTACKS, Scale, Table, headline, partial, rich_table, tables
 
 SCHEMA = "gonio.results/1"
@@ -83,21 +81,11 @@ def to_csv(results: Results) -> str:
             e.mde, e.rho, e.improvement, *_quartiles(e.step_time), *_quartiles(e.memory), e.reason,
             e.changes, *rights, ours.mean, ours.low, ours.high, signs,
         ])  # fmt: skip
-    return _csv_text(COLUMNS, rows)
+    return csv_table(COLUMNS, rows)
 
 
 def _quartiles(cost: Ratio | None) -> tuple[float | None, float | None, float | None]:
     return (None, None, None) if cost is None else (cost.median, cost.low, cost.high)
-
-
-def _csv_text(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Lines of CSV in which no cell is a formula."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(head)
-    joined = (["; ".join(map(str, c)) if isinstance(c, (list, tuple)) else c for c in row] for row in rows)
-    writer.writerows(map(csv_cell, row) for row in joined)
-    return buffer.getvalue()
 
 
 def to_markdown(results: Results) -> str:
@@ -118,8 +106,7 @@ def to_markdown(results: Results) -> str:
 
 def _markdown_table(table: Table) -> list[str]:
     """Title, table and notes."""
-    rows = [map(markdown_cell, table.head), ["---"] * len(table.head), *(map(markdown_cell, row) for row in table.rows)]
-    lines = [f"{markdown_cell(table.title)}:", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    lines = [f"{markdown_cell(table.title)}:", "", *markdown_table(table.head, table.rows), ""]
     return [*lines, *(f"- {markdown_cell(note)}" for note in table.notes), ""] if table.notes else lines
 
 
@@ -195,7 +182,7 @@ MULTI_TASK_FORMATS: Mapping[str, Callable[[Sequence[Across]], str]] = {
     "json": lambda found: _json_text(
         {"schema": "gonio.across/1", "note": _NOTE, "profile": PROFILE, "recipes": [asdict(one) for one in found]}
     ),
-    "csv": lambda found: _csv_text(Across.__dataclass_fields__, (asdict(one).values() for one in found)),
+    "csv": lambda found: csv_table(Across.__dataclass_fields__, (asdict(one).values() for one in found)),
     "md": lambda found: "\n".join(chain(*map(_markdown_table, _multi_task_tables(found)))).rstrip("\n") + "\n",
     "tex": lambda found: "\n".join(chain(*map(_latex_table, _multi_task_tables(found)))) + "\n",
 }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,8 +12,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gonio import escaping
 from gonio.errors import MissingExtraError, UnknownNameError
-from gonio.escaping import csv_cell, markdown_cell, plain, shorten
+from gonio.escaping import csv_table, plain, printed, shorten
 
 Subject = TypeVar("Subject")
 
@@ -110,11 +108,7 @@ class Table(Mapping[str, Row], ABC):
         return any(path in (tensor.path, tensor.name) for tensor in self.tensors)
 
     def __str__(self) -> str:
-        """Without colours, as wide as the terminal, or 100 columns where there is none."""
-        stream = io.StringIO()
-        width = shutil.get_terminal_size((100, 24)).columns
-        Console(file=stream, width=width, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines())
+        return printed(self)
 
     @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]: ...
@@ -129,13 +123,7 @@ class Table(Mapping[str, Row], ABC):
 
     def to_csv(self) -> str:
         """One line per tensor; no cell can run as a formula in a spreadsheet."""
-        names, rows = self._exported()
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(names)
-        flat = (["; ".join(map(str, v)) if isinstance(v, tuple) else v for v in row] for row in rows)
-        writer.writerows(map(csv_cell, row) for row in flat)
-        return buffer.getvalue()
+        return csv_table(*self._exported())
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame` with one row per tensor and the columns of :meth:`to_csv`.
@@ -173,11 +161,10 @@ def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
     return pandas.DataFrame(rows, columns=list(columns))
 
 
-def markdown_table(name: str, tensors: Sequence[Any], columns: Sequence[Column[Any]]) -> Iterator[str]:
+def markdown_table(name: str, tensors: Sequence[Any], columns: Sequence[Column[Any]]) -> list[str]:
     """The lines of a markdown table: one per tensor."""
-    head: list[Iterable[str]] = [[name, *(column.title for column in columns)], ["---"] * (len(columns) + 1)]
-    rows = (map(markdown_cell, (tensor.path, *(column.cell(tensor) for column in columns))) for tensor in tensors)
-    yield from (f"| {' | '.join(cells)} |" for cells in (*head, *rows))
+    rows = ((tensor.path, *(column.cell(tensor) for column in columns)) for tensor in tensors)
+    return escaping.markdown_table([name, *(column.title for column in columns)], rows)
 
 
 def bare_table(first: str, titles: Sequence[str], **options: Any) -> RichTable:
