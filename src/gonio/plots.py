@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["angles", "angular", "depth", "effects", "learning_curves", "magnitude", "operator", "panels", "spectrum"]
+__dir__ = __all__.copy  # the public names alone
 
 Function = Callable[[Tensor], Tensor]
 _CHANCE: dict[str, Any] = {"color": "0.55", "linewidth": 1.2, "linestyle": "--", "label": "random weights"}
@@ -117,17 +118,14 @@ def depth(rows: Iterable[Any], figure: str = "alignment", *, ax: Axes | None = N
         raise _nothing("depth", figure, "values", "Name a figure of a measured layer, such as 'alignment'.")
     axes = _axes(ax)
     axes.plot([getattr(row, figure) for row in shown], marker="o", label=figure.replace("_", " "))
-    chance = [1.0 if figure == "alignment" else getattr(row, _by_chance(figure), None) for row in shown]
+    by_chance = {"sigma_max": "sigma_random"}.get(figure, f"{figure}_random")
+    chance = [1.0 if figure == "alignment" else getattr(row, by_chance, None) for row in shown]
     if any(value is not None for value in chance):
         axes.plot([math.nan if value is None else value for value in chance], **_CHANCE)
         axes.legend()
     axes.set(ylabel=figure.replace("_", " "), xlabel="layer, in the order of the model")
     axes.set_xticks(range(len(shown)), [shorten(row.path, longest=24) for row in shown], rotation=60, ha="right")
     return _figure(axes)
-
-
-def _by_chance(figure: str) -> str:
-    return {"sigma_max": "sigma_random"}.get(figure, f"{figure}_random")
 
 
 # --- studies --------------------------------------------------------------------------------------------
@@ -234,9 +232,9 @@ def operator(magnitude: Function, angular: Function, *, reach: float = 3.0, ax: 
     return _figure(axes)
 
 
-def on_plane(magnitude: Function, angular: Function, *, reach: float, points: int = 121) -> Tensor:
+def on_plane(magnitude: Function, angular: Function, *, reach: float) -> Tensor:
     """The operator's values for a filter along the first axis, on a square grid of inputs; 0 at a zero input."""
-    side = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
     second, first = torch.meshgrid(side, side, indexing="ij")
     norm = torch.hypot(first, second)
     return magnitude(norm) * angular(torch.atan2(second.abs(), first)) * (norm > 0)
@@ -287,7 +285,3 @@ def _figure(axes: Axes) -> Figure:
 
 def _nothing(name: str, what: str, missing: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"plots.{name}: {what!r} has no {missing}", "nothing to draw", do)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

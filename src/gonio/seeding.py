@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 __all__ = ["derive_seed", "generator"]
+__dir__ = __all__.copy  # the public names alone
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
@@ -39,7 +40,3 @@ def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") 
         True
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -1,7 +1,5 @@
 """Models by name: built-in models, models of timm, torchvision and transformers, and the user's own."""
 
-from __future__ import annotations
-
 from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
 from gonio.models.by_name import ModelFactory, resolve
 from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
@@ -18,7 +16,4 @@ __all__ = [
     "residual_mlp",
     "resolve",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

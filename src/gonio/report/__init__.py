@@ -1,14 +1,9 @@
 """A comparison's results as one self-contained page, a terminal table, JSON, CSV, markdown or LaTeX."""
 
-from __future__ import annotations
-
 from gonio.report.example import example
 from gonio.report.exports import to_csv, to_json, to_latex, to_markdown
 from gonio.report.page import html, write_html
 from gonio.report.tables import text
 
 __all__ = ["example", "html", "text", "to_csv", "to_json", "to_latex", "to_markdown", "write_html"]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

@@ -116,7 +116,6 @@ def contrast_text(contrast: Mapping[str, float]) -> str:
     """The number that is tested.
 
     Example:
-        >>> from gonio.report.claims import contrast_text
         >>> contrast_text({"sphere": 0.5, "ball": 0.5, "plain": -1})
         '1/2 · sphere + 1/2 · ball − plain'
     """
@@ -289,11 +288,7 @@ def _angles(axes: Axes, found: Finding) -> None:
     edges = [(low, high) for (low, high), shown in zip(pairwise(ANGLE_EDGES), held, strict=True) if shown]
     if edges:
         axes.set_xlim(edges[0][0] - 2, edges[-1][1] + 2)
-    axes.set_ylim(bottom=0)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}°")
-    axes.set_xlabel("angle between two filters of a layer")
+    figures.angle_axis(axes, "angle between two filters of a layer")
     _legend(axes)
 
 

@@ -507,13 +507,12 @@ def layers(runs: Sequence[RunRecord]) -> list[Layer]:
             edges = np.asarray(run.geometry["angle_edges"], dtype=float)
             for path, record in run.geometry["layers"].items():
                 found.setdefault(path, {}).setdefault(run.recipe, []).append(record)
-    return [_layer(path, recipes, edges) for path, recipes in found.items()]
-
-
-def _layer(path: str, recipes: Mapping[str, Sequence[Mapping[str, Any]]], edges: Floats) -> Layer:
-    first = next(iter(recipes.values()))[0]
-    pooled = {name: _pool(records, edges) for name, records in recipes.items()}
-    return Layer(path, tuple(first["shape"]), int(first["dim"]), edges, pooled)
+    made = []
+    for path, recipes in found.items():
+        first = next(iter(recipes.values()))[0]
+        pooled = {name: _pool(records, edges) for name, records in recipes.items()}
+        made.append(Layer(path, tuple(first["shape"]), int(first["dim"]), edges, pooled))
+    return made
 
 
 def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
@@ -536,21 +535,26 @@ def _law(dim: int, edges: Floats) -> Floats:
     return np.asarray(np.deg2rad(1.0) * values.mean(axis=1), dtype=float)
 
 
-def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
+def angle_chart(layer: Layer, colors: Mapping[str, str], *, name: str) -> Any:
     """Histogram of the angles between the layer's filters, each recipe as a line over the random law."""
     with drawing():
-        made = figure(width, 240)
+        made = figure(350, 240)
         axes = panel(made, 12, 38, 12, 8)
         _densities(axes, layer, colors)
         axes.set_xlim(*_shown(layer))
-        axes.set_ylim(bottom=0)
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}°")
-        axes.set_xlabel("angle between two filters")
+        angle_axis(axes, "angle between two filters")
         path = shorten(layer.path, longest=60)
         label = f"Angles between the filters of {path}, each recipe against random directions"
         return inline(made, name=name, label=label, css="fill")
+
+
+def angle_axis(axes: Axes, label: str) -> None:
+    """The axes of densities of angles: degrees, and no scale of the density."""
+    axes.set_ylim(bottom=0)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}°")
+    axes.set_xlabel(label)
 
 
 def _densities(axes: Axes, layer: Layer, colors: Mapping[str, str]) -> None:
@@ -580,7 +584,7 @@ def _shown(layer: Layer) -> tuple[float, float]:
     return 90.0 - float(reach), 90.0 + float(reach)
 
 
-def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int = 350) -> Any:
+def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str) -> Any:
     """Quantiles of the filter norms of one layer, a row per recipe."""
 
     def row(recipe: str, color: str) -> Row:
@@ -593,4 +597,4 @@ def norm_chart(layer: Layer, colors: Mapping[str, str], *, name: str, width: int
     rows = [row(recipe, color) for recipe, color in colors.items() if recipe in layer.recipes]
     axis = Axis("norm of a filter")
     label = f"Filter norms of {shorten(layer.path, longest=60)} by recipe: least to largest, quartiles and median"
-    return intervals(rows, axis, width=width, name=name, label=label, css="fill", step=31)
+    return intervals(rows, axis, width=350, name=name, label=label, css="fill", step=31)

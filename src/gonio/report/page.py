@@ -130,15 +130,8 @@ def environment() -> Environment:
             'stroke="var(--{})" stroke-width="{}"{}/></svg>'
         ).format(plain(color), "2" if dotted else "4.5", dash)
 
-    names = {
-        "key": key,
-        "say": tables,
-        "asdict": asdict,
-        "BASELINE": BASELINE,
-        "yaml_of": _yaml_of,
-    }
     made = pages.environment("gonio.report")
-    made.globals.update(names)
+    made.globals.update(key=key, say=tables, asdict=asdict, BASELINE=BASELINE, yaml_of=_yaml_of)
     return made
 
 

@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.compare.judging.results import UNTRAINED, Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.compare.judging.statistics import counted
 from gonio.compare.planning.plan import BASELINE
 from gonio.escaping import plain
 
@@ -36,7 +37,6 @@ class Scale:
     """How scores and their differences are written.
 
     Example:
-        >>> from gonio.report.tables import Scale
         >>> scale = Scale(unit="points", decimals=2)
         >>> scale.signed(0.618), scale.interval(-0.1, 1.0)
         ('+0.62', '−0.10 to +1.00')
@@ -94,16 +94,11 @@ def verdict_text(effect: Effect) -> str:
     return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
 
 
-def count(n: int, one: str, many: str = "") -> str:
-    """A number with its noun."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
-
-
 def won(effect: Effect) -> str:
     """The pairs in which the recipe is better, of those that differ; ties are counted apart."""
     if effect.improvement is None:
         return "–"
-    tied = f", {count(effect.ties, 'tie')}" if effect.ties else ""
+    tied = f", {counted(effect.ties, 'tie')}" if effect.ties else ""
     return f"{effect.wins} of {effect.n}{tied}"
 
 
@@ -131,7 +126,7 @@ def reached(reach: Reach | None) -> str:
         return "–"
     outcome = "reached" if 2 * reach.reached > reach.n else "not reached"
     said = outcome if reach.ratio is None else f"×{reach.ratio:.2f}"
-    return f"{said} (in {reach.reached} of {count(reach.n, 'seed')})"
+    return f"{said} (in {reach.reached} of {counted(reach.n, 'seed')})"
 
 
 def threat_text(results: Results) -> str:
@@ -142,8 +137,8 @@ def threat_text(results: Results) -> str:
     bounds = [f"{b:g}" for b in (threat.low, threat.high) if b is not None]
     inside = f", within {' to '.join(bounds)}" if len(bounds) == 2 else ""
     return (
-        f"each input value changed by at most {threat.epsilon:.3g}{inside}; {count(threat.examples, 'example')}; "
-        f"PGD with {count(threat.steps, 'step')} and {count(threat.restarts, 'restart')}"
+        f"each input value changed by at most {threat.epsilon:.3g}{inside}; {counted(threat.examples, 'example')}; "
+        f"PGD with {counted(threat.steps, 'step')} and {counted(threat.restarts, 'restart')}"
     )
 
 
@@ -153,7 +148,7 @@ def tuning_text(results: Results) -> str:
     if tuning is None:
         return ""
     return (
-        f"{count(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
+        f"{counted(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
         f"within a factor of {tuning.rate_factor:g} of its default, strengths within {tuning.strength_factor:g}"
     )
 
@@ -162,7 +157,7 @@ def seen(results: Results) -> str:
     """How often the results were looked at, if more than once, and how often the study was extended afterwards."""
     looks, extended = len(results.looks), len(results.plan.history)
     found = [f"looked at {looks} times"] if looks > 1 else []
-    found += [f"extended {count(extended, 'time')} after a look"] if extended else []
+    found += [f"extended {counted(extended, 'time')} after a look"] if extended else []
     return " and ".join(found)
 
 
@@ -228,7 +223,7 @@ def _estimate(effect: Effect, scale: Scale) -> str:
 def partial(results: Results) -> str:
     """The runs without a score, in one sentence; empty if there are none."""
     statuses = Counter(run.status for run in results.runs)
-    total = count(len(results.runs) + results.missing, "run")
+    total = counted(len(results.runs) + results.missing, "run")
     fates = {
         "diverged and counted as the worst score": statuses["diverged"],
         "failed and left no score": statuses["failed"],
@@ -338,7 +333,7 @@ def attacks(results: Results) -> Table:
 def hidden_gradients(results: Results) -> dict[str, list[str]]:
     """By recipe, the signs that gradients hide a weakness."""
     return {
-        robust.recipe: [f"{sign} (in {n} of {count(robust.n, 'run')})" for sign, n in robust.signs.items()]
+        robust.recipe: [f"{sign} (in {n} of {counted(robust.n, 'run')})" for sign, n in robust.signs.items()]
         for robust in results.robustness
         if robust.signs
     }
@@ -452,7 +447,7 @@ def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
     yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
     correlation = "" if e.rho is None else f", correlation {rho(e)}"
     detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
-    yield Text(f"  {count(e.n, 'pair')}{correlation}{detectable}")
+    yield Text(f"  {counted(e.n, 'pair')}{correlation}{detectable}")
 
 
 def _verdict(e: Effect) -> Text:
