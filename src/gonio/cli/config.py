@@ -93,7 +93,7 @@ def _problems(table: Any, *, where: str) -> list[str]:
         return [*found, f"per-layer-ignores must be a table of selectors such as {example}; found {layers!r:.80}"]
     for selector, codes in layers.items():
         at = f'per-layer-ignores."{selector}"'
-        refused = _refused(Suppression, (), ((selector, ()),)) if selector else "use ignore for the whole model"
+        refused = _refused((), ((selector, ()),)) if selector else "use ignore for the whole model"
         found += _code_problems(at, codes) or ([f"{at}: {refused}"] if refused else [])
     return found
 
@@ -101,13 +101,13 @@ def _problems(table: Any, *, where: str) -> list[str]:
 def _code_problems(at: str, codes: Any) -> list[str]:
     if not isinstance(codes, list) or not all(isinstance(code, str) for code in codes):
         return [f'{at} must be a list of rule codes such as ["G101"]; found {codes!r:.80}']
-    return [refused for code in codes if (refused := _refused(Suppression, (code,)))]
+    return [refused for code in codes if (refused := _refused((code,)))]
 
 
-def _refused(make: type[Suppression], *values: Any) -> str:
-    """The message of the error that is raised; empty if none is."""
+def _refused(*values: Any) -> str:
+    """The message of the error that a Suppression of these values raises; empty if none is."""
     try:
-        make(*values)
+        Suppression(*values)
     except (GonioError, OverflowError) as error:  # OverflowError: of re.compile
         return str(error)
     return ""

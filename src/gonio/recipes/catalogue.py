@@ -26,6 +26,7 @@ from gonio.nn import angular, magnitude
 from gonio.optim import hold_
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes.document import shortened
+from gonio.surgery.swap import accepted_layers
 
 VERBS = ("init", "swap", "parametrize", "penalty")
 TRAINING = ("optimizer", "hold")  # parts that act on the optimizer's steps; each is one mapping, no list of rules
@@ -159,9 +160,7 @@ def _converters() -> _Entries:
 
 
 def _converter(name: str, target: Callable[..., Any]) -> Entry:
-    first = next(iter(inspect.signature(target).parameters))
-    accepted = _arms(_hints(target).get(first, nn.Module))
-    return Entry(name, target, _options_of(target, skip=1), tuple(arm for arm in accepted if isinstance(arm, type)))
+    return Entry(name, target, _options_of(target, skip=1), accepted_layers(target))
 
 
 def _optimizers() -> _Entries:

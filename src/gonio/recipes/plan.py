@@ -11,7 +11,7 @@ from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, 
 from gonio.escaping import html_table
 from gonio.geometry.views import has_filters
 from gonio.optim.hold import holdable
-from gonio.penalty.terms import bind
+from gonio.penalty.terms import TABLES, bind
 from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.regularizers import OutputRegularizer
@@ -268,8 +268,7 @@ def _acts_on(verb: str, rule: Rule) -> _Acts:
         return lambda module: has_filters(module, tensor)
     if issubclass(entry.makes, OutputRegularizer):
         return lambda module: isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
-    # As in gonio.Penalty, null excludes embeddings.
-    excluded = (nn.Embedding, nn.EmbeddingBag) if rule.where is None else ()
+    excluded = TABLES if rule.where is None else ()  # as in gonio.Penalty
     return lambda module: (
         not isinstance(module, excluded) and any(has_filters(module, name) for name in ("weight", *module._parameters))
     )

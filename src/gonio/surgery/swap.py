@@ -63,7 +63,7 @@ def swap_(
           1  BatchNorm2d → SwitchableNorm2d
           note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
     """
-    accepted = _accepted(factory)
+    accepted = accepted_layers(factory)
     check_optimizer(optimizer, model)
     refuse_shards(model, "swap_")
     found, read = _found(model, factory, accepted, where)
@@ -91,7 +91,7 @@ def swap_(
     return edit.done()
 
 
-def _accepted(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
+def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
     """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
 
     Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
