@@ -63,5 +63,23 @@ def test_messages_name_the_problem_what_was_found_and_what_to_do() -> None:
     assert "it selects only fc. The model has no suitable" in str(errors.NoMatchError("L2", "fc", [], refused=["fc"]))
     found = errors.ConfigError("gonio.toml", ["line 1: no such key", "line 2: not a number"])
     assert str(found).splitlines()[1:3] == ["  line 1: no such key", "  line 2: not a number"]
-    again = pickle.loads(pickle.dumps(found))
-    assert (str(again), again.problems) == (str(found), found.problems)
+
+
+ERRORS = (
+    errors.InvalidArgumentError("a", "b", "c"),
+    errors.UnknownNameError("layer", "conv", ["conv1"]),
+    errors.MissingExtraError("measuring", "ray", "ray"),
+    errors.RecipeError("r.toml", ["one", "two"]),
+    errors.ConfigError("gonio.toml", ["line 1: no such key", "line 2: not a number"]),
+    errors.PlanChangedError("study", [("seeds", "2", "3")]),
+    errors.UnreadableFileError("w.pt", "nothing", "Save it again."),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_another_process_arrives_whole(error: errors.GonioError) -> None:
+    error.add_note("while reading")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+    assert getattr(again, "name", None) == getattr(error, "name", None)

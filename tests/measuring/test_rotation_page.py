@@ -77,6 +77,22 @@ def test_a_warm_up_that_is_too_short() -> None:
     assert said(rows("a", [0.5, 0.5] + [0.05] * 18, rates=[1.0] * 2 + [0.1] * 18)) == [], "a larger rate explains it"
 
 
+def test_a_held_layer_at_rate_0_does_not_turn_and_the_page_says_why() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    rest = [*model[1].parameters(), *model[2].parameters()]
+    optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.0}, {"params": rest}], lr=0.1)
+    gonio.hold_(model, optimizer, where="0", step="fixed")
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    (found,) = (row for row in tracker.rotations if row.layer == "0")
+    assert (found.predicted, found.reason) == (None, "the learning rate is 0")
+    assert found.reason in tracker.to_html()
+
+
 def test_the_page() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
