@@ -1,7 +1,5 @@
 """What papers claim about these methods, as data, and the experiments that test it on your machine."""
 
-from __future__ import annotations
-
 from gonio.claims.claim import SEEDS, Arm, Claim, Setting, claim_names, load_claim, load_claims
 from gonio.claims.experiment import Choice, Finding, Findings, as_data, findings, from_data, plan_claim, try_claims
 from gonio.claims.verdict import VERDICTS, Evidence, Judgement, judge
@@ -27,7 +25,4 @@ __all__ = [
     "plan_claim",
     "try_claims",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

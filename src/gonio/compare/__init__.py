@@ -1,7 +1,5 @@
 """Compare recipes with a baseline: paired runs over seeds, equal budget, honest statistics, cost as a ratio."""
 
-from __future__ import annotations
-
 from gonio.compare import engines, tasks
 from gonio.compare.engines import default_jobs
 from gonio.compare.judging.filter_summary import filter_summary
@@ -59,7 +57,4 @@ __all__ = [
 
 # earlier names
 Threat, portrait = AttackConfig, filter_summary
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

@@ -1,7 +1,5 @@
 """Measure the norms, angles and spectra of a model's weights, each beside its value for random weights."""
 
-from __future__ import annotations
-
 from gonio.measuring.changes.difference import DepthChange, Differences, difference
 from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.several import Agreement, Changes, changes
@@ -43,7 +41,4 @@ __all__ = [
     "step_rotation",
     "widths",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

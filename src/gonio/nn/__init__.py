@@ -1,7 +1,5 @@
 """Layers that treat the norm and the angle of a product separately, and norms with a learned mixture of statistics."""
 
-from __future__ import annotations
-
 from gonio.nn import angular, magnitude
 from gonio.nn.layers import (
     DecoupledConv1d,
@@ -38,7 +36,4 @@ __all__ = [
     "to_instance_norm",
     "to_layer_norm",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

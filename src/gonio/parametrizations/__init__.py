@@ -36,7 +36,4 @@ sys.modules.update(
         f"{__name__}.weight_norm": filters,
     }
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

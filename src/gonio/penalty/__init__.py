@@ -6,7 +6,4 @@ from gonio.penalty.param_groups import ParamGroups, param_groups
 from gonio.penalty.penalty import Penalty
 
 __all__ = ["MatrixGroups", "MupGroups", "ParamGroups", "Penalty", "param_groups"]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone

@@ -1,7 +1,5 @@
 """Tasks by name: built-in ones, images on this machine, and the user's own."""
 
-from __future__ import annotations
-
 from gonio.compare.tasks.bytes import bytes_
 from gonio.compare.tasks.digits import digits
 from gonio.compare.tasks.fashion_mnist import fashion_mnist
@@ -17,7 +15,4 @@ SOURCES.update({
     "torchvision:NAME:FOLDER": torchvision_dataset,
     "imagefolder:FOLDER": image_folder,
 })  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone
