@@ -17,6 +17,7 @@ import gonio
 from cli.shell import invoke, write_task
 from gonio import models
 from gonio.cli.checkpoint import Checkpoint, read, write
+from measuring.zoo_files import Runs
 
 RECIPE = "name: normed\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n"
 MODEL = ("--model", "digits-cnn")
@@ -190,13 +191,6 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path, suffix: str) -
     assert drafts > 0, "no kill came in the middle of writing"
 
 
-class Gadget:
-    """Touches a file when it is unpickled."""
-
-    def __reduce__(self):
-        return (open, ("CANARY", "w"))
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -223,7 +217,7 @@ class Gadget:
     ],
 )
 def test_bad_input_is_one_message_and_a_code(plain: nn.Module, words: tuple[str, ...], code: int, message: str) -> None:
-    Path("gadget.pt").write_bytes(pickle.dumps(Gadget()))
+    Path("gadget.pt").write_bytes(pickle.dumps(Runs(open, "CANARY", "w")))
     Path("cut.safetensors").write_bytes(b"\xff" * 20)
     evil = {"gonio.recipe": "!!python/object/apply:os.system ['touch CANARY']"}
     save_file(plain.state_dict(), "hostile.safetensors", metadata=evil)

@@ -25,13 +25,7 @@ from gonio import models
 from gonio.cli.app import _lines
 from gonio.cli.options import Level
 from gonio.measuring.findings.rules import LEVELS
-
-
-class Gadget:
-    """Touches a file when it is unpickled."""
-
-    def __reduce__(self):
-        return (open, ("CANARY", "w"))
+from measuring.zoo_files import Runs
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with torch.no_grad():
         broken.weight[1, 2] = torch.nan
     torch.save(broken.state_dict(), "broken.pt")
-    Path("gadget.pt").write_bytes(pickle.dumps(Gadget()))
+    Path("gadget.pt").write_bytes(pickle.dumps(Runs(open, "CANARY", "w")))
     Path("cut.safetensors").write_bytes(b"\xff" * 20)
     return tmp_path
 
@@ -152,7 +146,7 @@ def test_a_batch_is_a_shape_or_a_file(folder: Path) -> None:
     ],
 )
 def test_a_wrong_batch_is_refused(folder: Path, source: str, batch: str, code: int, message: str) -> None:
-    numpy.save("objects.npy", numpy.array([Gadget()], dtype=object), allow_pickle=True)
+    numpy.save("objects.npy", numpy.array([Runs(open, "CANARY", "w")], dtype=object), allow_pickle=True)
     torch.save([1, 2], "list.pt")
     result = invoke("measure", source, "--batch", batch)
     assert message in result.stderr

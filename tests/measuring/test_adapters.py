@@ -1,9 +1,10 @@
-"""Low-rank adapters as peft writes them: what they add and the sum, held against peft's own merged weights."""
+"""Adapters of peft, read without peft, equal what peft merges: as weights, as changes of a base, and in a model."""
 
 from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError
-from gonio.measuring import TensorMeasurement, measure
+from gonio.measuring import TensorMeasurement, difference, measure
+from gonio.measuring.changes.sources import base_entries, tuned, values_of
+from gonio.measuring.reading.adapters import rotations_in
+from gonio.measuring.reading.entry import Stored
 
 torchvision()  # peft imports transformers, and that torchvision
 peft = pytest.importorskip("peft")
@@ -23,66 +27,95 @@ peft = pytest.importorskip("peft")
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.q, self.v = nn.Embedding(20, 12), nn.Linear(12, 16), nn.Linear(16, 16)
-        self.conv, self.one = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 1)
+        self.emb, self.q, self.v = nn.Embedding(50, 48), nn.Linear(48, 40), nn.Linear(40, 48)
+        self.conv, self.one, self.head = nn.Conv2d(4, 8, 3), nn.Conv2d(4, 8, 1), nn.Linear(48, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.v(self.q(self.emb(x)))
+        return self.head(self.v(self.q(self.emb(x))))
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {"target_modules": ["emb", "q", "conv", "one"]},
-    "patterns": {"target_modules": ["q", "v"], "alpha_pattern": {"q": 6}, "rank_pattern": {"v": 4}},
-    "rank-stabilised": {"target_modules": ["q", "v"], "use_rslora": True},
-    "directions": {"target_modules": ["q", "conv"], "use_dora": True},
-}
+def oft(**options: Any) -> Any:
+    return peft.OFTConfig(target_modules=["q", "v"], init_weights=False, **options)
 
 
-def adapted(name: str) -> tuple[nn.Module, Any]:
-    """A network, and a copy of it with adapters of random values."""
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **{"target_modules": ["q", "v"], **options})
+
+
+CONFIGS: dict[str, Any] = {
+    "lora": lambda: lora(target_modules=["emb", "q", "conv", "one"]),
+    "lora, rank-stabilised": lambda: lora(use_rslora=True),
+    "lora with patterns": lambda: lora(alpha_pattern={"q": 6}, rank_pattern={"v": 4}),
+    "lora with a trained head": lambda: lora(modules_to_save=["head"]),
+    "dora": lambda: lora(use_dora=True),
+    "dora of a convolution": lambda: lora(use_dora=True, target_modules=["conv", "q"]),
+    "oft": lambda: oft(oft_block_size=8),
+    "oft, two blocks": lambda: oft(r=2, oft_block_size=0),
+    "oft, exact": lambda: oft(oft_block_size=8, use_cayley_neumann=False),
+    "oft, four terms": lambda: oft(oft_block_size=8, num_cayley_neumann_terms=4),
+    "oft, three terms": lambda: oft(oft_block_size=8, num_cayley_neumann_terms=3),
+    "oft, shared": lambda: oft(oft_block_size=8, block_share=True, use_cayley_neumann=False),
+    "oft, constrained": lambda: oft(oft_block_size=8, coft=True, eps=0.05, use_cayley_neumann=False),
+    "oft of a convolution": lambda: peft.OFTConfig(target_modules=["conv"], oft_block_size=12, init_weights=False),
+}  # fmt: skip
+LOW_RANK = ["lora", "lora with patterns", "lora, rank-stabilised", "dora of a convolution"]
+
+
+def adapted(name: str) -> tuple[nn.Module, Any, nn.Module]:
+    """A network, a copy of it with adapters of random values, and what peft merges."""
     torch.manual_seed(0)
     base = Network()
-    config = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **CONFIGS[name])
-    return base, peft.get_peft_model(copy.deepcopy(base), config)
+    model = peft.get_peft_model(copy.deepcopy(base), CONFIGS[name]())
+    if name == "lora with a trained head":
+        with torch.no_grad():
+            model.base_model.model.head.modules_to_save.default.weight.mul_(2)
+    return base, model, copy.deepcopy(model).merge_and_unload()
 
 
-def same(first: TensorMeasurement, second: TensorMeasurement) -> None:
-    assert (first.status, first.shape) == ("measured", second.shape), first.reason
-    for figure in ("frobenius", "sigma_max", "alignment", "norm_mean"):
-        assert getattr(first, figure) == pytest.approx(getattr(second, figure), rel=1e-4)
+def figures(row: TensorMeasurement) -> dict[str, float]:
+    """The sizes and some figures of a weight that was measured."""
+    assert row.status == "measured", row.reason
+    sizes = {f"size {axis}": size for axis, size in enumerate(row.shape)}
+    return sizes | {name: getattr(row, name) for name in ("frobenius", "sigma_max", "alignment", "norm_mean")}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def near(row: TensorMeasurement) -> Any:
+    return pytest.approx(figures(row), rel=1e-4)
+
+
+# --- their weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
 def test_an_adapter_s_file_and_its_base_give_what_peft_merges(name: str, tmp_path: Path) -> None:
-    base, model = adapted(name)
+    base, model, merged = adapted(name)
     model.save_pretrained(tmp_path)
-    merged = copy.deepcopy(model).merge_and_unload()
     found = measure(tmp_path, base=base)
     expected, before = measure(merged), measure(base)
-    for path in CONFIGS[name]["target_modules"]:
-        same(found[f"{path}.base_and_lora"], expected[path])
-        same(found[path], before[path])
+    for path in model.peft_config["default"].target_modules:
+        assert figures(found[f"{path}.base_and_lora"]) == near(expected[path])
+        assert figures(found[path]) == near(before[path])
         layer = model.get_submodule(f"base_model.model.{path}")
         delta = layer.get_delta_weight("default").detach()
-        same(found[f"{path}.lora_BA"], measure({"w.weight": delta})["w"])
+        assert figures(found[f"{path}.lora_BA"]) == near(measure({"w.weight": delta})["w"])
     alone = measure(tmp_path)
-    same(alone[f"{path}.lora_BA"], found[f"{path}.lora_BA"])
+    assert figures(alone[f"{path}.lora_BA"]) == near(found[f"{path}.lora_BA"])
     assert "with its scale" in alone[f"{path}.lora_BA"].notes[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", LOW_RANK)
 def test_an_adapted_model_shows_the_same(name: str, tmp_path: Path) -> None:
-    base, model = adapted(name)
+    base, model, _ = adapted(name)
     model.save_pretrained(tmp_path)
     found, files = measure(model), measure(tmp_path, base=base)
-    for path in CONFIGS[name]["target_modules"]:
+    for path in model.peft_config["default"].target_modules:
         at = f"base_model.model.{path}"
-        same(found[f"{at}.base_and_lora.default"], files[f"{path}.base_and_lora"])
-        same(found[f"{at}.lora_BA.default"], files[f"{path}.lora_BA"])
+        assert figures(found[f"{at}.base_and_lora.default"]) == near(files[f"{path}.base_and_lora"])
+        assert figures(found[f"{at}.lora_BA.default"]) == near(files[f"{path}.lora_BA"])
 
 
 def test_merged_adapters_are_not_added_twice() -> None:
-    _, model = adapted("plain")
+    _, model, _ = adapted("lora")
     separate = measure(model)["base_model.model.q.base_and_lora.default"]
     model.merge_adapter()
     merged = measure(model)["base_model.model.q.base_and_lora.default"]
@@ -91,13 +124,13 @@ def test_merged_adapters_are_not_added_twice() -> None:
 
 
 def test_two_adapters_have_rows_of_their_own() -> None:
-    _, model = adapted("plain")
+    _, model, _ = adapted("lora")
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q"], init_lora_weights=False))
     found = measure(model)
     state = measure(model.state_dict())
     for name in ("default", "second"):
-        assert found[f"base_model.model.q.lora_BA.{name}"].shape == (16, 12)
-        assert state[f"q.lora_BA.{name}"].shape == (16, 12)
+        assert found[f"base_model.model.q.lora_BA.{name}"].shape == (40, 48)
+        assert state[f"q.lora_BA.{name}"].shape == (40, 48)
         assert "without its scale" in state[f"q.lora_BA.{name}"].notes[0]
 
 
@@ -118,7 +151,7 @@ def test_weights_stored_as_inputs_by_outputs(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     found = measure(tmp_path, base=base)["c_attn.base_and_lora"]
     assert (found.shape, found.filters, found.dim) == ((6, 10), 10, 6)
-    same(found, measure(copy.deepcopy(model).merge_and_unload())["c_attn"])
+    assert figures(found) == near(measure(copy.deepcopy(model).merge_and_unload())["c_attn"])
 
 
 def test_adapters_of_diffusion_tools_have_their_alpha_beside_them(tmp_path: Path) -> None:
@@ -126,18 +159,18 @@ def test_adapters_of_diffusion_tools_have_their_alpha_beside_them(tmp_path: Path
     state = {"a.lora_down.weight": down, "a.lora_up.weight": up, "a.alpha": torch.tensor(2.0)}
     save_file(state, tmp_path / "lora.safetensors")
     found = measure(tmp_path / "lora.safetensors")
-    same(found["a.lora_BA"], measure({"w.weight": 0.5 * up @ down})["w"])
+    assert figures(found["a.lora_BA"]) == near(measure({"w.weight": 0.5 * up @ down})["w"])
 
 
 def test_what_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path) -> None:
-    base, model = adapted("plain")
+    base, model, _ = adapted("lora")
     model.save_pretrained(tmp_path)
     del base.q
-    base.one = nn.Conv2d(3, 8, 3)
+    base.one = nn.Conv2d(4, 8, 3)
     found = measure(tmp_path, base=base)
     assert found["q.base_and_lora"].reason == "the base has no weight q"
     assert (
-        "made for a weight of the shape (8, 3, 1, 1), the base has the shape (8, 3, 3, 3)"
+        "made for a weight of the shape (8, 4, 1, 1), the base has the shape (8, 4, 3, 3)"
         in found["one.base_and_lora"].reason
     )
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -148,17 +181,83 @@ def test_what_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path) -> None:
 
 
 def test_a_base_needs_adapters(tmp_path: Path) -> None:
-    base, _ = adapted("plain")
+    base, _, _ = adapted("lora")
     with pytest.raises(InvalidArgumentError, match=r"found Network without adapters"):
         measure(base, base=base)
 
 
 def test_matrices_that_do_not_match_are_no_adapter(tmp_path: Path) -> None:
-    base, model = adapted("plain")
+    base, model, _ = adapted("lora")
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "adapter_model.safetensors")
-    state["base_model.model.q.lora_B.weight"] = torch.ones(16, 5)
+    state["base_model.model.q.lora_B.weight"] = torch.ones(40, 5)
     save_file(state, tmp_path / "adapter_model.safetensors")
     found = measure(tmp_path, base=base)
     assert "q.lora_BA" not in found
     assert found["emb.base_and_lora"].status == "measured"
+
+
+# --- what they change -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_of_adapters_gives_what_peft_merges(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, model, merged = adapted(name)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would fail
+    read = tuned(base_entries(base), tmp_path)
+    exact = dict(merged.named_parameters())
+    assert read.adapters
+    for key, entry in read.entries.items():
+        torch.testing.assert_close(values_of(entry, "after"), exact[key].detach(), rtol=1e-5, atol=1e-6)
+    changed = {key for key, value in exact.items() if not torch.equal(value, base.get_parameter(key))}
+    assert changed <= set(read.entries)
+    found = difference(base, tmp_path)
+    assert {t.name for t in found.moved} == changed
+    assert {t.status for t in found.values()} == {"compared", "equal"}
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "lora with a trained head"])
+def test_an_adapted_model_gives_the_same(name: str) -> None:
+    base, model, merged = adapted(name)
+    here, there = difference(base, model), difference(base, merged)
+    assert [t.name for t in here.moved] == [t.name for t in there.moved]
+    for mine, theirs in zip(here.moved, there.moved, strict=True):
+        assert mine.relative == pytest.approx(theirs.relative, rel=1e-4)
+
+
+def test_forms_of_adapters_are_named(tmp_path: Path) -> None:
+    forms = {}
+    for name in ("lora", "oft, exact"):
+        base, model, _ = adapted(name)
+        model.save_pretrained(tmp_path / name)
+        forms[name] = difference(base, tmp_path / name)["q"].form
+    assert forms == {"lora": "rank 2", "oft, exact": "rotation"}
+
+
+def test_several_adapters_of_one_base(tmp_path: Path) -> None:
+    for name in ("lora", "dora", "oft"):
+        base, model, _ = adapted(name)
+        model.save_pretrained(tmp_path / name)
+    found = measure(base, *(tmp_path / name for name in ("lora", "dora", "oft")))
+    assert len(found["q"].cosines) == 3
+    assert "v" in found
+
+
+def test_the_rotated_weight_is_measured_beside_its_base(tmp_path: Path) -> None:
+    base, model, merged = adapted("oft")
+    model.save_pretrained(tmp_path)
+    assert figures(measure(tmp_path, base=base)["q.base_and_oft"]) == near(measure(merged)["q"])
+
+
+def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path) -> None:
+    base, model, _ = adapted("oft")
+    model.save_pretrained(tmp_path)
+    base.q, base.v = nn.Linear(30, 40), None
+    found = difference(base, tmp_path)
+    assert "the adapter rotates 6 blocks of 8, the base has filters of length 30" in found["q"].reason
+    assert found["v"].reason == "only after"
+    ragged = Stored((2, 5), "float32", lambda: torch.ones(2, 5))  # 5 entries are no triangle
+    assert rotations_in({"q.oft_R.weight": ragged}, {}) == []

@@ -7,7 +7,6 @@ import random
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,33 +50,23 @@ def shown(found: Measurements) -> None:
     assert not re.search(r"^[=+@]", csv, re.M)
 
 
-def marked(names: Iterable[str], float8: str) -> list[Any]:
-    """The names; this one is measured where torch can."""
-    return [pytest.param(name, marks=FLOAT8_ROWS) if name == float8 else name for name in names]
+SOURCES = {**MODELS, **{f"state dict: {name}": case for name, case in STATES.items()}}
+NEED_FLOAT8 = ("float8", "state dict: scales of another shape")
 
 
-@pytest.mark.filterwarnings("ignore:.*lazy.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("name", marked(MODELS, "float8"))
-def test_a_hostile_model(name: str) -> None:
-    make, verdict = MODELS[name]
+@pytest.mark.filterwarnings("ignore:.*lazy.*:UserWarning", "ignore:Sparse", "ignore:.*quantize_per_tensor")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=FLOAT8_ROWS) if name in NEED_FLOAT8 else name for name in SOURCES]
+)
+def test_a_hostile_model_or_state_dict(name: str) -> None:
+    make, verdict = SOURCES[name]
     state = torch.get_rng_state()
-    model = make()
+    source = make()
     torch.set_rng_state(state)
-    found = measure(model)
+    found = measure(source)
     judge(found, verdict)
     shown(found)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
-@pytest.mark.parametrize("name", marked(STATES, "scales of another shape"))
-def test_a_hostile_state_dict(name: str) -> None:
-    make, verdict = STATES[name]
-    found = measure(make())
-    judge(found, verdict)
-    shown(found)
 
 
 @pytest.mark.parametrize("name", FILES)
