@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -11,19 +10,13 @@ from types import ModuleType
 
 import pytest
 
+from docs.pages import ROOT, builder_of
 from gonio.claims import claim_names, load_claim
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_claims", ROOT / "docs" / "build_claims.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return builder_of("build_claims")
 
 
 def test_the_pages_are_up_to_date(builder: ModuleType) -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -23,6 +24,7 @@ import tempfile
 from collections.abc import Callable
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
+from types import ModuleType
 
 from sybil import Document, Example, Lexeme, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -37,6 +39,17 @@ Output = Callable[[Example, str], None]
 ROOT = Path(__file__).resolve().parents[2]
 GONIO = [sys.executable, "-c", "import sys; from gonio.cli import main; sys.argv[0] = 'gonio'; sys.exit(main())"]
 TIMEOUT = 900
+
+
+def builder_of(name: str) -> ModuleType:
+    """A script of docs/ that writes pages, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def commands(block: str) -> list[tuple[list[str], int]]:

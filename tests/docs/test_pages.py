@@ -110,16 +110,24 @@ def test_blocks_share_a_namespace(tmp_path: Path) -> None:
     assert run_page(page, tmp_path) == 2
 
 
-def test_a_wrong_block_is_found(tmp_path: Path) -> None:
-    page = _page(tmp_path, "```python\nassert 1 == 2, 'wrong block'\n```\n")
-    with pytest.raises(AssertionError, match="wrong block"):
-        run_page(page, tmp_path)
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("```python\nassert 1 == 2, 'wrong block'\n```\n", AssertionError, "wrong block"),
+        ("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n", AssertionError, "the page shows\n3"),
+        ("```python\ntorch.ones(2)\n```\n", NameError, "torch"),
+        ("```console\n$ gonio no-such\n```\n", AssertionError, "gonio no-such exited with 2, not 0"),
+        ("```bash\nmake no-such-target\n```\n", AssertionError, "make no-such-target exited with 2"),
+    ],
+    ids=["block", "output", "import", "command", "make target"],
+)
+def test_what_is_wrong_is_found(text: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        run_page(_page(tmp_path, text), tmp_path)
 
 
-def test_a_wrong_output_is_found(tmp_path: Path) -> None:
-    page = _page(tmp_path, "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
-    with pytest.raises(AssertionError, match="the page shows\n3"):
-        run_page(page, tmp_path)
+def test_a_command_may_say_that_it_fails(tmp_path: Path) -> None:
+    assert run_page(_page(tmp_path, "```bash\ngonio no-such-command  # exits 2\n```\n"), tmp_path) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,24 +144,6 @@ def test_a_wrong_output_is_found(tmp_path: Path) -> None:
 )
 def test_which_outputs_agree(shown: str, printed: str, same: bool) -> None:
     assert agrees(shown, printed) == same
-
-
-def test_a_missing_import_is_found(tmp_path: Path) -> None:
-    with pytest.raises(NameError, match="torch"):
-        run_page(_page(tmp_path, "```python\ntorch.ones(2)\n```\n"), tmp_path)
-
-
-def test_a_wrong_command_is_found(tmp_path: Path) -> None:
-    page = _page(tmp_path, "```console\n$ gonio no-such-command\n```\n")
-    with pytest.raises(AssertionError, match="gonio no-such-command exited with 2, not 0"):
-        run_page(page, tmp_path)
-    assert run_page(_page(tmp_path, "```bash\ngonio no-such-command  # exits 2\n```\n"), tmp_path) == 1
-
-
-def test_a_wrong_make_target_is_found(tmp_path: Path) -> None:
-    page = _page(tmp_path, "```bash\nmake no-such-target\n```\n")
-    with pytest.raises(AssertionError, match="make no-such-target exited with 2"):
-        run_page(page, tmp_path)
 
 
 def test_which_commands_are_run() -> None:

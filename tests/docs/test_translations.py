@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
-import sys
 import tokenize
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from docs.pages import ROOT
+from docs.pages import ROOT, builder_of
 
 METHODS = ("initialisation", "normalisation", "decoupled", "angular-regularisation", "scale-shift-invariant")
 PAIRS = {
@@ -23,16 +20,6 @@ PAIRS = {
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.M | re.S)
 HEADING = re.compile(r"^(#+) ", flags=re.M)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
-
-
-def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_methods", ROOT / "docs" / "build_methods.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["build_methods"] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def code(block: str, language: str) -> list[str]:
@@ -80,7 +67,8 @@ def test_a_translated_comment_is_no_difference() -> None:
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    stale = [str(page.relative_to(ROOT)) for page, text in builder().pages().items() if page.read_text("utf-8") != text]
+    pages = builder_of("build_methods").pages()
+    stale = [str(page.relative_to(ROOT)) for page, text in pages.items() if page.read_text("utf-8") != text]
     assert stale == [], "run python docs/build_methods.py"
 
 
@@ -91,6 +79,6 @@ def test_every_method_page_has_the_same_parts() -> None:
     }
     wanted = ["What it is", "When to try it", "How to use it", "What it did here", "Cost", "Pitfalls"]
     assert parts == dict.fromkeys(METHODS, wanted)
-    assert tuple(builder().METHODS) == METHODS
+    assert tuple(builder_of("build_methods").METHODS) == METHODS
     pages = sorted(page.stem for page in Path(ROOT / "docs" / "methods").glob("*.md"))
     assert pages == sorted(METHODS)

@@ -1,11 +1,19 @@
-"""Small models that the recipe tests act on."""
+"""Recipes as data, and small models that the recipe tests act on."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gonio.recipes import Recipe
+
+
+def recipe(**parts: Any) -> Recipe:
+    """A recipe of these verbs and settings."""
+    return Recipe.from_dict({"name": "mine", **parts})
 
 
 def convnet() -> nn.Sequential:

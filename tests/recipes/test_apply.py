@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from catalog import seeded
 from gonio import nn as layers
 from gonio.errors import AlreadyAppliedError, GonioError, NotApplicableError
 from gonio.recipes import Recipe, built_in_names
 from gonio.surgery import UndoError
-from recipes.models import convnet, model_for, state
-
-
-def recipe(**verbs: list[dict[str, object]]) -> Recipe:
-    return Recipe.from_dict({"name": "mine", **verbs})
-
+from recipes.models import convnet, model_for, recipe, state
 
 ALL_VERBS = recipe(
     # not in the order in which they run
@@ -200,3 +198,25 @@ def test_built_in_recipes_train_a_small_network(name: str) -> None:
         losses.append(loss.item())
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert losses[-1] < 0.7 * losses[0]
+
+
+# The recipes that the documentation keeps.
+FILES = sorted((Path(__file__).parents[2] / "docs" / "recipes").glob("decoupled-*.yaml"))
+
+
+def test_the_documentation_has_a_recipe_for_every_magnitude() -> None:
+    names = {file.stem.removeprefix("decoupled-") for file in FILES}
+    assert names == {name.lower() for name in layers.magnitude.__all__ if name != "Magnitude"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_decoupled_recipe(file: Path) -> None:
+    convolutions = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16, 10))
+    found = Recipe.load(file)
+    found.apply_(model)
+    assert [type(layer) for layer in (model[0], model[4])] == [nn.Conv2d, nn.Linear]
+    for layer in (model[1], model[2]):
+        assert isinstance(layer, layers.DecoupledConv2d)
+        assert f"decoupled-{type(layer.magnitude).__name__.lower()}" == found.name == file.stem
+    assert bool(torch.isfinite(model(seeded(2, 1, 8, 8))).all())

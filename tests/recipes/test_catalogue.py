@@ -36,6 +36,12 @@ REQUIRED = {"strength": 0.5, "direction_strength": 0.5, "steps": 10, "steps_per_
 ENTRIES = [pytest.param(verb, use, id=f"{verb}-{use}") for verb in VERBS for use in catalogue(verb)]
 
 
+def named(verb: str, use: str) -> Recipe:
+    """A rule of this name for the first layer, with the options that it needs."""
+    required = {name: REQUIRED[name] for name, option in catalogue(verb)[use].options.items() if option.required}
+    return Recipe.from_dict({"name": "one", verb: [{"where": "0", "use": use, **required}]})
+
+
 def model_for(verb: str, use: str) -> nn.Sequential:
     """One layer that the verb can act on, and one that it is told to leave alone."""
     accepts = catalogue(verb)[use].accepts or (nn.Conv2d,)
@@ -51,8 +57,7 @@ def _arguments(layer: nn.Module) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("verb", "use"), ENTRIES)
 def test_every_name_works_from_data(verb: str, use: str) -> None:
-    required = {name: REQUIRED[name] for name, option in catalogue(verb)[use].options.items() if option.required}
-    recipe = Recipe.from_dict({"name": "one", verb: [{"where": "0", "use": use, **required}]})
+    recipe = named(verb, use)
     model = model_for(verb, use)
     applied = recipe.apply_(model)
     assert len(applied.edits) == (verb != "penalty")
@@ -153,7 +158,6 @@ def test_a_wrong_object_is_refused_at_reading(value: object, message: str) -> No
 def test_reading_a_recipe_draws_no_random_number() -> None:
     before = torch.random.get_rng_state()
     for verb in VERBS:
-        for use, entry in catalogue(verb).items():
-            required = {name: REQUIRED[name] for name, option in entry.options.items() if option.required}
-            Recipe.from_dict({"name": "one", verb: [{"use": use, **required}]})
+        for use in catalogue(verb):
+            named(verb, use)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -8,11 +8,7 @@ from torch import nn
 
 from gonio.errors import NoMatchError, UnmatchedRuleError
 from gonio.recipes import Recipe
-from recipes.models import Reversed, Untraceable, convnet, state
-
-
-def recipe(**verbs: list[dict[str, object]]) -> Recipe:
-    return Recipe.from_dict({"name": "mine", **verbs})
+from recipes.models import Reversed, Untraceable, convnet, recipe, state
 
 
 def taken(plan, verb: str) -> list[tuple[int, str]]:

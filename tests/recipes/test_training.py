@@ -22,17 +22,13 @@ from gonio.errors import (
 )
 from gonio.optim.named import OPTIMIZERS, arguments_of
 from gonio.recipes import Recipe, apply
-from recipes.models import convnet, state
+from recipes.models import convnet, recipe, state
 
 TEXT = """
 name: turned
 hold: {where: "conv*", norm: filters, step: fixed}
 optimizer: {use: sgd, lr: 0.1, momentum: 0.5}
 """
-
-
-def recipe(**parts: Any) -> Recipe:
-    return Recipe.from_dict({"name": "mine", **parts})
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

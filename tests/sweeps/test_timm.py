@@ -12,6 +12,7 @@ import gonio
 from catalog import seeded
 from foreign import timm
 from sweeps import passage
+from sweeps.measure_timm import on_meta, with_weights
 from sweeps.passage import VERBS, check_verb, prepared, walk
 from sweeps.timm_sweep import SMALL, build, models, sample, summary
 
@@ -46,6 +47,34 @@ def test_every_verb_is_undone_to_the_bit(name: str) -> None:
     outcomes = {verb: check_verb(apply, model, x) for verb, apply in VERBS.items()}
     refused = {verb for verb, outcome in outcomes.items() if outcome != "passed"}
     assert refused <= set(REFUSALS), {verb: outcomes[verb] for verb in refused}
+
+
+# One architecture of each family: shapes on the meta device.
+DESIGNS = (
+    *("beit_base_patch16_224", "botnet26t_256", "cait_xxs24_224", "coat_lite_tiny", "convit_tiny", "convnext_atto"),
+    *("crossvit_tiny_240", "cspresnet50", "darknet17", "deit_tiny_patch16_224", "densenet121", "dla34", "dpn48b"),
+    *("efficientnet_b0", "efficientvit_b0", "eva02_tiny_patch14_224", "focalnet_tiny_srf", "ghostnet_050"),
+    *("hrnet_w18_small", "levit_128s", "maxvit_rmlp_pico_rw_256", "mixer_s16_224", "mobilenetv3_small_050"),
+    *("nfnet_l0", "poolformer_s12", "regnetx_002", "res2net50_14w_8s", "resnet18", "swin_tiny_patch4_window7_224"),
+    *("vgg11", "xcit_nano_12_p8_224"),
+)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_shapes_and_layouts_of_an_architecture(name: str) -> None:
+    timm()
+    found = on_meta(name)
+    assert found["weights"] == found["laid out"] > 0
+    assert found["entries"] > 10_000
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_efficientnet_gn"])
+def test_figures_of_a_small_architecture(name: str) -> None:
+    timm()
+    found = with_weights(name)
+    assert not found["skipped"]
+    assert found["layers"] > 5
+    assert "G001" not in found["findings"]
 
 
 # --- negative controls ------------------------------------------------------------------------------
