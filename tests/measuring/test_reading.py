@@ -157,21 +157,6 @@ def test_non_finite_values_are_found_counted_and_left_out() -> None:
     assert "2 filters with non-finite entries left out" in found.notes
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        (3, "found int"),
-        (torch.ones(2), "found Tensor"),
-        ({}, r"found a mapping with the keys \[\]"),
-        ({"a": 1}, r"found a mapping with the keys \['a'\]"),
-        (None, "found NoneType"),
-    ],
-)
-def test_what_holds_no_tensors_is_refused(source: object, found: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=found):
-        measure(source)  # type: ignore[arg-type]
-
-
 def test_progress_is_told_after_each_tensor() -> None:
     seen: list[tuple[int, int]] = []
     measure({"a": torch.ones(2), "b": torch.ones(2)}, progress=lambda done, total: seen.append((done, total)))

@@ -19,6 +19,18 @@ from gonio.measuring.training.steps import _WATCHED, TRAINING
 from measuring.nets import OPTIMIZERS, Watch, train
 
 
+def watched(*, lr: float = 0.1, every: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, gonio.Tracker]:
+    """A layer, its optimizer, and a tracker at the optimizer's steps."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, optimizer, gonio.Tracker(model, optimizer=optimizer, every=every)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_training_is_the_same_to_the_last_bit(optimizer: str) -> None:
     also = ("filter_rotation", "initial_angle")
@@ -65,12 +77,9 @@ def test_scale_invariance_is_read_from_the_graph() -> None:
 def test_intervals_and_numbers_counted_elsewhere() -> None:
     _, tracker = train("SGD", lambda m, o: gonio.Tracker(m, optimizer=o, every=4, where="0"), steps=9)
     assert [row["step"] for row in tracker.rows] == [4, 8]
-    model = nn.Linear(2, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    tracker = gonio.Tracker(model, optimizer=opt, every=5)
+    model, opt, tracker = watched(every=5)
     tracker.step(1004)  # a resumed training
-    model(torch.ones(1, 2)).sum().backward()
-    opt.step()
+    step(model, opt)
     tracker.step()
     assert [row["step"] for row in tracker.rows] == [1005]
 
@@ -84,10 +93,8 @@ def test_one_copy_at_a_time_takes_the_layers_in_turn() -> None:
 
 
 def test_steps_that_a_scaler_skips_have_no_row() -> None:
-    model = nn.Linear(3, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt, tracker = watched()
     scaler = torch.amp.GradScaler("cpu")
-    tracker = gonio.Tracker(model, optimizer=opt, every=1)
     for overflows in (False, True, False):
         opt.zero_grad()
         loss = model(torch.ones(1, 3)).sum()
@@ -98,18 +105,13 @@ def test_steps_that_a_scaler_skips_have_no_row() -> None:
 
 
 def test_a_fused_step_that_changes_nothing_has_no_row() -> None:
-    model = nn.Linear(3, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.0)
-    tracker = gonio.Tracker(model, optimizer=opt, every=1)
-    model(torch.ones(1, 3)).sum().backward()
-    opt.step()
+    model, opt, tracker = watched(lr=0.0)
+    step(model, opt)
     assert tracker.rows == []
 
 
 def test_accumulated_gradients_are_one_step() -> None:
-    model = nn.Linear(3, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    model, opt, tracker = watched()
     for micro in range(6):
         model(torch.ones(1, 3)).sum().backward()
         if micro % 3 == 2:
@@ -134,9 +136,7 @@ def test_several_optimizers_each_with_its_layers() -> None:
 
 
 def test_it_sees_what_other_hooks_do_whenever_they_were_registered() -> None:
-    model = nn.Linear(3, 2, bias=False)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    model, opt, tracker = watched()
 
     def double(*_: Any) -> None:
         model.weight.data.mul_(2)
@@ -150,9 +150,7 @@ def test_it_sees_what_other_hooks_do_whenever_they_were_registered() -> None:
 
 def test_its_hooks_end_with_it() -> None:
     before = len(_WATCHED)
-    model = nn.Linear(3, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    model, opt, tracker = watched()
     other = gonio.Tracker(model, optimizer=opt, every=1)
     assert len(_WATCHED) == before + 2
     tracker.undo_()
@@ -160,21 +158,19 @@ def test_its_hooks_end_with_it() -> None:
     del other
     gc.collect()
     assert len(_WATCHED) == before
-    model(torch.ones(1, 3)).sum().backward()
-    opt.step()
+    step(model, opt)
     assert tracker.rows == []
 
 
 def test_a_tracker_that_is_collected_during_a_step_does_not_disturb_it() -> None:
     """Torch iterates over its hooks during a step, and raises if one is removed before the last."""
-    model = nn.Linear(3, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    held: list[Any] = [gonio.Tracker(model, optimizer=opt, every=1)]
+    model, opt, tracker = watched()
+    held: list[Any] = [tracker]
+    del tracker
     acts: list[Any] = [lambda *_: held.clear(), lambda *_: None]
     handles = [register_optimizer_step_pre_hook(act) for act in acts]
-    model(torch.ones(1, 3)).sum().backward()
     try:
-        opt.step()
+        step(model, opt)
     finally:
         for handle in handles:
             handle.remove()

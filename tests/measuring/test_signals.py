@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from math import sqrt
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from gonio.measuring import measure
 from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
 from measuring.nets import Residual, Scaled
+from processes import group
 
 DEPTH = 20
 
@@ -335,17 +337,14 @@ def test_groups_are_not_paired() -> None:
 
 @SHARDING_ON_A_CPU
 @pytest.mark.skipif(not dist.is_available(), reason="torch without its distributed package")
-def test_layers_sharded_one_by_one_show_the_same() -> None:
+def test_layers_sharded_one_by_one_show_the_same(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), seeded(64, 8)
     expected = gonio.measure(copy.deepcopy(model), batch=x).signals
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
         for part in (model[0], model[2], model):
             fully_shard(part, mesh=mesh)
         found = gonio.measure(model, batch=x).signals
-    finally:
-        dist.destroy_process_group()
     assert [s.angles_exact for s in found] == pytest.approx([s.angles_exact for s in expected])
     assert [s.gradient_rms for s in found] == pytest.approx([s.gradient_rms for s in expected])
 
