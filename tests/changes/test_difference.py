@@ -135,15 +135,6 @@ def test_the_rank_counts_the_directions_of_99_percent_of_the_change() -> None:
     assert difference({"w.weight": weight}, {"w.weight": after})["w"].rank_99 == 3  # 125 of 127.42 is 98.1 %
 
 
-def test_the_rank_of_a_random_change_is_that_of_chance() -> None:
-    draw = torch.Generator().manual_seed(1)
-    weight, change = (torch.randn(200, 300, generator=draw) for _ in range(2))
-    moved = difference({"w.weight": weight}, {"w.weight": weight + change})["w"]
-    assert moved.stable_rank == pytest.approx(moved.stable_rank_random, rel=0.05)
-    assert moved.rank_99 is not None
-    assert moved.rank_99 > 150
-
-
 @pytest.mark.slow
 def test_a_large_weight_whose_change_has_no_low_rank_says_none() -> None:
     draw = torch.Generator().manual_seed(2)
@@ -151,14 +142,6 @@ def test_a_large_weight_whose_change_has_no_low_rank_says_none() -> None:
     moved = difference({"w.weight": weight}, {"w.weight": torch.randn(2300, 2000, generator=draw)})["w"]
     assert moved.rank_99 is None
     assert moved.stable_rank == pytest.approx(moved.stable_rank_random, rel=0.05)
-
-
-def test_values_that_are_not_finite_are_not_compared() -> None:
-    before, after = state(), state()
-    after["fc.weight"][0, 0] = math.nan
-    found = difference(before, after)
-    assert found["fc"].reason == "NaN or infinite values after"
-    assert json.loads(found.to_json())["tensors"][2]["status"] == "not compared"
 
 
 def test_float64_is_compared_in_float64() -> None:

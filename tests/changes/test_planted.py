@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from benchmarks.planted_changes import BASES, KINDS, PAIRS, Case, cases, wrong
@@ -80,6 +82,8 @@ def test_values_that_are_not_finite_are_an_error_on_their_layer(value: float) ->
     broken = weight.clone()
     broken[1, 2] = value
     for pair, when in (((weight, broken), "after"), ((broken, weight), "before")):
-        (finding,) = difference(*({"w.weight": one} for one in pair)).findings
+        found = difference(*({"w.weight": one} for one in pair))
+        (finding,) = found.findings
         assert (finding.code, finding.level, finding.path) == ("G001", "error", "w")
-        assert finding.found == f"NaN or infinite values {when}"
+        assert finding.found == found["w"].reason == f"NaN or infinite values {when}"
+        assert json.loads(found.to_json())["tensors"][0]["status"] == "not compared"

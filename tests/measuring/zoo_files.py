@@ -125,6 +125,8 @@ INTACT, DATA = "not an intact file of its kind", b"\x00" * 16
 ONLY_DATA = "damaged|holds more than tensors"
 FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "empty": (raw(b""), INTACT),
+    "an empty checkpoint": (raw(b"", ".pt"), r"it is empty \(0 bytes\)\. Save it again"),
+    "a log": (raw(b"loss 0.3\n", ".pt"), r"it begins with b'loss'\. Save model\.state_dict\(\)"),
     "seven bytes": (raw(b"\x01" * 7), INTACT),
     "a header beyond the file": (raw(struct.pack("<Q", 1 << 40) + b"{}"), INTACT),
     "the largest header": (raw(struct.pack("<Q", (1 << 64) - 1) + b"{}"), INTACT),
@@ -174,13 +176,16 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
         for name, gadget in GADGETS.items()
         for zipped in (True, False)
     },
-    "a model and its class": (saved(torch.nn.Linear(2, 2)), ONLY_DATA),
+    "a model and its class": (
+        saved(torch.nn.Linear(2, 2)),
+        r"an object of \S*Linear\. Code in a file is never run here",
+    ),
     "a raw pickle": (raw(pickle.dumps(WELL), ".pt"), ONLY_DATA),
     "a list of tensors": (saved([torch.ones(2)]), "looks for named tensors"),
     "a number": (saved(3), "looks for named tensors"),
     "nothing": (saved(None), "looks for named tensors"),
     "a tensor": (saved(torch.ones(2, 2)), "looks for named tensors"),
-    "half of a checkpoint": (cut(0.5), ONLY_DATA),
+    "half of a checkpoint": (cut(0.5), r"the end of the archive is missing\. Copy, download or save it again"),
     "a checkpoint without its last byte": (cut(0.9999), ONLY_DATA),
     "a checkpoint with more behind it": (appended, Verdict("w")),
     "an empty archive": (archive({}), ONLY_DATA),
