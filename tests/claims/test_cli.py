@@ -59,18 +59,3 @@ def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None
     assert found.returncode == 0
     assert "tiny: 1 arms × 3 seeds" in found.stdout
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["no-such-claim"], 2, "there is no claim named"),
-        (["gain-tanh", "--model", "digits-cnn"], 2, "differ in arguments of deep-mlp"),
-        (["bn-falls", "--data", "nowhere"], 2, "needs the file train-images-idx3-ubyte.gz"),
-        (["gain-tanh", "--seeds", "0"], 2, "Invalid value for '--seeds'"),
-    ],
-)
-def test_refusals(words: list[str], code: int, message: str, tmp_path: Path) -> None:
-    found = shell("reproduce", *words, "-o", str(tmp_path / "out"))
-    assert found.returncode == code
-    assert message in found.stderr

@@ -69,6 +69,18 @@ def no_model():
 """
 
 
+# The caller's own training, for --script.
+SCRIPT = """
+import torch
+
+
+def train(run):
+    model = torch.nn.Linear(4, 2)
+    run.apply_(model)
+    return float(model.weight.square().sum())
+"""
+
+
 def write_task(folder: Path) -> str:
     """A file with a task and models, and its name."""
     (folder / "tiny.py").write_text(TASK, encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import pickle
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import gonio
 from cli.shell import invoke, write_task
 from gonio import models
 from gonio.cli.checkpoint import Checkpoint, read, write
-from measuring.zoo_files import Runs
 
 RECIPE = "name: normed\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n"
 MODEL = ("--model", "digits-cnn")
@@ -189,40 +187,3 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path, suffix: str) -
         for draft in tmp_path.glob(".*.part"):
             draft.unlink()
     assert drafts > 0, "no kill came in the middle of writing"
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("apply", "normed.yaml", "missing.pt", *MODEL, "-o", "o.pt"), 3, "there is no such file"),
-        (("apply", "normed.yaml", "gadget.pt", *MODEL, "-o", "o.pt"), 3, "Code in a file is never run here"),
-        (("apply", "normed.yaml", "cut.safetensors", *MODEL, "-o", "o.pt"), 3, "it is not intact"),
-        (("apply", "normed.yaml", "normed.yaml", *MODEL, "-o", "o.pt"), 2, "a checkpoint ends in"),
-        (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "o.onnx"), 2, "a checkpoint ends in"),
-        (("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "no/where/o.pt"), 2, "no folder"),
-        (
-            ("apply", "normed.yaml", "plain.pt", "--model", "tiny.py:linear", "-o", "o.pt"),
-            3,
-            "2 missing (1.weight, 1.bias); 22 unknown (conv1.weight",
-        ),
-        (("apply", "norm.yaml", "plain.pt", *MODEL, "-o", "o.pt"), 3, "norm.yaml: cannot be read"),
-        (("apply", "normed.yaml", "hostile.safetensors", *MODEL, "-o", "o.pt"), 3, "the recipe in hostile"),
-        (
-            ("fold", "plain.pt", *MODEL, "-o", "o.pt", "--where", "fc*"),
-            3,
-            "where=fc* matches no suitable module",
-        ),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2,1"), 2, "positive sizes joined by x"),
-        (("fold", "plain.pt", *MODEL, "-o", "o.pt", "--batch", "2x3x8x8"), 2, "must be an input that the model takes"),
-    ],
-)
-def test_bad_input_is_one_message_and_a_code(plain: nn.Module, words: tuple[str, ...], code: int, message: str) -> None:
-    Path("gadget.pt").write_bytes(pickle.dumps(Runs(open, "CANARY", "w")))
-    Path("cut.safetensors").write_bytes(b"\xff" * 20)
-    evil = {"gonio.recipe": "!!python/object/apply:os.system ['touch CANARY']"}
-    save_file(plain.state_dict(), "hostile.safetensors", metadata=evil)
-    result = invoke(*words)
-    assert message in result.stderr
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert "Traceback" not in result.stderr
-    assert not list(Path().glob("*o.pt")) + list(Path().glob(".*part")) + list(Path().glob("CANARY"))

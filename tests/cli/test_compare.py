@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.shell import COMMAND, invoke, shell, write_task
+from cli.shell import COMMAND, SCRIPT, invoke, shell, write_task
 from gonio.cli.compare import _command
 from gonio.compare import RunRecord, Study, make_plan
 from gonio.compare.planning.plan import TUNING_SEED
@@ -215,33 +215,6 @@ def test_the_command_on_the_page_repeats_the_study(given: dict[str, object], wor
     assert _command(["a"], given) == f"gonio compare a{words}"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--task", "bytes", "--robust"], 2, "--robust needs a task whose inputs have small disturbances; 'bytes'"),
-        (["--task", "imagefolder:nowhere"], 2, "needs a folder of images; found no folder"),
-        (["--tune", "-1"], 2, "Input should be greater than or equal to 0"),
-        (["--first-seed", "1000000"], 2, "must not be those of tuning and of attacks; found 1000003"),
-        (["scaleshift"], 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
-        (["--task", "digit"], 2, "no task named 'digit'. Did you mean digits"),
-        (["--model", "digitscnn"], 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
-        (["missing.yaml"], 3, "missing.yaml: cannot be read: there is no such file"),
-        (["switchable-norm", "--model", "tiny.py:linear"], 3, "rule 1 of swap"),
-        (["scale-shift", "--task", "tiny.py:no_task"], 3, "tiny.py:no_task raised ValueError: no data today"),
-        (["scale-shift", "scale-shift"], 2, "scale-shift more than once"),
-        (["--schedule", "linear"], 2, "schedule must be one of cosine, constant, step, one-cycle; found 'linear'"),
-        (["--batch-size", "300"], 2, "batch_size must be at most the 200 training examples of 'digits'; found 300"),
-        (["--device", "tpu"], 2, "a device is cpu, cuda, cuda:N or mps; found 'tpu'"),
-        (["--epsilon", "0.1"], 2, "--robust with --script needs --epsilon, and --epsilon needs both"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_trained(folder: Path, words: list[str], code: int, message: str) -> None:
-    result = invoke("compare", *words)
-    assert message in result.stderr
-    assert result.exit_code == code
-    assert not Path("gonio-study").exists()
-
-
 def test_failed_runs_make_the_result_partial(folder: Path) -> None:
     words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:broken", "--seeds", "1"]
     result = shell(*words, cwd=folder)
@@ -294,17 +267,6 @@ def _edit_plan(study: Path) -> None:
     (study / "plan.json").write_text(json.dumps(content))
 
 
-SCRIPT = """
-import torch
-
-
-def train(run):
-    model = torch.nn.Linear(4, 2)
-    run.apply_(model)
-    return float(model.weight.square().sum())
-"""
-
-
 def test_a_script_brings_its_own_training(folder: Path) -> None:
     (folder / "own_fit.py").write_text(SCRIPT)
     words = ["compare", "orthogonal-init", "--script", "own_fit.py:train", "--seeds", "2", "--metric", "size"]
@@ -315,25 +277,6 @@ def test_a_script_brings_its_own_training(folder: Path) -> None:
     assert plan["command"].endswith("--script own_fit.py:train --metric size --direction min --seeds 2 -o own")
     dry = shell(*words, "--dry-run", "-o", "other", cwd=folder)
     assert "script own_fit.py:train, judged by its size (larger is better)" in dry.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--script", "own_fit.py:train", "--task", "tiny.py:tiny"], "found --task or --model beside it"),
-        (["--script", "own_fit.py:train", "--model", "digits-cnn"], "found --task or --model beside it"),
-        (["--script", "own_fit.py:train", "--epochs", "3"], "--epochs: the training is gonio's; found --script beside"),
-        (["--script", "own_fit.py:train", "--robust"], "--robust with --script needs --epsilon"),
-        (["--direction", "min"], "describe the score of a script; found no --script"),
-        (["--script", "absent.py:train"], "no file"),
-        (["--engine", "slurm"], "there is no engine named 'slurm'. Known: local, ray"),
-        (["--task", "tiny.py:tiny", "--gpus", "1"], "--cpus and --gpus need --engine ray; found --engine local"),
-    ],
-)
-def test_words_that_do_not_go_together(folder: Path, words: list[str], message: str) -> None:
-    (folder / "own_fit.py").write_text(SCRIPT)
-    result = invoke("compare", "scale-shift", *words)
-    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_a_run_that_takes_too_long_fails(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from cli.shell import invoke
-from gonio.errors import ConfigError
 
 
 @pytest.fixture
@@ -128,8 +126,3 @@ def test_a_slip_on_the_command_line_is_usage(folder: Path) -> None:
         for other in (["zero.pt"], ["--headers"]):
             result = invoke("measure", "zero.pt", *other, *option)
             assert (result.exit_code, f"{option[0]} cannot be combined with" in result.stderr) == (2, True)
-
-
-def test_the_error_travels() -> None:
-    again = pickle.loads(pickle.dumps(ConfigError("gonio.toml", ["a", "b"])))
-    assert (again.path, again.problems, "Correct the file." in str(again)) == ("gonio.toml", ("a", "b"), True)

@@ -38,12 +38,6 @@ def test_every_listed_rule_and_column_is_explained() -> None:
     assert invoke("explain", "alignment").stdout.startswith("align: ")
 
 
-def test_an_unknown_name_gives_the_closest() -> None:
-    result = invoke("explain", "G002")
-    assert result.exit_code == 2
-    assert "no rule, column or claim named 'G002'. Did you mean" in result.stderr
-
-
 @pytest.mark.parametrize("instruction", ["bash_source", "source_bash", "zsh_source", "fish_source"])
 def test_a_shell_gets_its_completion(instruction: str) -> None:
     result = subprocess.run(
