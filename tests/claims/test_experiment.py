@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sqlite3
 from pathlib import Path
@@ -16,6 +15,7 @@ from gonio.claims.claim import read_claim
 from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.report.claims import claims_html, claims_json, claims_text
 from report.html_reader import Page
+from report.samples import printed
 
 SMALL = {"name": "deep-mlp", "depth": 2, "width": 16}
 
@@ -148,8 +148,6 @@ def test_a_measure_of_the_start_trains_nothing(tmp_path: Path) -> None:
 
 
 def test_page_json_and_text_hold_every_number_and_escape_names(tried: tuple[Path, Any]) -> None:
-    from rich.console import Console
-
     _, found = tried
     page = claims_html(found)
     assert "<b>L2</b>" not in page
@@ -160,9 +158,7 @@ def test_page_json_and_text_hold_every_number_and_escape_names(tried: tuple[Path
     data = json.loads(claims_json(found))
     assert data == json.loads(json.dumps(as_data(found)))
     assert set(data["claims"][0]["scores"]["trained"]) == {"0", "1", "2"}
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(claims_text(found))
-    assert found.headline in console.export_text()
+    assert found.headline in printed(claims_text(found), width=100)
 
 
 def test_findings_survive_their_json(tried: tuple[Path, Any]) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
+from rich.console import Console, RenderableType
+
 from gonio.compare.judging.results import Effect, Ratio, Results, RunRecord
 from gonio.compare.planning.plan import BASELINE, Plan, RecipeEntry, Training
+
+
+def printed(shown: RenderableType, *, width: int) -> str:
+    """What a terminal of this width shows, without colours."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(shown)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def geometry(layers: int, shift: float = 0.0, paths: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import json
 import unicodedata
 
 import pytest
-from rich.console import Console
 
 from gonio.escaping import csv_cell, markdown_cell, plain, redact, shorten
 from gonio.report import text, to_csv, to_json, to_markdown
-from report.samples import effect, results, run
+from report.samples import effect, printed, results, run
 
 FORMULAS = [
     *("=1+1", "+1+1", "-1+1", "@SUM(A1)", "=HYPERLINK('http://evil.example','x')", "=cmd|' /C calc'!A0"),
@@ -100,9 +99,7 @@ def test_the_markdown_table_has_the_same_number_of_cells_in_every_line() -> None
 @pytest.mark.parametrize("width", [30, 60, 80, 91, 92, 100, 160])
 def test_the_terminal_table_keeps_to_its_width_and_shows_every_name_whole(width: int) -> None:
     names = ("orthogonal-init", "[bold]x[/bold]", "\x1b[31mred\x1b[0m")
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(text(results(names, missing=1)))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = printed(text(results(names, missing=1)), width=width)
     assert max(map(len, shown.splitlines())) <= width
     for said in ("orthogonal-init", "[bold]x[/bold]", "[31mred[0m", "no evidence", "▲ helps", "▼ hurts"):
         assert said in " ".join(shown.split())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from scipy import stats
 
 import gonio
@@ -23,7 +22,7 @@ from gonio.compare.judging.results import summarise
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import tex_cell
 from gonio.report.exports import MULTI_TASK_FORMATS, multi_task_text
-from report.samples import run
+from report.samples import printed, run
 
 SCORES = {
     "easy": ([90.0, 91.0, 92.0, 93.0], [91.0, 91.5, 93.0, 92.5]),
@@ -119,10 +118,9 @@ def test_every_format_holds_the_same_numbers() -> None:
     assert "| r0 | hard | 4 | +1.12 | underpowered |" in markdown
     assert "| r0 | 100 % | 88 % | 75 % | 50 % | 12 % |" in markdown
     assert tex_cell(shown) in MULTI_TASK_FORMATS["tex"](found)
-    console = Console(file=io.StringIO(), width=110)
-    console.print(multi_task_text(both()))
-    assert shown in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "stratified bootstrap" in console.file.getvalue()  # type: ignore[attr-defined]
+    on_terminal = printed(multi_task_text(both()), width=110)
+    assert shown in on_terminal
+    assert "stratified bootstrap" in on_terminal
 
 
 def test_the_command_takes_several_studies(tmp_path: Path) -> None:
