@@ -80,29 +80,22 @@ def test_processor_time_is_apart_from_elapsed_time() -> None:
     assert found.candidates[0].cpu.median == pytest.approx(2.0)
 
 
-def test_a_disturbed_sample_is_taken_again() -> None:
+@pytest.mark.parametrize(
+    ("others", "rounds", "kept", "dropped", "disturbed"),
+    [
+        # Calls per candidate: 2 to warm up, 2 to find the repeats. The first sample of round 1 is disturbed.
+        pytest.param([0.05, *[0.0] * 8], 5, 5, 0, False, id="a disturbed sample is taken again"),
+        pytest.param([*[0.05] * 5, *[0.0] * 8], 7, 6, 1, False, id="so are its four retries: the round is dropped"),
+        pytest.param([0.05] * 1000, 5, 5, 0, True, id="a machine that is never quiet is reported"),
+    ],
+)
+def test_what_others_use_of_the_machine(
+    others: list[float], rounds: int, kept: int, dropped: int, disturbed: bool
+) -> None:
     time = Time()
-    row = time.row(0.06, 0.06)
-    # Calls per candidate: 2 to warm up, 2 to find the repeats. The first sample of round 1 is disturbed.
-    time.others = [0.05, *[0.0] * 8]
-    found = measure(row, time.settings())
-    assert (found.rounds, found.dropped, found.disturbed) == (5, 0, False)
-
-
-def test_a_round_that_stays_disturbed_is_dropped() -> None:
-    time = Time()
-    row = time.row(0.06, 0.06)
-    time.others = [*[0.05] * 5, *[0.0] * 8]  # the first sample and its four retries
-    found = measure(row, time.settings(rounds=7))
-    assert (found.rounds, found.dropped, found.disturbed) == (6, 1, False)
-
-
-def test_a_machine_that_is_never_quiet_is_reported() -> None:
-    time = Time()
-    row = time.row(0.06, 0.06)
-    time.others = [0.05] * 1000
-    found = measure(row, time.settings())
-    assert (found.rounds, found.dropped, found.disturbed) == (5, 0, True)
+    time.others = others
+    found = measure(time.row(0.06, 0.06), time.settings(rounds=rounds))
+    assert (found.rounds, found.dropped, found.disturbed) == (kept, dropped, disturbed)
 
 
 def test_a_machine_that_does_not_count_is_quiet() -> None:

@@ -14,6 +14,7 @@ from docs.pages import ROOT
 from gonio.claims import from_data
 from gonio.report import html
 from gonio.report.claims import claims_html
+from measuring.nets import tracked
 from report.samples import results
 from report.test_page import PAYLOADS
 
@@ -48,18 +49,6 @@ def moved(seed: int) -> nn.Sequential:
         for i, weight in enumerate(model.parameters(), start=1):
             weight += 0.01 * i * torch.randn(weight.shape, generator=generator)
     return model
-
-
-def trained() -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    tracker = gonio.Tracker(model, optimizer=optimizer, every=2)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(torch.randn(16, 8)).square().sum().backward()
-        optimizer.step()
-    return tracker.to_html()
 
 
 def scaled() -> str:
@@ -98,7 +87,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "measurements": measured,
     "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
     "changes": lambda: gonio.measure(network(), moved(1), moved(2)).to_html(),
-    "training": trained,
+    "training": lambda: tracked(steps=20).to_html(),
     "widths": scaled,
     "claims": claimed,
     "study": lambda: html(results(("orthogonal-init", "a-recipe-with-quite-a-long-name-" * 4), layers=1)),

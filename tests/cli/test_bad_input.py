@@ -32,6 +32,8 @@ FILES = {
     "own_fit.py": SCRIPT,
     "exits.py": "import sys\nsys.exit(0)\n",
     "syntax.py": "def make(:\n",
+    "other/pyproject.toml": "[project]\n",
+    "large.toml": "#" * (1 << 21),
 }
 CHECKPOINTS = {
     "numbers": {1: torch.ones(4, 4)},
@@ -48,6 +50,8 @@ CHECKPOINTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     write_task(folder)
+    for name in ("cut", "other"):
+        (folder / name).mkdir()
     for name, text in FILES.items():
         (folder / name).write_text(text)
     for name, content in CHECKPOINTS.items():
@@ -62,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gadget = Runs(open, "CANARY", "w")
     (folder / "gadget.pt").write_bytes(pickle.dumps(gadget))
     numpy.save(folder / "objects.npy", numpy.array([gadget], dtype=object), allow_pickle=True)
-    (folder / "cut").mkdir()
-    for path in ("cut.safetensors", "cut/cut.safetensors"):
+    for path in ("cut.safetensors", "cut/cut.safetensors", "bytes.toml"):
         (folder / path).write_bytes(b"\xff" * 20)
     return folder
 
@@ -97,6 +100,8 @@ REFUSED = {
         (f"fine.pt {SAVED} --batch 2x3x8x8", 2, "must be an input that the model takes"),
     ],
     "plan": [
+        ("", 2, "Missing argument 'RECIPE'"),
+        ("scale-shift", 2, "Missing option '--model'"),
         (f"count.yaml {MODEL}", 3, "penalty[1].where: where takes a regular expression; found 'a{4294967295}'"),
         (f"scaleshift {MODEL}", 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (f"missing.yaml {MODEL}", 3, "missing.yaml: cannot be read: there is no such file"),
@@ -123,6 +128,13 @@ REFUSED = {
         ("tiny.py:no_task", 3, "tiny.py:no_task raised ValueError: no data today (tiny.py, line "),
         ("tiny.py", 2, "no name after it"),
         ("fine.pt --config bad.toml", 3, LARGE),
+        ("fine.pt --config missing.toml", 3, "there is no such file"),
+        ("fine.pt --config other/pyproject.toml", 3, "it has no table [tool.gonio]"),
+        ("fine.pt --config bytes.toml", 3, "it is not valid TOML"),
+        ("fine.pt --config large.toml", 3, "it is larger than 1024 KiB"),
+        ("fine.pt --ignore G10", 2, "no rule named 'G10'. Did you mean G"),
+        ("fine.pt --headers --ignore G101", 2, "--ignore cannot be combined with"),
+        ("fine.pt --headers --config x.toml", 2, "--config cannot be combined with"),
         ("fine.pt --model digits-cnn --headers", 2, "--model cannot be combined with --headers"),
         ("other.pt --model digits-cnn", 3, "1 unknown (v)"),
         ("digits-cnn --batch 4,1,8,8", 2, "positive sizes joined by x"),
@@ -143,14 +155,19 @@ REFUSED = {
         ("fine.pt fine.pt --headers", 2, "--headers cannot be combined with two sources; found both"),
         ("fine.pt fine.pt --also operator_norm", 2, "--also cannot be combined with two sources; found both"),
         ("fine.pt fine.pt --ignore G501", 2, "--ignore cannot be combined with two sources; found both"),
+        ("fine.pt fine.pt --config x.toml", 2, "--config cannot be combined with two sources; found both"),
         ("fine.pt other.pt", 2, "found no name in common: conv1.weight"),
         ("digits-cnn fine.pt fine.pt --engine ray", 2, "distributes the tensors of files; found Sequential"),
         ("tiny.py:linear --widths 8,x", 2, "--widths takes whole numbers joined by commas; found '8,x'"),
         ("digits-cnn --widths 8,16", 2, "--widths takes a file.py:factory of the width"),
         ("tiny.py:linear fine.pt --widths 8,16", 2, "a second source cannot be combined with --widths"),
     ],
+    "meazure": [("", 2, "No such command 'meazure'")],
     "explain": [("G002", 2, "no rule, column or claim named 'G002'. Did you mean")],
     "compare": [
+        ("--sedes 3", 2, "No such option: --sedes"),
+        ("--seeds 0", 2, "Invalid value for '--seeds'"),
+        ("--seeds many", 2, "Invalid value for '--seeds'"),
         ("--seeds 99999999999999999999 --dry-run", 2, "'--seeds'"),
         ("--first-seed 9223372036854775807 --dry-run", 2, "'--first-seed'"),
         ("--task bytes --robust", 2, "--robust needs a task whose inputs have small disturbances; 'bytes'"),

@@ -103,26 +103,3 @@ def test_mistakes_are_said_all_at_once(folder: Path, content: str, messages: lis
     assert "gonio.toml' is invalid" in result.stderr
     for message in messages:
         assert message in result.stderr
-
-
-def test_files_that_cannot_be_read(folder: Path) -> None:
-    for name, content, message in (
-        ("missing.toml", None, "there is no such file"),
-        ("pyproject.toml", b"[project]\n", "it has no table [tool.gonio]"),
-        ("bytes.toml", b"\xff\xfe", "it is not valid TOML"),
-        ("large.toml", b"#" * (1 << 21), "it is larger than 1024 KiB"),
-    ):
-        if content is not None:
-            Path(name).write_bytes(content)
-        result = invoke("measure", "zero.pt", "--config", name)
-        assert (result.exit_code, message in result.stderr) == (3, True), result.stderr
-
-
-def test_a_slip_on_the_command_line_is_usage(folder: Path) -> None:
-    result = invoke("measure", "zero.pt", "--ignore", "G10")
-    assert result.exit_code == 2
-    assert "no rule named 'G10'. Did you mean G" in result.stderr
-    for option in (["--ignore", "G101"], ["--config", "x.toml"]):
-        for other in (["zero.pt"], ["--headers"]):
-            result = invoke("measure", "zero.pt", *other, *option)
-            assert (result.exit_code, f"{option[0]} cannot be combined with" in result.stderr) == (2, True)

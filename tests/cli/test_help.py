@@ -51,22 +51,10 @@ def test_the_version_is_the_packages() -> None:
     assert invoke("--version").stdout == f"gonio {gonio.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "Usage: gonio"),
-        (["meazure"], "No such command 'meazure'"),
-        (["plan"], "Missing argument 'RECIPE'"),
-        (["plan", "scale-shift"], "Missing option '--model'"),
-        (["compare", "--sedes", "3"], "No such option: --sedes"),
-        (["compare", "--seeds", "0"], "Invalid value for '--seeds'"),
-        (["compare", "--seeds", "many"], "Invalid value for '--seeds'"),
-    ],
-)
-def test_wrong_words_are_usage_errors(words: list[str], message: str) -> None:
-    result = shell(*words)
+def test_no_words_are_a_usage_error_with_the_help() -> None:
+    result = shell()
     assert result.returncode == 2
-    assert message in result.stderr + result.stdout
+    assert "Usage: gonio" in result.stderr + result.stdout
 
 
 def test_every_command_says_what_it_does() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gonio
+
 
 class Residual(nn.Module):
     def __init__(self, branch: nn.Module) -> None:
@@ -66,3 +68,16 @@ def train(
     state |= {f"{i} {k}": v for i, s in opt.state_dict()["state"].items() for k, v in s.items() if v is not None}
     state |= {"random": torch.get_rng_state(), "modes": torch.tensor([m.training for m in model.modules()])}
     return state, watcher
+
+
+def tracked(steps: int) -> gonio.Tracker:
+    """So many steps of a network with one layer before a norm, tracked at every second one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().sum().backward()
+        optimizer.step()
+    return tracker

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from math import sqrt
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from catalog import seeded
@@ -251,37 +246,3 @@ def test_long_filters_are_drawn_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure({"w.weight": normal(60, 40).float()})["w"]
     assert found.pairs == 25 * 24 // 2
     assert "angles from 25 of 60 filters, drawn at random" in found.notes[0]
-
-
-# --- memory ---------------------------------------------------------------------------------------
-PEAK = """
-import json, sys
-from gonio import measure
-
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-found = measure(sys.argv[1])
-print(json.dumps({"peak": peak(), "layers": len(found.layers)}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from Linux's /proc")
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-@pytest.mark.parametrize("shape", [(16_384, 4096), (4096, 16_384), (80_000_000,), (2, 40_000_000)])
-def test_memory_stays_below_twice_the_largest_tensor_and_300_mb(
-    shape: tuple[int, ...], suffix: str, tmp_path: Path
-) -> None:
-    """The whole process, Python and torch included."""
-    state = {f"{i}.weight": torch.randn(shape).bfloat16() for i in range(4)}
-    largest = state["0.weight"].nbytes
-    path = tmp_path / f"m.{suffix}"
-    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
-    del state
-    done = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["layers"] == (4 if len(shape) > 1 else 0)
-    room = 256 << 20 if suffix == "pt" else 0  # what torch's map of the file may hold before it is made anew
-    assert found["peak"] <= 2 * largest + 300e6 + room

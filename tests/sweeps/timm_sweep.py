@@ -33,11 +33,10 @@ from torch import Tensor, nn
 
 from catalog import seeded
 from foreign import timm
-from sweeps.measure_timm import on_meta, with_weights
+from sweeps.measure_timm import MOST_PARAMETERS, on_meta, with_weights
 from sweeps.passage import walk
 
 LISTED = Path(__file__).with_name("timm_models.tsv")
-MOST_PARAMETERS = 30_000_000
 # What each run of the tests goes through: 30 models of as many designs, a second each.
 SMALL = (
     *("test_byobnet", "test_coatnet", "test_convnext", "test_convnext2", "test_convnext3", "test_efficientnet"),
