@@ -135,6 +135,15 @@ def test_the_rank_counts_the_directions_of_99_percent_of_the_change() -> None:
     assert difference({"w.weight": weight}, {"w.weight": after})["w"].rank_99 == 3  # 125 of 127.42 is 98.1 %
 
 
+def test_the_rank_of_a_random_change_is_that_of_chance() -> None:
+    draw = torch.Generator().manual_seed(1)
+    weight, change = (torch.randn(200, 300, generator=draw) for _ in range(2))
+    moved = difference({"w.weight": weight}, {"w.weight": weight + change})["w"]
+    assert moved.stable_rank == pytest.approx(moved.stable_rank_random, rel=0.05)
+    assert moved.rank_99 is not None
+    assert moved.rank_99 > 150
+
+
 @pytest.mark.slow
 def test_a_large_weight_whose_change_has_no_low_rank_says_none() -> None:
     draw = torch.Generator().manual_seed(2)
