@@ -22,9 +22,8 @@ STRENGTH = 0.3
 
 @pytest.fixture(scope="module")
 def lightning() -> Any:
-    with warnings.catch_warnings():
-        foreign.torchvision()  # which the library imports where it finds it
-        warnings.simplefilter("ignore")  # the library's own remarks on its dependencies, at import
+    foreign.torchvision()  # which the library imports where it finds it
+    with warnings.catch_warnings(action="ignore"):  # the library's own remarks on its dependencies, at import
         return pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 
@@ -60,8 +59,7 @@ def fit(
 ) -> torch.Tensor:
     """The weight after a training, whose checkpoint is saved under its epochs."""
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on worker counts and the absence of a logger
+    with warnings.catch_warnings(action="ignore"):  # on worker counts and the absence of a logger
         options |= {"max_epochs": epochs, "accelerator": "cpu", "devices": 1, "default_root_dir": folder, **quiet}
         trainer = lightning.Trainer(**options)
         loader = torch.utils.data.DataLoader(batches(), batch_size=None)

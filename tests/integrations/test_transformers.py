@@ -22,11 +22,9 @@ STRENGTH = 0.3
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    with warnings.catch_warnings():
-        foreign.torchvision()  # which the library imports where it finds it
-        warnings.simplefilter("ignore")  # the library's own remarks, at import
+    with warnings.catch_warnings(action="ignore"):  # the library's own remarks, at import
         pytest.importorskip("accelerate", reason="accelerate is not installed")
-        return pytest.importorskip("transformers", reason="transformers is not installed")
+        return foreign.transformers()
 
 
 class Plain(nn.Module):
@@ -93,8 +91,7 @@ def by_hand(*, accumulate: int, strength: float = STRENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_trains_as_a_loop_by_hand(transformers: Any, tmp_path: Path, kind: type[Plain], accumulate: int) -> None:
     model = kind()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer = trainer_of(transformers, model, tmp_path, accumulate=accumulate)
         before = trainer.evaluate()["eval_loss"]
         add_penalty_(trainer, gonio.Penalty(model.net, [(None, R.L2(STRENGTH))]))
@@ -114,8 +111,7 @@ def test_a_tracker_measures_at_optimizer_steps(
     for tracked in (False, True):
         model = Plain()
         tracker = gonio.Tracker(model, every=4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             trainer = trainer_of(transformers, model, tmp_path, accumulate=accumulate)
             if tracked:
                 trainer.add_callback(tracker_callback(tracker))
@@ -131,8 +127,7 @@ def test_a_resumed_training_goes_on_with_the_penalty(transformers: Any, tmp_path
     penalties = []
     for _ in range(2):
         model = Plain()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             trainer = trainer_of(transformers, model, tmp_path, accumulate=1)
             trainer.args.save_strategy, trainer.args.save_steps = "steps", 5
             penalty = gonio.Penalty(model.net, [(None, R.SRIP(STRENGTH, every=3))])

@@ -150,8 +150,7 @@ def tied(other: Callable[[nn.Parameter], Any]) -> nn.Module:
 
 def old(function: Callable[..., nn.Module], *layers: nn.Module) -> nn.Module:
     """What torch warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return function(*(layers or (nn.Linear(6, 5),)))
 
 
