@@ -14,6 +14,7 @@ from foreign import torchvision_resnet18
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from networks import ResNet18, images, train
+from surgery.net import batch_only
 from tolerances import exact
 
 PARAMETRIZATIONS: dict[str, Callable[[], P.Parametrization]] = {
@@ -55,9 +56,7 @@ def foldable_(model: nn.Module) -> nn.Module:
     """Give each switchable norm the mixture that a convolution can take in."""
     for module in model.modules():
         if isinstance(module, gnn.SwitchableNorm2d):
-            with torch.no_grad():
-                for logits in (module.mean_logits, module.var_logits):
-                    logits.copy_(torch.tensor([0.0, 0.0, 1e3]))
+            batch_only(module)
     return model
 
 

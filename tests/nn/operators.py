@@ -80,10 +80,3 @@ def conversions() -> Iterator[tuple[str, nn.Module, Any, Tensor]]:
         torch_kind = getattr(nn, kind.__name__.removeprefix("Decoupled"))
         converter = getattr(kind, "from_linear" if torch_kind is nn.Linear else "from_conv")
         yield name, torch_kind(*arguments).double(), converter, seeded(*shape, dtype=torch.float64)
-
-
-def gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed combination of the output; zeros where it does not depend on a tensor."""
-    cotangent = seeded(*output.shape, seed=7, dtype=output.dtype)
-    found = torch.autograd.grad((output * cotangent).sum(), tensors, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, tensors, strict=True)]

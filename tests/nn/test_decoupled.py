@@ -13,8 +13,9 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError
 from gonio.nn import angular, magnitude
+from laws.support import differentiate
 from networks import ResNet18, images, train
-from nn.operators import MAGNITUDES, OPERATORS, conversions, gradients, shapes
+from nn.operators import MAGNITUDES, OPERATORS, conversions, shapes
 from references.decoupled import decoupled
 from tolerances import close, exact
 
@@ -34,7 +35,7 @@ def assert_is_defined(layer: nn.Module, shape: tuple[int, ...]) -> None:
     tensors = [x, *layer.parameters()]
     output, expected = layer(x), decoupled(layer, x)
     torch.testing.assert_close(output, expected, **CLOSE)
-    for found, wanted in zip(gradients(output, tensors), gradients(expected, tensors), strict=True):
+    for found, wanted in zip(differentiate(output, tensors), differentiate(expected, tensors), strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 
@@ -61,30 +62,18 @@ def test_a_wrong_padding_is_found() -> None:
 
 
 @uneven
-def test_one_choice_is_the_torch_layer() -> None:
-    """Weighted linear magnitude with the cosine: equal to 1e-12, and so are the gradients."""
+@pytest.mark.parametrize("g", [angular.Cosine(), angular.RectifiedCosine()], ids=repr)
+def test_one_choice_is_the_torch_layer_and_another_its_relu_without_a_bias(g: angular.Angular) -> None:
+    """Weighted linear magnitude with the (rectified) cosine: equal to 1e-12, and so are the gradients."""
     for name, plain, convert, x in conversions():
-        layer = convert(plain, magnitude=magnitude.Linear(), angular=angular.Cosine(), weighted="linear")
+        if g != angular.Cosine():
+            plain.bias = None
+        layer = convert(plain, magnitude=magnitude.Linear(), angular=g, weighted="linear")
         x.requires_grad_()
-        output, expected = layer(x), plain(x)
+        output, expected = layer(x), plain(x) if g == angular.Cosine() else plain(x).relu()
         torch.testing.assert_close(output, expected, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
         tensors = [x, *plain.parameters()]
-        for found, wanted in zip(gradients(output, tensors), gradients(expected, tensors), strict=True):
-            torch.testing.assert_close(found, wanted, **EXACT)
-
-
-@uneven
-def test_a_layer_without_bias_and_its_relu_are_one_operator() -> None:
-    """Weighted linear magnitude with the rectified cosine: max(0, ⟨w, x⟩) to 1e-12, and so are the gradients."""
-    for name, plain, convert, x in conversions():
-        plain.bias = None
-        layer = convert(plain, magnitude=magnitude.Linear(), angular=angular.RectifiedCosine(), weighted="linear")
-        x.requires_grad_()
-        output, expected = layer(x), plain(x).relu()
-        torch.testing.assert_close(output, expected, msg=lambda text, name=name: f"{name}: {text}", **EXACT)
-        for found, wanted in zip(
-            gradients(output, [x, layer.weight]), gradients(expected, [x, plain.weight]), strict=True
-        ):
+        for found, wanted in zip(differentiate(output, tensors), differentiate(expected, tensors), strict=True):
             torch.testing.assert_close(found, wanted, **EXACT)
 
 
@@ -157,7 +146,7 @@ def test_an_empty_output_of_a_transposed_convolution() -> None:
     plain = nn.ConvTranspose1d(2, 2, 1, padding=1, output_padding=1, dilation=2)
     layer, x = gnn.DecoupledConvTranspose1d.from_conv(plain), torch.ones(0, 2, 1, requires_grad=True)
     assert layer(x).shape == plain(x).shape == (0, 2, 0)
-    assert all(bool(grad.isfinite().all()) for grad in gradients(layer(x), [x, *layer.parameters()]))
+    assert all(bool(grad.isfinite().all()) for grad in differentiate(layer(x), [x, *layer.parameters()]))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from torch import Tensor
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.nn import angular, magnitude
-from nn.operators import OPERATORS, gradients
+from laws.support import differentiate
+from nn.operators import OPERATORS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,7 +25,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def assert_finite(layer: torch.nn.Module, x: Tensor) -> None:
     x = x.detach().requires_grad_()
     output = layer(x)
-    found = [output, *gradients(output, [x, *layer.parameters()])]
+    found = [output, *differentiate(output, [x, *layer.parameters()])]
     assert all(bool(t.isfinite().all()) for t in found), layer
 
 

@@ -13,7 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.nn import angular, kernels, magnitude
-from nn.operators import OPERATORS, gradients
+from laws.support import differentiate
+from nn.operators import OPERATORS
 from tolerances import close, exact
 
 KINDS = (
@@ -27,7 +28,7 @@ kinds = pytest.mark.parametrize(("kind", "arguments", "shape"), KINDS, ids=["lin
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     output = layer(x)
-    return [output.detach(), *gradients(output, [x, *layer.parameters()])]
+    return [output.detach(), *differentiate(output, [x, *layer.parameters()])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -56,12 +57,12 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     layer.weight.requires_grad_(False)
     radius = layer.log_radius
     output = layer(x)
-    (grad,) = gradients(output, [radius])
+    (grad,) = differentiate(output, [radius])
     torch.testing.assert_close(grad, full[2 + [n for n, _ in layer.named_parameters()].index("log_radius")])
     layer.requires_grad_(False)
     assert not layer(x).requires_grad
     y = x.clone().requires_grad_()
-    torch.testing.assert_close(gradients(layer(y), [y])[0], full[1], **close(torch.float32))
+    torch.testing.assert_close(differentiate(layer(y), [y])[0], full[1], **close(torch.float32))
 
 
 @pytest.mark.parametrize("large", [0, kernels.LARGE])

@@ -14,6 +14,7 @@ from gonio import nn as gnn
 from gonio.errors import NotApplicableError
 from gonio.nn import angular, magnitude
 from nn.operators import conversions
+from surgery.net import Doubled
 from tolerances import exact
 
 
@@ -114,15 +115,10 @@ def test_conversion_shares_parameters_and_draws_nothing() -> None:
         layer(x)
 
 
-class _Doubling(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
 def test_layers_that_are_not_what_they_seem_are_refused() -> None:
     parametrized = torch.nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3))
     for layer, message in (
-        (_Doubling(3, 4, 3), "this subclass of Conv2d computes something else"),
+        (Doubled(3, 4, 3), "this subclass of Conv2d computes something else"),
         (parametrized, "its weight is computed by a parametrization"),
         (nn.Conv1d(3, 4, 3), "from_conv: cannot be applied to 'Conv1d'; it takes a Conv2d"),
         (gnn.DecoupledConv2d(3, 4, 3), "this subclass of Conv2d computes something else"),

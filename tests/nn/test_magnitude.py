@@ -24,7 +24,7 @@ EXACT = exact(torch.float64)
 by_name = pytest.mark.parametrize("h", ALL, ids=lambda h: type(h).__name__)
 
 
-def equal(a: magnitude.Magnitude, b: magnitude.Magnitude, norm: torch.Tensor = NORM) -> None:
+def assert_equal(a: magnitude.Magnitude, b: magnitude.Magnitude, norm: torch.Tensor = NORM) -> None:
     torch.testing.assert_close(a(norm), b(norm), **EXACT)
 
 
@@ -50,12 +50,12 @@ def test_bounds(h: magnitude.Magnitude) -> None:
 
 
 def test_limits() -> None:
-    equal(magnitude.Segmented(beta=1.0), magnitude.Linear())
-    equal(magnitude.Segmented(alpha=1 / 0.7, beta=0.0, radius=0.7), magnitude.Ball(radius=0.7))
-    equal(magnitude.Mixed(beta=0.0), magnitude.Linear())
-    equal(magnitude.Mixed(alpha=0.0, beta=2.0), magnitude.Logarithm(alpha=2.0))
-    equal(magnitude.Ball(radius=1e-9), magnitude.Sphere(), NORM[1:])
-    equal(magnitude.Tanh(radius=1e-3), magnitude.Sphere(), NORM[1:])
+    assert_equal(magnitude.Segmented(beta=1.0), magnitude.Linear())
+    assert_equal(magnitude.Segmented(alpha=1 / 0.7, beta=0.0, radius=0.7), magnitude.Ball(radius=0.7))
+    assert_equal(magnitude.Mixed(beta=0.0), magnitude.Linear())
+    assert_equal(magnitude.Mixed(alpha=0.0, beta=2.0), magnitude.Logarithm(alpha=2.0))
+    assert_equal(magnitude.Ball(radius=1e-9), magnitude.Sphere(), NORM[1:])
+    assert_equal(magnitude.Tanh(radius=1e-3), magnitude.Sphere(), NORM[1:])
 
 
 def test_a_magnitude_is_a_value() -> None:

@@ -14,6 +14,7 @@ import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from surgery.net import Activated, batch_only
 from tolerances import exact
 
 EXACT = exact(torch.float64)
@@ -95,13 +96,6 @@ def trained(norm: nn.Module) -> nn.Module:
     for seed in range(3):
         norm(seed + seeded(4, 6, 5, 3, seed=seed, dtype=torch.float64))
     return norm.eval()
-
-
-def batch_only(norm: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for logits in (norm.mean_logits, norm.var_logits):
-            logits.copy_(torch.tensor([0.0, 0.0, 1e3]))
-    return norm
 
 
 @pytest.mark.parametrize(
@@ -215,10 +209,6 @@ def test_what_a_layer_does_not_tell_must_be_said(convert: Callable[[], nn.Module
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
-    class Activated(nn.BatchNorm2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu()
-
     with pytest.raises(NotApplicableError, match="this subclass of BatchNorm2d computes something else"):
         gnn.to_group_norm(Activated(6))
     with pytest.raises(NotApplicableError, match="it has no shape yet"):

@@ -12,7 +12,8 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.nn import magnitude
-from nn.operators import conversions, gradients
+from laws.support import differentiate
+from nn.operators import conversions
 from tolerances import close, exact
 
 SGD = torch.optim.SGD
@@ -30,13 +31,11 @@ def filter_norms(layer: nn.Module) -> torch.Tensor:
 def test_the_weighted_gradient_is_the_exact_one_times_the_norm() -> None:
     for name, plain, convert, x in conversions():
         exact_layer, weighted = convert(plain), convert(plain, gradient="weighted")
-        (exact_grad,) = gradients(exact_layer(x), [plain.weight])
-        (weighted_grad,) = gradients(weighted(x), [plain.weight])
-        twin = nn.Module()
-        twin.weight, twin.groups = plain.weight, getattr(plain, "groups", 1)
+        (exact_grad,) = differentiate(exact_layer(x), [plain.weight])
+        (weighted_grad,) = differentiate(weighted(x), [plain.weight])
         lengths = filter_norms(plain)
         if "Transpose" in name:
-            rows = lengths.reshape(twin.groups, 1, -1).expand(-1, plain.in_channels // twin.groups, -1)
+            rows = lengths.reshape(plain.groups, 1, -1).expand(-1, plain.in_channels // plain.groups, -1)
             factor = rows.reshape(*plain.weight.shape[:2], *(1 for _ in plain.kernel_size))
         else:
             factor = lengths.reshape(-1, *(1 for _ in plain.weight.shape[1:]))

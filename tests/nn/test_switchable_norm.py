@@ -16,8 +16,9 @@ from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.nn import switchable_norm as module
 from gonio.nn.switchable_function import switchable_norm as plain
-from nn.operators import gradients
+from laws.support import differentiate
 from references.switchable_norm import switchable_norm
+from surgery.net import Activated
 from tolerances import close, exact
 
 CASES = {
@@ -51,8 +52,8 @@ def assert_is_defined(layer: nn.Module, x: Tensor) -> None:
     output, expected = layer(x), switchable_norm(oracle, x64)
     limits = close(x.dtype)
     torch.testing.assert_close(output.double(), expected, **limits)
-    found = gradients(output, [x, *layer.parameters()])
-    wanted = gradients(expected, [x64, *oracle.parameters()])
+    found = differentiate(output, [x, *layer.parameters()])
+    wanted = differentiate(expected, [x64, *oracle.parameters()])
     for a, b in zip(found, wanted, strict=True):
         scale = max(1.0, float(b.abs().max()))
         torch.testing.assert_close(a.double(), b, rtol=limits["rtol"], atol=limits["atol"] * scale)
@@ -74,7 +75,7 @@ def test_channels_last(training: bool) -> None:
     assert_is_defined(layer, x)
     y = x.clone(memory_format=torch.preserve_format).requires_grad_()
     output = layer(y)
-    (grad,) = gradients(output, [y])
+    (grad,) = differentiate(output, [y])
     assert output.is_contiguous(memory_format=torch.channels_last)
     assert grad.is_contiguous(memory_format=torch.channels_last)
 
@@ -125,8 +126,8 @@ def test_large_maps(size: tuple[int, int], mean: float) -> None:
 @pytest.mark.parametrize("mean", [0.0, 1e3])
 def test_an_activation_in_place_may_follow(mean: float) -> None:
     layer, x = norm(gnn.SwitchableNorm2d, 6), mean + seeded(4, 6, 5, 3)
-    found = gradients(nn.ReLU(inplace=True)(layer(x)), list(layer.parameters()))
-    for a, b in zip(found, gradients(layer(x).relu(), list(layer.parameters())), strict=True):
+    found = differentiate(nn.ReLU(inplace=True)(layer(x)), list(layer.parameters()))
+    for a, b in zip(found, differentiate(layer(x).relu(), list(layer.parameters())), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -279,10 +280,6 @@ def test_conversion_of_the_odd_batch_norms() -> None:
     alone = gnn.SwitchableNorm2d.from_batch_norm(nn.BatchNorm2d(3), use_batch=False)
     assert list(alone.state_dict()) == ["weight", "bias", "mean_logits", "var_logits"]
 
-    class Activated(nn.BatchNorm2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu()
-
     with pytest.raises(NotApplicableError, match="this subclass of BatchNorm2d computes something else"):
         gnn.SwitchableNorm2d.from_batch_norm(Activated(3))
 
@@ -298,9 +295,9 @@ def test_a_scale_or_a_shift_alone(missing: str) -> None:
     layer = only(gnn.SwitchableNorm2d.from_batch_norm(old), "batch")
     torch.testing.assert_close(layer(x), old(x))
     whole = {"weight": 1.0, "bias": 0.0}[missing]
-    found = gradients(layer(x), list(layer.parameters()))
+    found = differentiate(layer(x), list(layer.parameters()))
     layer.register_parameter(missing, nn.Parameter(torch.full((3,), whole), requires_grad=False))
-    for a, b in zip(found, gradients(layer(x), [p for p in layer.parameters() if p.requires_grad]), strict=True):
+    for a, b in zip(found, differentiate(layer(x), [p for p in layer.parameters() if p.requires_grad]), strict=True):
         torch.testing.assert_close(a, b)
     layer.reset_parameters()
     assert torch.equal(layer.weight, torch.ones(3))

@@ -36,6 +36,21 @@ def trained(model: nn.Module, *, spread: float = 0.3) -> nn.Module:
     return model.eval()
 
 
+def batch_only(norm: nn.Module) -> nn.Module:
+    """A switchable norm with all weight on batch statistics, which a convolution can take in."""
+    with torch.no_grad():
+        for logits in (norm.mean_logits, norm.var_logits):
+            logits.copy_(torch.tensor([0.0, 0.0, 1e3]))
+    return norm
+
+
+class Activated(nn.BatchNorm2d):
+    """A subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 class Doubled(nn.Conv2d):
     """A subclass that computes something else."""
 
