@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from catalog import REGULARIZERS, RegularizerCase, seeded
-from laws.support import MODULES, ModuleCase
+from laws.support import MODULES, ModuleCase, control
 from processes import WORLD, attempt
 
 
@@ -32,11 +32,7 @@ class _LocalSquares:
         return local.square().sum()
 
 
-def _control(layer: type[nn.Linear]) -> ModuleCase:
-    return ModuleCase(name=layer.__name__, make=lambda: layer(4, 6), shape=(4, 4))
-
-
-CONTROLS = [_control(nn.Linear), _control(_BatchMean)]
+CONTROLS = [control(), control(_BatchMean)]
 PENALTY_CONTROL = RegularizerCase(name="local", make=_LocalSquares, shape=(6, 4), reference=torch.sum)
 PENALTIES = [case for case in REGULARIZERS if case.reads == "weight" and len(case.shape) == 2]
 

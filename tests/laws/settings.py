@@ -26,6 +26,7 @@ from laws.support import MODULES, assert_near, clone
 from tolerances import close, exact
 
 BATCH = 8  # divisible by 2 and 4 processes
+Forward = Callable[[Tensor], Tensor]
 
 
 def row_of(name: str) -> str:
@@ -83,16 +84,20 @@ def loss_of(output: Tensor) -> Tensor:
     return (output * torch.linspace(0.5, 1.5, output[0].numel()).view(output.shape[1:])).square().mean()
 
 
-def train(subject: Subject, *, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, steps: int = 2) -> list[Tensor]:
+def step(model: Forward, x: Tensor, penalty: Callable[[], Tensor] | None, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    (loss if penalty is None else loss + penalty()).backward()
+    optimizer.step()
+
+
+def train(subject: Subject, *, wrap: Callable[[nn.Module], Forward] = lambda m: m, steps: int = 2) -> list[Tensor]:
     """The state after some steps of a plain loop; `wrap` goes around the model after the penalty has been built."""
     model, x = subject.model(), subject.x()
     penalty, wrapped = subject.penalty(model), wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(wrapped(x))
-        (loss if penalty is None else loss + penalty()).backward()
-        optimizer.step()
+        step(wrapped, x, penalty, optimizer)
     return [t.detach().clone() for t in model.state_dict().values()]
 
 
@@ -104,20 +109,11 @@ def assert_trained(found: Iterable[Tensor], subject: Subject) -> None:
 # --- a training in this process ---------------------------------------------------------------------
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+def check_checkpoint(subject: Subject) -> None:
+    assert_trained(train(subject, wrap=lambda m: lambda x: checkpoint(m, x, use_reentrant=False)), subject)
 
 
-def checkpointed(subject: Subject) -> None:
-    assert_trained(train(subject, wrap=_Checkpointed), subject)
-
-
-def lightning(subject: Subject) -> None:
+def check_lightning(subject: Subject) -> None:
     import lightning.pytorch as library
 
     class Module(library.LightningModule):  # type: ignore[misc]
@@ -142,7 +138,7 @@ def lightning(subject: Subject) -> None:
     assert_trained(module.model.state_dict().values(), subject)
 
 
-def transformers(subject: Subject) -> None:
+def check_transformers(subject: Subject) -> None:
     import transformers as library
 
     class Model(nn.Module):
@@ -175,7 +171,7 @@ def transformers(subject: Subject) -> None:
     assert_trained(model.model.state_dict().values(), subject)
 
 
-def accelerate(subject: Subject) -> None:
+def check_accelerate(subject: Subject) -> None:
     from accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), subject.model()
@@ -197,7 +193,7 @@ def accelerate(subject: Subject) -> None:
 # --- formats ----------------------------------------------------------------------------------------
 
 
-def assert_same(found: Callable[[Tensor], Tensor], expected: nn.Module, subject: Subject) -> None:
+def assert_same(found: Forward, expected: nn.Module, subject: Subject) -> None:
     x = subject.x()
     with torch.no_grad():
         found = found.eval() if isinstance(found, nn.Module) else found
@@ -221,14 +217,14 @@ def plain(subject: Subject) -> tuple[nn.Module, nn.Module]:
     return model, folded
 
 
-def exported(subject: Subject) -> None:
+def check_export(subject: Subject) -> None:
     model = moved(subject).eval()
     subject.penalty(model)
     program = torch.export.export(model, (subject.x(),))
     assert_near(program.module()(subject.x()), model(subject.x()), torch.float32, kind=exact, what=subject.name)
 
 
-def onnx(subject: Subject) -> None:
+def check_onnx(subject: Subject) -> None:
     import onnxruntime
 
     model, folded = plain(subject)
@@ -239,7 +235,7 @@ def onnx(subject: Subject) -> None:
     assert_same(lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]), model, subject)
 
 
-def int8(subject: Subject) -> None:
+def check_int8(subject: Subject) -> None:
     """Linear layers in 8 bits; decoupled layers and norms stay in floats."""
     model, folded = plain(subject)
     quantised = torch.ao.quantization.quantize_dynamic(folded, {nn.Linear}, dtype=torch.qint8)
@@ -249,7 +245,7 @@ def int8(subject: Subject) -> None:
     assert (type(quantised[0]) is not type(folded[0])) == (type(folded[0]) is nn.Linear)
 
 
-def safetensors(subject: Subject) -> None:
+def check_safetensors(subject: Subject) -> None:
     model = moved(subject)
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, f"{folder}/model.safetensors")
@@ -258,7 +254,7 @@ def safetensors(subject: Subject) -> None:
     assert_same(fresh, model, subject)
 
 
-def meta(subject: Subject) -> None:
+def check_meta(subject: Subject) -> None:
     """Built without values, checked for shapes, allocated, loaded; the penalty is built before there are values."""
     model = moved(subject).eval()
     deferred = clone(model).to("meta")
@@ -274,13 +270,13 @@ def meta(subject: Subject) -> None:
 
 
 LOCAL: dict[str, Callable[[Subject], None]] = {
-    "checkpoint": checkpointed,
-    "Lightning": lightning,
-    "HF": transformers,
-    "Accelerate": accelerate,
-    "export": exported,
-    "ONNX": onnx,
-    "int8": int8,
-    "safetensors": safetensors,
-    "meta": meta,
+    "checkpoint": check_checkpoint,
+    "Lightning": check_lightning,
+    "HF": check_transformers,
+    "Accelerate": check_accelerate,
+    "export": check_export,
+    "ONNX": check_onnx,
+    "int8": check_int8,
+    "safetensors": check_safetensors,
+    "meta": check_meta,
 }

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gonio
 from gonio.errors import GonioError
 from gonio.geometry.norms import whole
-from laws.settings import SUBJECTS, Subject, loss_of
+from laws.settings import SUBJECTS, Subject, step
 from processes import WORLD
 
 REFUSED = "refused"
@@ -49,23 +49,13 @@ def trained(
     penalty = subject.penalty(wrapped, **options)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     for _ in range(2):
-        step(subject, wrapped, penalty, optimizer, spread=spread)
+        step(wrapped, part(subject) if spread else subject.x(), penalty, optimizer)
     return state(model)
 
 
-def step(
-    subject: Subject,
-    model: nn.Module,
-    penalty: Callable[[], Tensor] | None,
-    optimizer: torch.optim.Optimizer,
-    *,
-    spread: bool = True,
-) -> None:
-    x = subject.x().chunk(WORLD)[dist.get_rank()] if spread else subject.x()
-    optimizer.zero_grad()
-    loss = loss_of(model(x))
-    (loss if penalty is None else loss + penalty()).backward()
-    optimizer.step()
+def part(subject: Subject) -> Tensor:
+    """Of the batch, for this process."""
+    return subject.x().chunk(WORLD)[dist.get_rank()]
 
 
 def data_parallel(subject: Subject) -> list[Tensor]:
@@ -98,7 +88,7 @@ def saved(subject: Subject) -> list[Tensor]:
             loaded = {"model": weights, "optimizer": moments}
             dcp.load(loaded, checkpoint_id=str(folder[0]))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        step(subject, model, penalty, optimizer)
+        step(model, part(subject), penalty, optimizer)
         if number == 0:
             weights, moments = get_state_dict(model, optimizer)
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder[0]))

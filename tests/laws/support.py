@@ -8,11 +8,10 @@ broken on purpose that the check must refuse.
 from __future__ import annotations
 
 import copy
-import importlib
+import io
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from catalog import LAYERS, PARAMETRIZATIONS, LayerCase, ParametrizationCase, seeded
+from gonio import parametrizations as P
 from tolerances import close
 
+clone = copy.deepcopy
 FULL = (torch.float32, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
 
@@ -103,14 +104,10 @@ def input_shape(layer: nn.Module) -> tuple[int, ...]:
     raise TypeError(f"the laws know no input for {type(layer).__name__}; add it to laws/support.py")
 
 
-def parametrizations() -> ModuleType:
-    return importlib.import_module("gonio.parametrizations")
-
-
 def parametrized(case: ParametrizationCase, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The case's layer, in `dtype`, with its parametrization attached (state made in that precision)."""
     layer = perturbed(case.layer()).to(dtype)
-    parametrizations().attach(layer, "weight", case.make())
+    P.attach(layer, "weight", case.make())
     return layer
 
 
@@ -131,6 +128,14 @@ def _of_parametrization(case: ParametrizationCase) -> ModuleCase:
 
 
 MODULES = [*map(_of_layer, LAYERS), *map(_of_parametrization, PARAMETRIZATIONS)]
+
+
+def reloaded(value: Any, *, weights_only: bool = True) -> Any:
+    """Through `torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def differentiate(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -188,7 +193,3 @@ def assert_finite(tensors: Iterable[Tensor], what: str) -> None:
 def global_states() -> dict[str, object]:
     numpy_state = np.random.get_state()[1].tobytes()  # noqa: NPY002  the legacy state is the one to watch
     return {"torch": torch.get_rng_state().tolist(), "random": random.getstate(), "numpy": numpy_state}
-
-
-def clone(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)

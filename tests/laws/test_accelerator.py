@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from torch.utils import backend_registration
 
-from catalog import PARAMETRIZATIONS
-from laws.accelerator import CONTROLS, PENALTIES, TICKS
-from laws.support import MODULES
+from laws.accelerator import CONTROLS, works
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -32,17 +30,6 @@ ALLOWED = {
     "values": {"penalty.py <dictcomp>", "penalty.py values"},
     "measurement": {"blocks.py count_nonfinite", "tensor.py _filters"},
 }  # by phase; in all others nothing
-NAMES = [
-    *(f"module {case.name}" for case in MODULES),
-    *(f"penalty {case.name}" for case in PENALTIES),
-    "penalty of samples",
-    "penalty of two runs",
-    *(f"tick {case.name}" for case in TICKS),
-    *(f"attach {case.name}" for case in PARAMETRIZATIONS),
-    "Tracker",
-    "Muon",
-    "hold_",
-]
 TESTS = Path(__file__).parents[1]
 
 
@@ -66,7 +53,7 @@ def check(recorded: Found, name: str) -> None:
 
 
 @pytest.mark.matrix("fake accelerator")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name, _ in works()])
 def test_on_another_device(name: str, recorded: Found) -> None:
     check(recorded, name)
 

@@ -13,6 +13,7 @@ from laws.support import (
     ModuleCase,
     assert_all_equal,
     clone,
+    control,
     differentiate,
     law,
     over,
@@ -121,6 +122,5 @@ def test_the_law_refuses_statistics_counted_twice() -> None:
 
 
 def test_the_law_accepts_a_plain_linear_layer() -> None:
-    case = ModuleCase(name="linear", make=lambda: nn.Linear(5, 4), shape=(3, 5))
     for reentrant in (False, True):
-        check_module(case, reentrant)
+        check_module(control(), reentrant)

@@ -12,6 +12,10 @@ import pytest
 from torch import nn
 
 from catalog import INITS, LAYERS, PARAMETRIZATIONS, REGULARIZERS, VERBS
+from gonio.nn.angular import Angular
+from gonio.nn.magnitude import Magnitude
+from gonio.parametrizations import Parametrization
+from gonio.regularizers import Regularizer
 
 
 def exported(package: str) -> dict[str, Any]:
@@ -49,21 +53,19 @@ def test_layers() -> None:
 
 def test_magnitudes_and_angular_functions() -> None:
     """Each is used by some layer of the catalogue."""
-    for package, attribute in (("gonio.nn.magnitude", "magnitude"), ("gonio.nn.angular", "angular")):
+    for base in (Magnitude, Angular):
+        attribute = base.__name__.lower()
         used = {type(getattr(case.make(), attribute, None)).__name__ for case in LAYERS}
-        base = getattr(importlib.import_module(package), attribute.capitalize())
-        assert not missing(concrete(package, base) - {attribute.capitalize()}, used)
+        assert not missing(concrete(f"gonio.nn.{attribute}", base) - {base.__name__}, used)
 
 
 def test_regularizers() -> None:
-    base = importlib.import_module("gonio.regularizers").Regularizer
-    records = {name for name in concrete("gonio.regularizers", base) if name != base.__name__}
-    assert not missing(records, made(REGULARIZERS))
+    assert not missing(concrete("gonio.regularizers", Regularizer) - {"Regularizer"}, made(REGULARIZERS))
 
 
 def test_parametrizations() -> None:
-    base = importlib.import_module("gonio.parametrizations").Parametrization
-    assert not missing(concrete("gonio.parametrizations", base) - {base.__name__}, made(PARAMETRIZATIONS))
+    public = concrete("gonio.parametrizations", Parametrization) - {"Parametrization"}
+    assert not missing(public, made(PARAMETRIZATIONS))
 
 
 def test_inits() -> None:
@@ -87,8 +89,5 @@ class _Case:
 
 def test_the_law_finds_what_is_missing() -> None:
     assert missing({"L2", "SRIP"}, {"L2"}) == ["SRIP"]
-    assert first_words([_Case("init_: orthogonal"), _Case("fold_ of a conv"), _Case("balance_")]) == {
-        "init_",
-        "fold_",
-        "balance_",
-    }
+    cases = [_Case("init_: orthogonal"), _Case("fold_ of a conv"), _Case("balance_")]
+    assert first_words(cases) == {"init_", "fold_", "balance_"}

@@ -6,6 +6,7 @@ The checks take a device, so a rehearsal on the CPU keeps those alive that do no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import gonio
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from gonio import parametrizations as P
-from laws.settings import SUBJECTS, Subject, loss_of
+from laws.settings import SUBJECTS, Subject, loss_of, step
 from laws.support import (
     FULL,
     HALF,
@@ -86,17 +87,10 @@ def check_training(subject: Subject, device: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(STEPS):
             step(model, x, penalty, optimizer)
+            P.tick_(model)
         states.append(model.state_dict())
     for name, expected in states[0].items():
         assert_near(states[1][name].cpu(), expected, torch.float32, what=name)
-
-
-def step(model: nn.Module, x: Tensor, penalty: Callable[[], Tensor] | None, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    loss = loss_of(model(x))
-    (loss if penalty is None else loss + penalty()).backward()
-    optimizer.step()
-    P.tick_(model)
 
 
 @over(first_of_kind(MODULES))
@@ -130,23 +124,14 @@ def device() -> Iterator[str]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def on_cuda(check: Callable[..., None], *arguments: object) -> None:
-    check(*arguments, "cuda")
-
-
-cuda = [pytest.mark.cuda, pytest.mark.usefixtures("device")]
-
-
 def marked(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in cuda:
-        test = mark(test)
-    return test
+    return pytest.mark.cuda(pytest.mark.usefixtures("device")(test))
 
 
-test_module = marked(law_by_dtype(lambda case, dtype: on_cuda(check_module, case, dtype), MODULES, FULL + HALF))
-test_regularizer = marked(law_by_dtype(lambda case, dtype: on_cuda(check_regularizer, case, dtype), REGULARIZERS))
-test_amp = marked(law_by_dtype(lambda case, dtype: on_cuda(check_amp, case, dtype), MODULES, HALF))
-test_training = marked(law(lambda case: on_cuda(check_training, case), SUBJECTS))
+test_module = marked(law_by_dtype(partial(check_module, device="cuda"), MODULES))
+test_regularizer = marked(law_by_dtype(partial(check_regularizer, device="cuda"), REGULARIZERS))
+test_amp = marked(law_by_dtype(partial(check_amp, device="cuda"), MODULES, HALF))
+test_training = marked(law(partial(check_training, device="cuda"), SUBJECTS))
 
 
 @marked
@@ -156,9 +141,10 @@ def test_no_step_waits_for_the_device(case: Subject) -> None:
     model, x = case.model().to("cuda"), case.x().to("cuda")
     penalty = case.penalty(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    step(model, x, penalty, optimizer)  # tables are made once
-    torch.cuda.set_sync_debug_mode("error")
-    step(model, x, penalty, optimizer)
+    for mode in ("default", "error"):  # tables are made once
+        torch.cuda.set_sync_debug_mode(mode)
+        step(model, x, penalty, optimizer)
+        P.tick_(model)
 
 
 @marked

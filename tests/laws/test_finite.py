@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from laws.support import FULL, HALF, MODULES, ModuleCase, assert_finite, control, differentiate, law_by_dtype, run
 
-DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
-
 
 def _zero_row(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x[:1]), x[1:]])
@@ -117,15 +115,13 @@ class _Squares:
 
 
 def test_the_law_accepts_a_plain_linear_layer() -> None:
-    case = control()
     for dtype in (*FULL, *HALF):
-        check_module(case, dtype)
+        check_module(control(), dtype)
 
 
 def test_the_law_refuses_division_by_a_zero_norm() -> None:
-    case = control(_Unsafe)
     with pytest.raises(AssertionError, match=r"weight: zero, .*not finite"):
-        check_module(case, torch.float32)
+        check_module(control(_Unsafe), torch.float32)
 
 
 def test_the_law_refuses_overflow_in_half_precision() -> None:

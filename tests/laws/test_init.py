@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from catalog import INITS, InitCase
-from laws.support import FULL, HALF, global_states, law, law_by_dtype
+from laws.support import HALF, global_states, law, law_by_dtype
 from tolerances import close
-
-DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
 
 
 def drawn(case: InitCase, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from catalog import PARAMETRIZATIONS, REGULARIZERS, VERBS, ParametrizationCase, RegularizerCase, VerbCase, seeded
-from laws.support import MODULES, ModuleCase, differentiate, global_states, over, parametrizations, perturbed, run
+from gonio import parametrizations as P
+from laws.support import MODULES, ModuleCase, differentiate, global_states, over, perturbed, run
 
 
 def check_isolated(work: Callable[[], object]) -> None:
@@ -34,7 +35,7 @@ def test_regularizer(case: RegularizerCase) -> None:
 @over(PARAMETRIZATIONS)
 def test_attaching(case: ParametrizationCase) -> None:
     layer, template = perturbed(case.layer()), case.make()
-    check_isolated(lambda: parametrizations().attach(layer, "weight", template))
+    check_isolated(lambda: P.attach(layer, "weight", template))
 
 
 @over(VERBS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -76,13 +77,9 @@ test_reset_replaces_garbage = law(check_reset, MODULES)
 @over(PARAMETRIZATIONS)
 def test_attach_keeps_frozen(case: ParametrizationCase) -> None:
     layer = case.layer().requires_grad_(False)
-    module = parametrized(case_with(case, layer))
+    module = parametrized(dataclasses.replace(case, layer=lambda: layer))
     assert not any(p.requires_grad for p in module.parameters()), "attaching thawed a frozen weight"
     assert not module.weight.requires_grad
-
-
-def case_with(case: ParametrizationCase, layer: nn.Module) -> ParametrizationCase:
-    return ParametrizationCase(name=case.name, make=case.make, layer=lambda: layer, reference=case.reference)
 
 
 # --- negative controls ----------------------------------------------------------------------------

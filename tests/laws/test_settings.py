@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 import foreign
 from laws import matrix
-from laws.settings import LOCAL, SUBJECTS, Subject, assert_trained, train
+from laws.settings import LOCAL, SUBJECTS, Subject, assert_same, assert_trained, moved, train
 from laws.settings_processes import DISTRIBUTED, REFUSED, Result, everything
 from processes import spawned
 
@@ -70,7 +69,8 @@ def _quiet() -> Iterator[None]:
 def test_in_one_process(setting: str, subject: Subject) -> None:
     if setting in OPTIONAL:
         pytest.importorskip(OPTIONAL[setting], reason=f"{OPTIONAL[setting]} is not installed")
-    LOCAL[setting](subject)
+    check_in_setting = LOCAL[setting]
+    check_in_setting(subject)
 
 
 @pytest.mark.slow
@@ -114,17 +114,11 @@ def test_the_law_refuses_a_training_without_its_penalty() -> None:
         assert_trained(train(without), subject)
 
 
-def test_the_law_refuses_another_model() -> None:
-    class Doubled(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Any) -> Any:
-            return 2 * self.inner(x)
-
+def test_the_laws_refuse_another_model() -> None:
     with pytest.raises(AssertionError, match="of the state differs"):
-        assert_trained(train(SUBJECTS[0], wrap=Doubled), SUBJECTS[0])
+        assert_trained(train(SUBJECTS[0], wrap=lambda model: lambda x: 2 * model(x)), SUBJECTS[0])
+    with pytest.raises(AssertionError, match=f"{SUBJECTS[0].name} differs"):
+        assert_same(SUBJECTS[0].model(), moved(SUBJECTS[0]), SUBJECTS[0])
 
 
 def test_the_page_is_written_from_the_results_and_has_no_empty_cell() -> None:

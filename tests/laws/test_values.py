@@ -30,8 +30,6 @@ from laws.support import (
     trainable,
 )
 
-DTYPES = pytest.mark.parametrize("dtype", [*FULL, *HALF], ids=str)
-
 
 def check_layer(case: LayerCase, dtype: torch.dtype) -> None:
     layer = perturbed(case.make()).to(dtype)

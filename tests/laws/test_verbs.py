@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from catalog import PARAMETRIZATIONS, VERBS, ParametrizationCase, VerbCase, seeded
+from gonio import parametrizations as P
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
 from laws.snapshot import Snapshot, assert_restored
-from laws.support import assert_near, clone, input_shape, law, over, parametrizations, perturbed
+from laws.support import assert_near, clone, input_shape, law, perturbed
 from tolerances import exact
 
 
@@ -113,7 +114,8 @@ def check_detach(case: ParametrizationCase, attach: Callable[..., None], detach:
     attach(layer, "weight", case.make())
     assert [id(p) for p in layer.parameters()][: len(before.parameters)] == [p[1] for p in before.parameters]
     detach(layer, "weight")
-    assert_restored(dataclasses.replace(before, state=[], outputs=[]), _structure(layer, x))
+    structures = [dataclasses.replace(each, state=[], outputs=[]) for each in (before, Snapshot.of(layer, x))]
+    assert_restored(*structures)
 
 
 def check_detached_weight(case: ParametrizationCase) -> None:
@@ -121,17 +123,17 @@ def check_detached_weight(case: ParametrizationCase) -> None:
     for dtype in (torch.float64, torch.float32):
         layer = perturbed(case.layer()).to(dtype).eval()
         x = seeded(*input_shape(layer), dtype=dtype)
-        parametrizations().attach(layer, "weight", case.make())
+        P.attach(layer, "weight", case.make())
         expected = clone(layer)(x)
-        parametrizations().detach(layer, "weight", keep="weight")
+        P.detach(layer, "weight", keep="weight")
         assert_near(layer(x), expected, dtype, kind=exact, what="output after the fold")
 
 
 def check_attached_weight(case: ParametrizationCase) -> None:
     layer = perturbed(case.layer()).double()
     weight = layer.weight.detach().clone()
-    parametrizations().attach(layer, "weight", case.make())
-    template = parametrizations().parametrization_of(layer, "weight")
+    P.attach(layer, "weight", case.make())
+    template = P.parametrization_of(layer, "weight")
     assert bool(template.holds(layer.weight)), f"the weight of {case.name} breaks its own law"
     if case.keeps_weight:
         assert_near(layer.weight, weight, torch.float64, what="weight after attach")
@@ -140,27 +142,12 @@ def check_attached_weight(case: ParametrizationCase) -> None:
     assert_near(again, held, torch.float64, what="forward(right_inverse(weight))")
 
 
-def _structure(layer: nn.Module, x: Tensor) -> Snapshot:
-    return dataclasses.replace(Snapshot.of(layer, x), state=[], outputs=[])
-
-
 test_undo_restores_everything = law(check_undo, VERBS)
 test_undo_after_training = law(check_trained_undo, VERBS)
 test_function_is_kept = law(check_function_kept, [case for case in VERBS if case.keeps_function])
 test_second_application = law(check_twice, VERBS)
 test_frozen_stays_frozen = law(check_frozen, VERBS)
 test_tied_modules_count_once = law(check_tied, VERBS)
-
-
-@over(PARAMETRIZATIONS)
-def test_detach_restores_the_layer(case: ParametrizationCase) -> None:
-    module = parametrizations()
-    check_detach(case, module.attach, module.detach)
-
-
+test_detach_restores_the_layer = law(lambda case: check_detach(case, P.attach, P.detach), PARAMETRIZATIONS)
 test_detach_can_keep_the_weight = law(check_detached_weight, PARAMETRIZATIONS)
-
-
-@over(PARAMETRIZATIONS)
-def test_attached_weight_obeys(case: ParametrizationCase) -> None:
-    check_attached_weight(case)
+test_attached_weight_obeys = law(check_attached_weight, PARAMETRIZATIONS)
