@@ -6,7 +6,7 @@ inherits every law that applies to its kind (DESIGN, "Laws").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,8 +133,7 @@ def _samples_swapped(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     return layer, torch.cat([x[:-1], x[:1]])
 
 
-_LENGTHS: Mapping[str, LayerChange] = {"filters scaled": _filters_scaled}
-_NORMS: Mapping[str, LayerChange] = {"input doubled": _input_doubled}
+_SCALINGS: Mapping[str, LayerChange] = {"filters scaled": _filters_scaled, "input doubled": _input_doubled}
 _SIGNS: Mapping[str, LayerChange] = {"filters flipped": _filters_flipped}
 _BOTH_FLIPPED: Mapping[str, LayerChange] = {"filters and input flipped": lambda f, x: _filters_flipped(f, -x)}
 
@@ -143,16 +142,16 @@ def _decoupled(
     name: str,
     make: Callable[[], nn.Module],
     *shape: int,
-    invariances: Mapping[str, LayerChange] = _LENGTHS,
-    sensitivities: Mapping[str, LayerChange] = _NORMS,
+    keeps: Sequence[str] = ("filters scaled",),
 ) -> LayerCase:
+    """A decoupled layer; `keeps` names the scalings that leave its output as it is. All others change it."""
     return LayerCase(
         name=name,
         make=make,
         shape=shape,
         reference=ref_decoupled.decoupled,
-        invariances={**invariances, **_BOTH_FLIPPED},
-        sensitivities={**sensitivities, **_SIGNS},
+        invariances={name: change for name, change in _SCALINGS.items() if name in keeps} | _BOTH_FLIPPED,
+        sensitivities={name: change for name, change in _SCALINGS.items() if name not in keeps} | _SIGNS,
         channels_last=len(shape) == 4,
         couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
     )
@@ -187,8 +186,7 @@ LAYERS += [
         "DecoupledLinear",
         lambda: gnn.DecoupledLinear(5, 4),
         *(3, 5),
-        invariances={**_LENGTHS, **_NORMS},  # the radius is measured in mean norms, so it doubles too
-        sensitivities={},
+        keeps=tuple(_SCALINGS),  # the radius is measured in mean norms, so it doubles too
     ),
     _decoupled(
         "DecoupledLinear, linear in the angle, tanh of both norms",
@@ -200,8 +198,7 @@ LAYERS += [
             weighted="tanh_each",
         ),
         *(3, 5),
-        invariances={},
-        sensitivities={**_LENGTHS, **_NORMS},
+        keeps=(),
     ),
     _decoupled(
         "DecoupledConv1d, logarithm, sigmoid",
@@ -220,8 +217,7 @@ LAYERS += [
         "DecoupledConv2d, groups, stride, dilation",
         lambda: gnn.DecoupledConv2d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2),
         *(2, 4, 7, 6),
-        invariances={**_LENGTHS, **_NORMS},
-        sensitivities={},
+        keeps=tuple(_SCALINGS),
     ),
     _decoupled(
         "DecoupledConv2d, learned ball, uneven padding",
@@ -239,8 +235,7 @@ LAYERS += [
         "DecoupledConv2d, sphere, linear in the angle",
         lambda: gnn.DecoupledConv2d(3, 4, 3, magnitude=gnn.magnitude.Sphere(alpha=2.0), angular=gnn.angular.Linear()),
         *(2, 3, 5, 5),
-        invariances={**_LENGTHS, **_NORMS},
-        sensitivities={},
+        keeps=tuple(_SCALINGS),
     ),
     _decoupled(
         "DecoupledConv2d, all learned, squared cosine, weighted",
@@ -255,8 +250,7 @@ LAYERS += [
             weighted="linear",
         ),
         *(2, 3, 5, 4),
-        invariances={},
-        sensitivities=_LENGTHS,
+        keeps=(),
     ),
     _decoupled(
         "DecoupledConv2d, convolution with ReLU",
@@ -269,15 +263,13 @@ LAYERS += [
             weighted="linear",
         ),
         *(2, 3, 5, 4),
-        invariances={},
-        sensitivities=_LENGTHS,
+        keeps=(),
     ),
     _decoupled(
         "DecoupledConv2d, depthwise, tanh of the product",
         lambda: gnn.DecoupledConv2d(4, 4, 3, padding=1, groups=4, weighted="tanh_product"),
         *(2, 4, 5, 5),
-        invariances=_NORMS,
-        sensitivities=_LENGTHS,
+        keeps=("input doubled",),
     ),
     _decoupled(
         "DecoupledConv2d, unit filters",
@@ -295,22 +287,19 @@ LAYERS += [
             4, 6, 4, stride=3, groups=2, magnitude=gnn.magnitude.Ball(), angular=gnn.angular.SquaredCosine()
         ),
         *(2, 4, 5),
-        invariances={**_LENGTHS, **_NORMS},
-        sensitivities={},
+        keeps=tuple(_SCALINGS),
     ),
     _decoupled(
         "DecoupledConvTranspose2d, weighted",
         lambda: gnn.DecoupledConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1, weighted="linear"),
         *(2, 3, 3, 4),
-        invariances={},
-        sensitivities=_LENGTHS,
+        keeps=("input doubled",),
     ),
     _decoupled(
         "DecoupledConvTranspose3d, sphere",
         lambda: gnn.DecoupledConvTranspose3d(2, 3, 2, magnitude=gnn.magnitude.Sphere()),
         *(2, 2, 2, 3, 2),
-        invariances={**_LENGTHS, **_NORMS},
-        sensitivities={},
+        keeps=tuple(_SCALINGS),
     ),
     _switchable("SwitchableNorm1d", lambda: gnn.SwitchableNorm1d(4), 5, 4),
     _switchable("SwitchableNorm2d", lambda: gnn.SwitchableNorm2d(3), 4, 3, 4, 3),
