@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gonio.compare import Plan, RecipeEntry, RunRecord, Training
 from gonio.compare.engines import NodeLost
+from gonio.compare.running.jobs import execute_run
 
 TINY, OWN = (str(Path(__file__).with_name(name)) for name in ("tiny.py", "own_training.py"))
 
@@ -42,6 +45,15 @@ def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
         elif score is not None:
             records.append(RunRecord(name, seed, "finished", score))
     return records
+
+
+def recorded(plan: Plan, entry: RecipeEntry, seed: int = 0) -> RunRecord:
+    """A run of a plan in this process."""
+    return RunRecord(**execute_run(plan, entry, seed)["record"])
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape)
 
 
 class Ended:

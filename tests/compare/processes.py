@@ -6,21 +6,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from gonio.compare import Study
 
-# What a terminal would run.
+# Goes on with the plan that lies in the folder, as a terminal would.
 SCRIPT = """
 import sys
-from gonio.compare import make_plan, run
+from gonio.compare import Study, run
 from gonio.errors import Interrupted
 
 if __name__ == "__main__":
-    folder, options, recipes = sys.argv[1], eval(sys.argv[2]), sys.argv[3:]
     try:
-        run(make_plan(recipes, **options), folder, jobs=2)
+        run(Study.open(sys.argv[1]).plan, sys.argv[1], jobs=2)
     except Interrupted as error:
         print(error, file=sys.stderr)
         sys.exit(75)
@@ -29,32 +29,29 @@ if __name__ == "__main__":
 """
 
 
-def start_study(folder: Path, recipes: list[str], **options: object) -> subprocess.Popen[str]:
-    """Start or continue a study in a process and session of its own."""
+def continue_study(folder: Path, errors: IO[str] | int = subprocess.PIPE, **variables: str) -> subprocess.Popen[str]:
+    """Continue a study in a process and session of its own, with these environment variables."""
     script = folder.parent / "study.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(folder), repr(options), *recipes]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command, environment = [sys.executable, str(script), str(folder)], {**os.environ, **variables}
+    return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, env=environment)
 
 
-# Goes on with the plan that lies in the folder.
-CONTINUE = """
-import sys
-from gonio.compare import Study, run
+def forked(work: Callable[[], int]) -> int:
+    """The number of a process that this one forks; it ends with the code that the work returns, 1 if it raises."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    return child
 
-if __name__ == "__main__":
-    run(Study.open(sys.argv[1]).plan, sys.argv[1], jobs=2)
-"""
 
-
-def continue_study(folder: Path, **variables: str) -> subprocess.Popen[str]:
-    """Continue a study in a process and session of its own, with these environment variables."""
-    script = folder.parent / "continue.py"
-    script.write_text(CONTINUE)
-    command = [sys.executable, str(script), str(folder)]
-    with open(folder.parent / "stderr", "a") as errors:
-        environment = {**os.environ, **variables}
-        return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, env=environment)
+def exit_code(child: int) -> int:
+    """Of a forked process, when it has ended; minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def wait_for_runs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from compare.plans import TINY
 from compare.test_tasks import fill
+from gonio import models
 from gonio.compare import Task, make_plan
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import batches, evaluate
 from gonio.compare.tasks import images, resolve
 from gonio.compare.tasks.task import examples_of, paired, seeded
 from gonio.errors import InvalidArgumentError
-
-TINY = str(Path(__file__).with_name("tiny.py"))
+from gonio.models.user_code import code_digest
 
 
 class Points(Dataset[Any]):
@@ -47,10 +49,13 @@ class Unseeded(Points):
         return super().__getitem__(index)[0] + os.urandom(1)[0], int(self.targets[index])
 
 
+def tiny(**changes: Any) -> Task:
+    """The tiny task with other splits, and without its augmentation of tensors."""
+    return Task(**{**vars(resolve(f"{TINY}:task")), "augment": None, **changes})
+
+
 def sets(noise: float = 0.5) -> Task:
-    kept = resolve(f"{TINY}:task")
-    parts = {name: Points(name, noise if name == "train" else 0.0) for name in kept.splits}
-    return Task(**{**vars(kept), **parts, "augment": None})  # type: ignore[arg-type]
+    return tiny(**{name: Points(name, noise if name == "train" else 0.0) for name in ("train", "validation", "test")})
 
 
 def still_sets() -> Task:
@@ -58,7 +63,7 @@ def still_sets() -> Task:
 
 
 def in_memory() -> Task:
-    return replace(resolve(f"{TINY}:task"), augment=None)
+    return tiny()
 
 
 def loaders(workers: int = 2) -> Task:
@@ -68,8 +73,7 @@ def loaders(workers: int = 2) -> Task:
     def alone(size: int) -> DataLoader[Any]:
         return DataLoader(Points("train", 0.5), size, shuffle=True)
 
-    kept = resolve(f"{TINY}:task")
-    return Task(**{**vars(kept), "augment": None, "train": make if workers else alone})  # type: ignore[arg-type]
+    return tiny(train=make if workers else alone)
 
 
 def drawn(task: Task, *, seed: int = 1, epoch: int = 2, workers: int = 0) -> list[Tensor]:
@@ -139,7 +143,7 @@ def test_a_data_set_is_judged_in_order() -> None:
 
 
 def unseeded() -> Task:
-    return Task(**{**vars(sets()), "train": Unseeded("train")})  # type: ignore[arg-type]
+    return tiny(train=Unseeded("train"))
 
 
 def test_what_cannot_be_paired_is_refused_with_the_reason() -> None:
@@ -214,8 +218,6 @@ def test_many_images_are_decoded_when_they_are_read(tmp_path: Path, monkeypatch:
         assert torch.equal(targets, known.splits[name].targets)
         with pytest.raises(InvalidArgumentError, match="as tensors in memory"):
             split.inputs  # noqa: B018
-    assert task.standardize is not None
-    assert known.standardize is not None
     assert task.standardize[0] == pytest.approx(known.standardize[0])
     assert task.sizes == known.sizes
     fill(tmp_path, classes=("cat",), size=(40, 20), count=5, mode="RGB")
@@ -233,16 +235,11 @@ NEIGHBOURS = {
 
 
 def test_user_files_import_their_neighbours_whose_text_is_part_of_the_plan(tmp_path: Path) -> None:
-    import sys
-
-    from gonio.models import resolve as resolve_model
-    from gonio.models.user_code import code_digest
-
     for name, text in NEIGHBOURS.items():
         (tmp_path / name).write_text(text)
     before, spec = [*sys.path], f"{tmp_path / 'mine.py'}:net"
     try:
-        model = resolve_model(spec)()
+        model = models.resolve(spec)()
         assert (model.in_features, model.out_features) == (3, 1)
         assert sys.path == before
     finally:

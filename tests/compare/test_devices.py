@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from compare.plans import plan_of
 from gonio.compare.engines import Devices, Local
 from gonio.compare.judging.cost import Gauge, peak_bytes
-from gonio.compare.planning.plan import Plan
 from gonio.compare.planning.planner import make_plan
 from gonio.compare.running.training import prepare_process
 from gonio.errors import InvalidArgumentError
@@ -77,12 +75,6 @@ def test_each_process_sees_a_gpu_of_its_own() -> None:
     assert Local(jobs=3, devices=Devices("cuda", ("5", "7"))).slots == 6
     assert Local(devices=Devices("mps")).slots == 1
     assert Local(jobs=1).start(seen).result() == os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
-def test_the_kind_of_device_is_part_of_the_plan() -> None:
-    plan = plan_of(device="cuda")
-    assert plan.hash != plan_of().hash
-    assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def test_the_page_says_what_is_bit_equal_on_an_accelerator() -> None:

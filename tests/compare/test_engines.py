@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from compare.plans import OWN, TINY, Ended, Here
-from gonio.compare import Lines, Plan, Study, make_plan, make_script_plan, run
+from gonio.compare import Lines, Study, make_plan, make_script_plan, run
 from gonio.compare.engines import NodeLost, Ray, ray
 from gonio.compare.engines.local import Worker
 from gonio.errors import InvalidArgumentError, NotApplicableError
@@ -64,13 +64,9 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    before = os.environ.get("RAY_ADDRESS")
-    os.environ["RAY_ADDRESS"] = made.address
-    yield made
-    if before is None:
-        del os.environ["RAY_ADDRESS"]
-    else:
-        os.environ["RAY_ADDRESS"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
     made.shutdown()
 
 
@@ -83,16 +79,13 @@ def second_node(cluster: Any) -> Iterator[Any]:
         cluster.remove_node(node)
 
 
-def plan_of(*, seeds: int = 2) -> Plan:
-    return make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=seeds)
-
-
 @pytest.mark.slow
 def test_the_cluster_gives_the_same_numbers_as_local(second_node: Any, tmp_path: Path) -> None:
-    here = run(plan_of(), tmp_path / "here", jobs=1)
+    plan = make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=2)
+    here = run(plan, tmp_path / "here", jobs=1)
     engine = Ray()
     assert engine.slots == 2
-    there = run(plan_of(), tmp_path / "there", engine=engine)
+    there = run(plan, tmp_path / "there", engine=engine)
     assert [record.status for record in there.runs()] == ["finished"] * 4
     assert there.runs() == here.runs()
     assert (there.missing(), there.without_costs()) == ([], [])

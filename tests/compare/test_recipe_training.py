@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from compare.plans import TINY
-from gonio.compare import Plan, RecipeEntry, RunRecord, Training, make_plan, make_script_plan, run
+from compare.plans import TINY, recorded
+from gonio.compare import Plan, RecipeEntry, Training, make_plan, make_script_plan, run
 from gonio.compare.planning.planner import check_training
-from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import Step, build, make_optimizer, make_schedule
 from gonio.compare.running.tuning import Trial, propose, settled, space_of
 from gonio.compare.tasks import resolve
@@ -29,10 +28,6 @@ TURNED = {"name": "turned", "optimizer": {"use": "muon", "lr": 0.02, "weight_dec
 
 def plan_with(*recipes: dict[str, Any], **more: Any) -> Plan:
     return make_plan([Recipe.from_dict(each) for each in recipes], task=f"{TINY}:task", **{"seeds": 2, **more})
-
-
-def recorded(plan: Plan, index: int, seed: int = 0) -> RunRecord:
-    return RunRecord(**execute_run(plan, plan.recipes[index], seed)["record"])
 
 
 def test_each_arm_has_its_own_training() -> None:
@@ -95,7 +90,7 @@ def test_norms_are_held_through_a_run_and_only_in_its_arm(more: dict[str, Any]) 
 def test_a_run_is_the_same_again_and_its_arms_differ() -> None:
     plan = plan_with(TURNED, HELD, {"name": "learned", "hold": {
         "where": "type:Linear", "norm": "filters", "magnitude": "learned", "radius": 1.0}})  # fmt: skip
-    first, second = ([recorded(plan, index) for index in range(4)] for _ in range(2))
+    first, second = ([recorded(plan, entry) for entry in plan.recipes] for _ in range(2))
     assert [record.error for record in first] == [None] * 4
     assert [record.to_dict() | {"seconds": 0} for record in first] == [r.to_dict() | {"seconds": 0} for r in second]
     assert len({tuple(record.curve["train_loss"]) for record in first}) == 4
@@ -196,10 +191,8 @@ def test_a_script_hands_its_optimizer_over(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(SCRIPT.replace("HOLD", "run.hold_(optimizer)"))
     plan = make_script_plan([Recipe.from_dict(HELD | {"hold": {}})], script=f"{path}:train", seeds=1)
-    plain, held = (recorded(plan, index) for index in range(2))
+    plain, held = (recorded(plan, entry) for entry in plan.recipes)
     assert (plain.error, held.error) == (None, None)
-    assert held.score is not None
-    assert plain.score is not None
     assert held.score < 1e-6 < 1e-3 < plain.score
     assert "hold" in held.plan
 
@@ -208,8 +201,9 @@ def test_a_script_that_forgets_the_hold_fails_its_runs(tmp_path: Path) -> None:
     path = tmp_path / "forgetful.py"
     path.write_text(SCRIPT.replace("HOLD", "pass"))
     plan = make_script_plan([Recipe.from_dict(HELD | {"hold": {}})], script=f"{path}:train", seeds=1)
-    assert recorded(plan, 0).status == "finished"
-    assert "PendingRecipeError: optimizer.step(): the recipe 'held'" in (recorded(plan, 1).error or "")
+    plain, held = (recorded(plan, entry) for entry in plan.recipes)
+    assert plain.status == "finished"
+    assert "PendingRecipeError: optimizer.step(): the recipe 'held'" in (held.error or "")
 
 
 def test_a_script_builds_its_own_optimizer(tmp_path: Path) -> None:

@@ -110,9 +110,7 @@ def test_costs_become_a_median_with_quartiles() -> None:
     ratios = [1.0, 1.1, 1.2, 1.3, 1.4]
     costs = [("r0", "step_time", i, ratio) for i, ratio in enumerate(ratios)] + [("r0", "memory", 0, 1.5)]
     effect = summarise(plan_of(), [], costs, []).effects[0]
-    assert effect.step_time is not None
     assert (effect.step_time.low, effect.step_time.median, effect.step_time.high) == (1.1, 1.2, 1.3)
-    assert effect.memory is not None
     assert (effect.memory.median, effect.memory.n) == (1.5, 1)
 
 
@@ -143,28 +141,23 @@ def test_the_time_to_the_baselines_last_score_counts_epochs_and_step_time() -> N
         curve_run("r0", 2, [1.0] * 4),
     ]
     found = reach_of(plan_of(seeds=3), "r0", runs, 1.5)
-    assert found is not None
     assert (found.n, found.reached) == (3, 2)
     assert found.ratio == pytest.approx(2 / 3 * 1.5)  # the median of 1/3, 2/3 and never
     without = reach_of(plan_of(seeds=3), "r0", runs, None)
-    assert without is not None
     assert without.ratio is None
 
 
 def test_where_less_is_better_the_score_is_reached_from_above() -> None:
     runs = [curve_run("baseline", 0, [3.0, 2.0]), curve_run("r0", 0, [2.5, 1.9])]
     found = reach_of(plan_of(seeds=1, direction="min"), "r0", runs, 1.0)
-    assert found is not None
     assert (found.reached, found.ratio) == (1, 1.0)
     never = reach_of(plan_of(seeds=1, direction="min"), "r0", [runs[0], curve_run("r0", 0, [2.5, 2.1])], 1.0)
-    assert never is not None
     assert (never.reached, never.ratio) == (0, None)
 
 
 def test_a_recipe_that_diverged_never_reaches_it_and_a_failed_one_is_no_pair() -> None:
     runs = [curve_run("baseline", 0, [1.0, 2.0]), curve_run("baseline", 1, [1.0, 2.0])]
     diverged = reach_of(plan_of(seeds=2), "r0", [*runs, curve_run("r0", 0, [0.5], "diverged")], 1.0)
-    assert diverged is not None
     assert (diverged.n, diverged.reached) == (1, 0)
     assert reach_of(plan_of(seeds=2), "r0", [*runs, curve_run("r0", 0, [9.0], "failed")], 1.0) is None
 
@@ -231,7 +224,6 @@ def test_sizes_stand_beside_the_baselines() -> None:
     plan = plan_of()
     rows = [("baseline", "parameters", 0, 100.0), ("r0", "parameters", 0, 110.0), ("r0", "flops", 0, 5.0)]
     effect = summarise(plan, [], rows, []).effects[0]
-    assert effect.parameters is not None
     assert (effect.parameters.baseline, effect.parameters.recipe) == (100.0, 110.0)
     assert effect.parameters.ratio == pytest.approx(1.1)
     assert effect.flops is None  # the baseline's was not measured

@@ -22,7 +22,7 @@ from rich.console import Console
 from cli.shell import COMMAND, write_task
 from compare.own_training import noisy
 from compare.plans import OWN, TINY, Here
-from compare.processes import alive, continue_study, patience, start_study, wait_for_runs, wait_for_silence
+from compare.processes import alive, continue_study, patience, wait_for_runs, wait_for_silence
 from gonio.compare import Bar, Lines, Plan, Quiet, Run, RunRecord, Study, make_plan, make_script_plan, run, watcher_for
 from gonio.compare.engines import Local
 from gonio.compare.engines.local import Worker, _alive
@@ -33,19 +33,14 @@ from gonio.errors import GonioError, Interrupted, InvalidArgumentError, StudyErr
 RECIPES = ["orthogonal-init", "switchable-norm"]
 
 
-def plan_of(model: str = "model", *, seeds: int = 2, recipes: list[str] | None = None) -> Plan:
-    names = RECIPES if recipes is None else recipes
-    return make_plan(names, task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=seeds)
+def plan_of(model: str = "model", *, seeds: int = 2) -> Plan:
+    return make_plan(RECIPES, task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=seeds)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, ...]:
     """The runs of a study that nothing happened to."""
     return run(plan_of(), tmp_path_factory.mktemp("reference"), jobs=2).runs()
-
-
-def start(folder: Path, *, model: str = "model", seeds: int = 2) -> subprocess.Popen[str]:
-    return start_study(folder, RECIPES, task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=seeds)
 
 
 def test_results_do_not_depend_on_the_number_of_jobs(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
@@ -163,8 +158,8 @@ def test_a_folder_that_is_moved_meanwhile_is_not_made_again(tmp_path: Path) -> N
 
 
 def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
-    folder = tmp_path / "study"
-    process = start(folder)
+    folder = Study.create(tmp_path / "study", plan_of()).path
+    process = continue_study(folder)
     wait_for_runs(folder, 2, process)
     time.sleep(random.Random(0).uniform(0, 0.2))
     process.kill()
@@ -179,10 +174,10 @@ def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, .
 
 
 def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_path: Path) -> None:
-    folder = tmp_path / "study"
-    process = start(folder, model="slow_model", seeds=20)
+    folder = Study.create(tmp_path / "study", plan_of("slow_model", seeds=20)).path
+    process = continue_study(folder)
     wait_for_runs(folder, 1, process)
-    second = start(folder, model="slow_model", seeds=20)
+    second = continue_study(folder)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert f"process {process.pid} is running it. Wait until that process ends" in errors
@@ -212,7 +207,8 @@ def test_kills_at_random_moments(tmp_path: Path, lives: int, kills: int) -> None
         journal = tmp_path / f"journal-{life}"
         journal.touch()
         slow = f"{draw.choice((0, 0.02, 0.1))}"
-        process = continue_study(folder, GONIO_TEST_JOURNAL=str(journal), GONIO_TEST_SLEEP=slow)
+        with open(tmp_path / "stderr", "a") as errors:
+            process = continue_study(folder, errors, GONIO_TEST_JOURNAL=str(journal), GONIO_TEST_SLEEP=slow)
         children = (kills - lives) // lives + (life < (kills - lives) % lives)
         for _ in range(children):
             wait_for_start(journal, draw.randint(0, 4), process)

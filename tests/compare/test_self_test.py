@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from compare.plans import OWN, TINY, plan_of
+from compare.plans import OWN, TINY, normal, plan_of, recorded
 from gonio.compare import (
     Plan,
     RecipeEntry,
@@ -26,7 +26,6 @@ from gonio.compare import (
 from gonio.compare.judging.results import summarise
 from gonio.compare.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.compare.judging.statistics import holm, paired_t, sign_flip
-from gonio.compare.running.jobs import execute_run
 from gonio.errors import InvalidArgumentError
 from style.source import ROOT
 
@@ -43,12 +42,8 @@ def results_of(table: np.ndarray, *, size: int = 8) -> Results:
     return summarise(plan, runs, [], [])
 
 
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape)
-
-
 def test_shares_are_those_of_the_single_functions() -> None:
-    table = noise(4, 8) + np.array([[0.0], [3.0], [0.5], [0.0]])
+    table = normal(4, 8) + np.array([[0.0], [3.0], [0.5], [0.0]])
     rows = [(ours - table[0]).tolist() for ours in table[1:]]
     adjusted = holm([sign_flip(row) for row in rows])
     excludes = [not low <= 0 <= high for _, low, high in map(paired_t, rows)]  # type: ignore[misc]
@@ -59,19 +54,19 @@ def test_shares_are_those_of_the_single_functions() -> None:
 
 def test_studies_that_share_no_run() -> None:
     """Pairs (0, 1) and (2, 3), seeds 0-5 and 6-11; what is left over has no part."""
-    table = noise(5, 14)
+    table = normal(5, 14)
     assert disjoint_verdicts(table) == (0, 4)
     table[3, 6:12] += 50
     assert disjoint_verdicts(table) == (1, 4)
     table[4] += 50  # the recipe that is left over
-    table[:, 12:] += 50 * noise(5, 2)  # the seeds that are
+    table[:, 12:] += 50 * normal(5, 2)  # the seeds that are
     assert disjoint_verdicts(table) == (1, 4)
-    assert disjoint_verdicts(noise(5, 5)) == (0, 0)
+    assert disjoint_verdicts(normal(5, 5)) == (0, 0)
 
 
 def test_disjoint_studies_are_wrong_as_often_as_the_test_says() -> None:
     """Of continuous scores and six seeds: 2 of 64 sign vectors, whatever the noise."""
-    wrong, studies = disjoint_verdicts(noise(400, 60, seed=5))
+    wrong, studies = disjoint_verdicts(normal(400, 60, seed=5))
     assert studies == 2000
     assert abs(wrong / studies - 2 / 64) < 3 * (2 / 64 * 62 / 64 / studies) ** 0.5
 
@@ -86,7 +81,7 @@ def test_the_interval_of_a_rate_is_exact(hits: int, trials: int) -> None:
 
 
 def test_copies_that_are_alike_pass() -> None:
-    found = self_test(results_of(noise(5, 32)))
+    found = self_test(results_of(normal(5, 32)))
     assert found.passed
     assert (found.copies, found.seeds, found.size, found.claims) == (4, 32, 8, ())
     assert (found.disjoint_wrong, found.disjoint) == (0, 10)
@@ -100,7 +95,7 @@ def test_copies_that_are_alike_pass() -> None:
 
 
 def test_copies_that_differ_do_not_pass() -> None:
-    shifted = noise(5, 32) + np.array([[0.0], [1.5], [0.0], [0.0], [0.0]])
+    shifted = normal(5, 32) + np.array([[0.0], [1.5], [0.0], [0.0], [0.0]])
     found = self_test(results_of(shifted))
     assert not found.passed
     assert found.false_verdicts > 0.5
@@ -109,7 +104,7 @@ def test_copies_that_differ_do_not_pass() -> None:
 
 
 def test_seeds_without_all_runs_are_left_out() -> None:
-    results = results_of(noise(5, 32)[:, :20])
+    results = results_of(normal(5, 32)[:, :20])
     assert self_test(results, size=8).seeds == 20
     with pytest.raises(InvalidArgumentError, match="a self-test of studies of 24 seeds; found 20 with all of"):
         self_test(results, size=24)
@@ -154,7 +149,7 @@ def test_a_copy_differs_from_the_baseline_by_its_seed_alone() -> None:
     base, copy = test.recipes[:2]
 
     def outcome(plan: Plan, entry: RecipeEntry, seed: int) -> tuple[object, ...]:
-        record = RunRecord(**execute_run(plan, entry, seed)["record"])
+        record = recorded(plan, entry, seed)
         return record.status, record.score, record.best_epoch, record.curve, record.geometry
 
     first = outcome(unmoved, base, 0)

@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from compare.plans import plan_of
+from compare.plans import normal, plan_of
 from gonio.compare import RunRecord
 from gonio.compare.judging.results import summarise
 from gonio.compare.judging.statistics import correlation, detectable, holm, improvement, least_p, paired_t, sign_flip
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 20])

@@ -58,7 +58,6 @@ def test_costs_are_measured_once_per_recipe(tmp_path: Path) -> None:
     study.add_costs([("r0", "step_time", 0, 2.0)])
     assert [entry.name for entry in study.without_costs()] == ["r1"]
     ratio = study.results().effects[0].step_time
-    assert ratio is not None
     assert (ratio.median, ratio.n) == (2.0, 1)
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from compare.plans import TINY
-from gonio.compare import RunRecord
-from gonio.compare.planning.plan import Plan, RecipeEntry, Training
+from compare.plans import TINY, recorded
+from gonio.compare import Task
+from gonio.compare.planning.plan import Plan, Training
 from gonio.compare.planning.planner import BUILT_IN_RECIPES, make_plan
-from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import batches, build, evaluate, fit, make_optimizer, seed_everything
 from gonio.compare.tasks import resolve
 
@@ -23,8 +22,14 @@ def plan() -> Plan:
     return make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=2)
 
 
-def recorded(plan: Plan, entry: RecipeEntry, seed: int) -> RunRecord:
-    return RunRecord(**execute_run(plan, entry, seed)["record"])
+@pytest.fixture
+def task() -> Task:
+    return resolve(f"{TINY}:task")  # of 33 examples
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
 
 
 def test_a_run_does_not_depend_on_the_process_it_is_in(plan: Plan) -> None:
@@ -37,8 +42,7 @@ def test_a_run_does_not_depend_on_the_process_it_is_in(plan: Plan) -> None:
     assert first != replace(recorded(plan, plan.recipes[1], 0), seed=1)
 
 
-def test_batches_depend_on_seed_and_epoch_alone() -> None:
-    task = resolve(f"{TINY}:task")
+def test_batches_depend_on_seed_and_epoch_alone(task: Task) -> None:
     first = list(batches(task, 8, seed=1, epoch=2))
     torch.rand(3)
     again = list(batches(task, 8, seed=1, epoch=2))
@@ -48,8 +52,7 @@ def test_batches_depend_on_seed_and_epoch_alone() -> None:
         assert not torch.equal(first[0][0], other[0][0])
 
 
-def test_a_last_batch_of_one_is_left_out() -> None:
-    task = resolve(f"{TINY}:task")  # 33 examples
+def test_a_last_batch_of_one_is_left_out(task: Task) -> None:
     assert [len(targets) for _, targets in batches(task, 8, seed=0, epoch=0)] == [8, 8, 8, 8]
     assert [len(targets) for _, targets in batches(task, 10, seed=0, epoch=0)] == [10, 10, 10, 3]
 
@@ -75,9 +78,8 @@ def test_untouched_layers_start_bit_equal_in_every_recipe(seed: int) -> None:
     assert equal["self-orthogonality"] == equal["scale-shift"] == set(reference)
 
 
-def test_the_training_noise_is_the_same_in_every_recipe(plan: Plan) -> None:
+def test_the_training_noise_is_the_same_in_every_recipe(plan: Plan, task: Task) -> None:
     # Dropout reads the global generator: it must not matter how much a recipe drew before.
-    task = resolve(plan.task)
     marks = []
     for draws in (0, 5):
         model, _, _ = build(plan, task, plan.baseline, 0)
@@ -87,60 +89,50 @@ def test_the_training_noise_is_the_same_in_every_recipe(plan: Plan) -> None:
     assert marks[0] == marks[1]
 
 
-def test_the_reported_epoch_is_the_best_of_validation_and_the_latest_of_equals() -> None:
-    task = resolve(f"{TINY}:task")
+def test_the_reported_epoch_is_the_best_of_validation_and_the_latest_of_equals(
+    task: Task, model: nn.Sequential
+) -> None:
     scores = iter([50.0, 70.0, 70.0, 60.0])
     metric = replace(task.metric, function=lambda outputs, targets: next(scores))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     done = fit(model, replace(task, metric=metric), training=task.training, seed=0)
     assert (done.best_epoch, done.curve["val_score"]) == (2, [50.0, 70.0, 70.0, 60.0])
-    assert done.state is not None
     assert not torch.equal(done.state["1.weight"], model[1].weight)
 
 
-def test_a_falling_metric_is_best_at_its_least() -> None:
+def test_a_falling_metric_is_best_at_its_least(model: nn.Sequential) -> None:
     task = resolve(f"{TINY}:regression")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     done = fit(model, task, training=task.training, seed=0)
     scores = done.curve["val_score"]
     assert done.best_epoch == scores.index(min(scores))
 
 
-def test_the_penalty_is_part_of_the_objective_and_not_of_the_curve() -> None:
-    task = resolve(f"{TINY}:task")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+def test_the_penalty_is_part_of_the_objective_and_not_of_the_curve(task: Task, model: nn.Sequential) -> None:
+    def penalty() -> torch.Tensor:
+        return 100 * model[1].weight.square().sum()
+
     training = Training(epochs=1, batch_size=32, lr=1e-9)
     plain = fit(model, task, training=training, seed=0)
-    penalised = fit(model, task, training=training, seed=0, penalty=lambda: 100 * model[1].weight.square().sum())
+    penalised = fit(model, task, training=training, seed=0, penalty=penalty)
     assert penalised.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-6)
-    before = model[1].weight.square().sum().item()
-    fit(
-        model,
-        task,
-        training=replace(training, lr=1e-3, epochs=3),
-        seed=0,
-        penalty=lambda: 100 * model[1].weight.square().sum(),
-    )
-    assert model[1].weight.square().sum().item() < before / 2
+    before = penalty().item()
+    fit(model, task, training=replace(training, lr=1e-3, epochs=3), seed=0, penalty=penalty)
+    assert penalty().item() < before / 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(value: float) -> None:
-    task = resolve(f"{TINY}:task")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(task: Task, model: nn.Sequential, value: float) -> None:
     calls = iter([0.0] * 6 + [value] * 9)
     done = fit(model, task, training=task.training, seed=0, penalty=lambda: torch.tensor(next(calls)))
     assert done.diverged == f"the training loss is {value} in epoch 1"
     assert len(done.curve["val_score"]) == 1
 
 
-def test_outputs_that_are_not_finite_in_evaluation_are_a_divergence() -> None:
+def test_outputs_that_are_not_finite_in_evaluation_are_a_divergence(task: Task, model: nn.Sequential) -> None:
     class OnlyInTraining(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if self.training else x / 0
 
-    task = resolve(f"{TINY}:task")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), OnlyInTraining())
+    model.append(OnlyInTraining())
     assert evaluate(model, task, task.test) is None
     done = fit(model, task, training=task.training, seed=0)
     assert done.diverged == "outputs on the validation split are not finite in epoch 0"

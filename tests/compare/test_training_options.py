@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compare.plans import plan_of
+from compare.plans import TINY, plan_of
 from gonio.compare import Metric, Split, Task, Training
-from gonio.compare.planning.plan import Plan
+from gonio.compare.planning.plan import Plan, extended
 from gonio.compare.planning.planner import check_training, make_plan
 from gonio.compare.running.jobs import execute_run
 from gonio.compare.running.training import (
@@ -31,7 +31,6 @@ from gonio.compare.running.training import (
 from gonio.compare.tasks import resolve
 from gonio.errors import InvalidArgumentError, PlanChangedError
 
-TINY = str(Path(__file__).with_name("tiny.py"))
 PLAIN = Training(epochs=2, batch_size=8, lr=0.1)
 OPTIONS: dict[str, Any] = {
     "schedule": "step", "warm_up": 1.0, "decay": "weights", "clip": 1.0, "label_smoothing": 0.1, "ema": 0.9,
@@ -75,8 +74,6 @@ def test_every_option_is_part_of_the_plan_and_of_its_hash(name: str) -> None:
     changed = plan_of(training=replace(plan_of().trained, **{name: OPTIONS[name]}))
     assert changed.hash != plan_of().hash
     assert Plan.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
-    from gonio.compare.planning.plan import extended
-
     with pytest.raises(PlanChangedError, match=rf"training.{name} is .* in the study and"):
         extended(plan_of(), changed, path="s", finished=0)
 
@@ -183,7 +180,6 @@ def test_the_moving_average_is_its_recursion_and_is_what_is_judged(task: Task) -
         task, metric=replace(task.metric, function=lambda o, t: seen.append(net_[1].weight.clone()) or 0)
     )
     done = fit(net_, watching, training=replace(PLAIN, ema=0.99), seed=0)
-    assert done.state is not None
     assert torch.equal(done.state["1.weight"], seen[-1])
     assert not torch.equal(net_[1].weight, seen[-1])
 

@@ -5,8 +5,6 @@ Studies in the tests name it as `…/tiny.py:task` and `…/tiny.py:model`.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import torch
@@ -73,8 +71,6 @@ class Mishap(nn.Module):
             return x
         if self.what == "raise":
             raise RuntimeError("<b>no</b> memory")
-        if self.what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
         return x * float("nan")
 
 
@@ -85,11 +81,6 @@ def _with(what: str) -> nn.Module:
 def raising_model() -> nn.Module:
     """Half of the seeds raise."""
     return _with("raise")
-
-
-def dying_model() -> nn.Module:
-    """Half of the seeds kill their process."""
-    return _with("die")
 
 
 def diverging_model() -> nn.Module:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from compare.plans import OWN, TINY, Here
+from compare.processes import exit_code, forked
 from gonio.compare import Plan, RunRecord, Study, make_plan, make_script_plan, run
 
 KILLS = int(os.environ.get("GONIO_KILLS", "60"))
@@ -39,15 +40,12 @@ def rows(folder: Path) -> dict[tuple[str, int], RunRecord]:
 
 def begun(plan: Plan, folder: Path) -> int:
     """Start or continue a study in a process of its own, which this process forks; its number."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            run(plan, folder, engine=Here())
-            code = 0
-        finally:
-            os._exit(code)
-    return child
+
+    def to_its_end() -> int:
+        run(plan, folder, engine=Here())
+        return 0
+
+    return forked(to_its_end)
 
 
 def killed(plan: Plan, folder: Path, after: float) -> bool:
@@ -55,14 +53,14 @@ def killed(plan: Plan, folder: Path, after: float) -> bool:
     child = begun(plan, folder)
     time.sleep(after)
     os.kill(child, signal.SIGKILL)  # a child that has ended stays until it is waited for
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = exit_code(child)
     assert code in (0, -signal.SIGKILL), "the study raised"
     return code != 0
 
 
 def ended(plan: Plan, folder: Path) -> dict[tuple[str, int], RunRecord]:
     """The rows of a study that is run to its end."""
-    assert os.waitstatus_to_exitcode(os.waitpid(begun(plan, folder), 0)[1]) == 0, "the study raised"
+    assert exit_code(begun(plan, folder)) == 0, "the study raised"
     return rows(folder)
 
 
