@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from catalog import seeded
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import SignIndex
 
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+draw = partial(seeded, dtype=torch.float64)
 
 
 def exact(vectors: torch.Tensor, x: torch.Tensor, k: int) -> torch.return_types.topk:

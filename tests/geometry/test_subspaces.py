@@ -8,22 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from catalog import seeded
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import intruder_dimensions, principal_angles, subspaces, top_subspace
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def decaying(n: int, d: int) -> Tensor:
     """Singular values that fall as a power, as those of trained weights."""
-    left, right = torch.linalg.qr(draw(n, d)).Q[:, : min(n, d)], torch.linalg.qr(draw(d, min(n, d), seed=1)).Q
+    left, right = torch.linalg.qr(seeded(n, d)).Q[:, : min(n, d)], torch.linalg.qr(seeded(d, min(n, d), seed=1)).Q
     return left * torch.arange(1.0, min(n, d) + 1).pow(-0.7) @ right.mT
 
 
 @pytest.mark.parametrize("shape", [(600, 800), (900, 560), (40, 70), (33, 1)], ids=str)
-@pytest.mark.parametrize("make", [draw, decaying], ids=["random", "decaying"])
+@pytest.mark.parametrize("make", [seeded, decaying], ids=["random", "decaying"])
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_top_subspace_is_that_of_the_full_decomposition(make, shape: tuple[int, int], seed: int) -> None:
     matrix, k = make(*shape), min(16, *shape)
@@ -40,7 +37,7 @@ def test_the_top_subspace_is_that_of_the_full_decomposition(make, shape: tuple[i
 def test_equal_singular_values_have_no_subspace_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subspaces, "STEPS", 6)
     monkeypatch.setattr(subspaces, "CHECKS", frozenset((4, 6)))
-    found = top_subspace(torch.linalg.qr(draw(700, 700)).Q, 4)
+    found = top_subspace(torch.linalg.qr(seeded(700, 700)).Q, 4)
     assert found.error > 0.1
     torch.testing.assert_close(found.values, torch.ones(4), rtol=1e-4, atol=0)
 
@@ -55,7 +52,7 @@ def test_any_scale_of_the_weight(factor: float) -> None:
 
 def test_a_zero_matrix_and_a_matrix_of_low_rank() -> None:
     assert top_subspace(torch.zeros(600, 700), 3).values.tolist() == [0, 0, 0]
-    low = draw(600, 2) @ draw(2, 700, seed=1)
+    low = seeded(600, 2) @ seeded(2, 700, seed=1)
     found = top_subspace(low, 2)
     assert found.error < 1e-3
     exact = torch.linalg.svd(low.double(), full_matrices=False)[0][:, :2]
@@ -64,15 +61,17 @@ def test_a_zero_matrix_and_a_matrix_of_low_rank() -> None:
 
 @pytest.mark.parametrize("angle", [1e-7, 1e-3, 0.3, 1.5707])
 def test_a_planted_angle_is_found(angle: float) -> None:
-    frame = torch.linalg.qr(draw(50, 4).double()).Q
+    frame = torch.linalg.qr(seeded(50, 4).double()).Q
     turned = torch.stack([frame[:, 0], frame[:, 1] * torch.tensor(angle).double().cos()], 1)
     turned[:, 1] += frame[:, 2] * torch.tensor(angle).double().sin()
-    found = principal_angles(frame[:, :2], turned @ draw(2, 2).double())
+    found = principal_angles(frame[:, :2], turned @ seeded(2, 2).double())
     assert found.tolist() == pytest.approx([0, angle], rel=1e-6, abs=1e-13)
 
 
 def test_random_subspaces_share_the_dimension_of_chance() -> None:
-    shared = [principal_angles(draw(60, 6, seed=s), draw(60, 6, seed=s + 99)).cos().square().mean() for s in range(40)]
+    shared = [
+        principal_angles(seeded(60, 6, seed=s), seeded(60, 6, seed=s + 99)).cos().square().mean() for s in range(40)
+    ]
     assert float(torch.stack(shared).mean()) == pytest.approx(6 / 60, rel=0.1)
 
 
@@ -84,14 +83,14 @@ def largest_cosines(base: Tensor, tuned: Tensor, k: int = 10) -> Tensor:
 
 def tunings(n: int, d: int) -> dict[str, Tensor]:
     base = decaying(n, d)
-    left, right = (torch.linalg.qr(draw(size, 3, seed=size)).Q for size in (n, d))
+    left, right = (torch.linalg.qr(seeded(size, 3, seed=size)).Q for size in (n, d))
     return {
         "base": base,
         "equal": base.clone(),
-        "everywhere": base + 1e-3 * draw(n, d, seed=5) / sqrt(d),
+        "everywhere": base + 1e-3 * seeded(n, d, seed=5) / sqrt(d),
         "three new directions": base + left * torch.tensor([3.0, 2.5, 2.0]) @ right.mT,
         "scaled": base * 3,
-        "turned": torch.linalg.qr(draw(n, n, seed=6)).Q @ base,
+        "turned": torch.linalg.qr(seeded(n, n, seed=6)).Q @ base,
     }
 
 
@@ -118,9 +117,9 @@ def test_the_part_of_the_intruders_is_their_share_of_the_weight() -> None:
 
 
 def test_the_chance_level_is_what_random_directions_reach() -> None:
-    base = draw(200, 300)
+    base = seeded(200, 300)
     frame = torch.linalg.svd(base)[0]
-    random = torch.nn.functional.normalize(draw(200, 400, seed=3), dim=0)
+    random = torch.nn.functional.normalize(seeded(200, 400, seed=3), dim=0)
     seen = float((frame.mT @ random).abs().amax(0).median())
     assert intruder_dimensions(base, base).chance == pytest.approx(seen, rel=0.03)
     assert seen == pytest.approx(sqrt(2 * log(200) / 200), rel=0.15)

@@ -36,9 +36,13 @@ def _periodic(kind: type[nn.Module], out: int, kernel: int, options: dict[str, A
 LAYERS = _shapes()
 
 
+def fresh(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def signal(layer: nn.Module, *, seed: int = 0) -> tuple[float, float]:
     """Mean ‖y‖²/‖x‖² and var(y)/var(x) for white noise x, away from borders."""
-    g = torch.Generator().manual_seed(seed)
+    g = fresh(seed)
     if isinstance(layer, nn.Linear):
         x = torch.randn(4096, layer.in_features, generator=g)
         return _ratios(x, layer(x))

@@ -9,6 +9,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.init import lecun_, mup_
 from gonio.init.mup import entry_growth, growth
+from init.layers import fresh
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_entries_over_which_nothing_is_summed_are_inputs() -> None:
 
 def test_at_the_width_of_the_base_nothing_changes() -> None:
     first, second = (torch.empty(30, 40) for _ in range(2))
-    mup_(first, base=(30, 40), generator=torch.Generator().manual_seed(0))
-    lecun_(second, generator=torch.Generator().manual_seed(0))
+    mup_(first, base=(30, 40), generator=fresh())
+    lecun_(second, generator=fresh())
     assert torch.equal(first, second)
 
 
@@ -58,7 +59,7 @@ def test_at_the_width_of_the_base_nothing_changes() -> None:
     ],
 )
 def test_the_variance_of_each_kind(shape: tuple[int, ...], base: tuple[int, ...], variance: float) -> None:
-    weight = mup_(torch.empty(shape, dtype=torch.float64), base=base, generator=torch.Generator().manual_seed(0))
+    weight = mup_(torch.empty(shape, dtype=torch.float64), base=base, generator=fresh())
     assert float(weight.var()) == pytest.approx(variance, rel=0.03)
 
 

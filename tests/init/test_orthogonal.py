@@ -13,15 +13,11 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout, layout_of, matrix_view, operator_matrix, singular_values
 from gonio.init import delta_orthogonal_, orthogonal_
 from gonio.init.orthogonal import BLOCK, haar_columns
-from init.layers import LAYERS, signal
+from init.layers import LAYERS, fresh, signal
 from tolerances import exact
 
 PLAIN = Layout()
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def fresh(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def gram_error(weight: Tensor, layout: Layout = PLAIN) -> float:

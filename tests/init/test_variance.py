@@ -14,13 +14,8 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.geometry import Layout, layout_of
 from gonio.init import Fans, fans, he_, lecun_, variance_scaling_, xavier_
 from gonio.init.variance import CUT_STD
-from init.layers import LAYERS, signal
+from init.layers import LAYERS, fresh, signal
 from references.init import counted_fans
-
-
-def fresh(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 FAN_SHAPES = [
     ((6, 4, 3), False, 1, (1,)),

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gonio
 from catalog import LAYERS, PARAMETRIZATIONS, REGULARIZERS, seeded
 from gonio import parametrizations as P
 from gonio import regularizers as R
-from laws.support import MODULES, assert_near, clone
+from laws.support import MODULES, Checkpointed, assert_near, clone
 from tolerances import close, exact
 
 BATCH = 8  # divisible by 2 and 4 processes
@@ -110,7 +109,7 @@ def assert_trained(found: Iterable[Tensor], subject: Subject) -> None:
 
 
 def check_checkpoint(subject: Subject) -> None:
-    assert_trained(train(subject, wrap=lambda m: lambda x: checkpoint(m, x, use_reentrant=False)), subject)
+    assert_trained(train(subject, wrap=Checkpointed), subject)
 
 
 def check_lightning(subject: Subject) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from catalog import LAYERS, PARAMETRIZATIONS, LayerCase, ParametrizationCase, seeded
 from gonio import parametrizations as P
@@ -85,6 +86,18 @@ class ModuleCase:
 def control(layer: Callable[..., nn.Module] = nn.Linear) -> ModuleCase:
     """A small layer that a law is to accept or, broken on purpose, to refuse."""
     return ModuleCase(name=layer.__name__, make=lambda: layer(4, 3), shape=(2, 4))
+
+
+class Checkpointed(nn.Module):
+    """Around a module whose activations are computed again in the backward pass."""
+
+    def __init__(self, module: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 def perturbed(module: nn.Module, *, seed: int = 1) -> nn.Module:

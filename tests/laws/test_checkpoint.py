@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from catalog import PARAMETRIZATIONS, REGULARIZERS, RegularizerCase, seeded
 from laws.support import (
     MODULES,
+    Checkpointed,
     ModuleCase,
     assert_all_equal,
     clone,
@@ -24,16 +25,6 @@ from laws.support import (
 STEPS = 4
 READS = 100
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 def trajectory(module: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
@@ -59,7 +50,7 @@ def _backward(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 def check_module(case: ModuleCase, reentrant: bool) -> None:
     plain = case.make()
-    checkpointed = _Checkpointed(clone(plain), reentrant)
+    checkpointed = Checkpointed(clone(plain), reentrant)
     expected = trajectory(plain, case.shape)
     assert_all_equal(trajectory(checkpointed, case.shape), expected, "checkpointed training")
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from catalog import seeded
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.nn import magnitude
+from laws.support import Checkpointed
 from processes import WORLD
 
 # name -> (layer, input of all samples, how many of them the first two processes have; others have none)
@@ -85,15 +85,6 @@ def one_forward(model: nn.Module, rows: slice) -> Tensor:
 def two_forwards(model: nn.Module, rows: slice) -> Tensor:
     """Both before the backward pass: the buffers of the first have moved when its gradient is taken."""
     return one_forward(model, rows) + model(joined((WORLD * EACH, 3, 4, 4), seed=1)[rows]).tanh().mean()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.model, x, use_reentrant=False)
 
 
 # name -> (what is put around the model, the loss of a part of the batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from gonio.geometry import layout_of, matrix_view
 from gonio.measuring import step_rotation
 from gonio.optim.vectors import Vectors, factors_of
 from gonio.optim.vectors import norms_of as norms_together
+from laws.support import reloaded
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "linear": (lambda: nn.Linear(7, 5), "weight"),
@@ -38,6 +38,16 @@ def norms_of(weight: Tensor, layout: Any, norm: str) -> Tensor:
     """The reference: norms of the matrix view in float64."""
     rows = matrix_view(weight.detach().double(), layout)
     return rows.norm(dim={"matrix": (1, 2), "filters": 2, "columns": 1}[norm])
+
+
+def two_layers(**options: float) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def one_layer() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    layer = nn.Linear(4, 3)
+    return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
 
 
 def drift(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
@@ -242,8 +252,7 @@ def test_decay_of_held_weights_is_set_to_0_and_said() -> None:
 
 
 def test_a_group_with_other_weights_is_split_and_joined_again() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.3)
+    model, optimizer = two_layers(momentum=0.5, weight_decay=0.3)
     before = [id(p) for p in optimizer.param_groups[0]["params"]]
     held = gonio.hold_(model, optimizer, where="1")
     first, second = optimizer.param_groups
@@ -255,8 +264,7 @@ def test_a_group_with_other_weights_is_split_and_joined_again() -> None:
 
 
 def test_a_schedule_that_would_miss_a_group_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3)
+    model, optimizer = two_layers(weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(NotApplicableError, match=r"the optimizer has a schedule, .* Call hold_ before the schedule"):
         gonio.hold_(model, optimizer, where="1")
@@ -273,8 +281,7 @@ def test_a_schedule_that_would_miss_a_group_is_refused() -> None:
 
 
 def test_a_weight_is_held_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = two_layers()
     held = gonio.hold_(model, optimizer, where="0")
     with pytest.raises(AlreadyAppliedError, match=r"hold_: cannot be applied twice to '0'; found a hold of 'weight'"):
         gonio.hold_(model, torch.optim.AdamW(model.parameters()))
@@ -330,8 +337,7 @@ def test_weights_outside_of_the_optimizer_are_named() -> None:
     ],
 )
 def test_errors(options: dict[str, Any], match: str) -> None:
-    layer = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, optimizer = one_layer()
     with pytest.raises(InvalidArgumentError, match=match):
         gonio.hold_(layer, optimizer, **options)
     drift(layer, optimizer, 1)
@@ -351,12 +357,10 @@ def test_a_resumed_training_is_the_same_to_the_last_bit() -> None:
 
     model, optimizer, held = start(0)
     drift(model, optimizer, 5)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "held": held.state_dict()}, file)
+    parts = {"model": model, "optimizer": optimizer, "held": held}
+    state = reloaded({name: part.state_dict() for name, part in parts.items()})
     drift(model, optimizer, 5, seed=1)
     other, resumed, again = start(1)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
     other.load_state_dict(state["model"])
     resumed.load_state_dict(state["optimizer"])
     drift(other, resumed, 5, seed=1)
@@ -368,8 +372,7 @@ def test_a_resumed_training_is_the_same_to_the_last_bit() -> None:
 
 
 def test_copies_of_the_model_are_free() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = one_layer()
     gonio.hold_(model, optimizer)
     twin = copy.deepcopy(model)
     own = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -381,8 +384,7 @@ def test_copies_of_the_model_are_free() -> None:
 
 
 def test_a_model_that_moves_is_followed() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = one_layer()
     gonio.hold_(model, optimizer, radius=3.0)
     model.double()
     drift(model, optimizer, 2)

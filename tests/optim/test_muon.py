@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import layout_of, matrix_view
 from gonio.optim import Muon
 from gonio.penalty.matrices import Blocks
+from laws.support import reloaded
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -164,11 +164,8 @@ def test_the_state_is_saved_with_the_blocks() -> None:
 
     model, optimizer = start()
     train(model, optimizer, 0)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    state = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, 1)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
     other, resumed = start()
     other.load_state_dict(state["model"])
     resumed.load_state_dict(state["optimizer"])

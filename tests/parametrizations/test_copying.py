@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from catalog import seeded
 from gonio import parametrizations as P
 from gonio.geometry.norms import whole
+from laws.support import reloaded
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 from processes import WORLD, spawned
 from tolerances import close
@@ -32,13 +34,6 @@ def model_of(member: str) -> nn.Module:
     for layer in (model[0], model[2]):
         P.attach(layer, "weight", MEMBERS[member].make())
     return model
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def through_cloudpickle(model: nn.Module) -> nn.Module:
@@ -58,7 +53,7 @@ def through_joblib(model: nn.Module) -> nn.Module:
 TRIPS = {
     "deepcopy": copy.deepcopy,
     "pickle protocol 2": lambda m: pickle.loads(pickle.dumps(m, protocol=2)),
-    "torch.save": saved,
+    "torch.save": partial(reloaded, weights_only=False),
     "AveragedModel": lambda m: AveragedModel(m).module,
     "cloudpickle": through_cloudpickle,
     "joblib": through_joblib,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from catalog import seeded
 from gonio import geometry
@@ -158,37 +156,6 @@ def test_ticks_follow_a_changing_weight(view: str) -> None:
     P.tick_(layer, iterations=20)
     assert P.parametrization_of(layer).holds(layer.weight)
     assert not P.parametrization_of(handle_free).holds(handle_free.weight)
-
-
-class Transfers(TorchDispatchMode):
-    """Records operations that read a number from a device or copy to another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        devices = {t.device for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        devices |= {t.device for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
-        if len(devices) > 1 or func is torch.ops.aten._local_scalar_dense.default:
-            self.found.append(str(func))
-        return out
-
-
-@pytest.mark.parametrize("view", ["filters", "conv"])
-@pytest.mark.parametrize("name", ["conv2d", "grouped transposed conv2d"])
-def test_ticks_do_not_wait_for_a_device(view: str, name: str) -> None:
-    """The meta device stands for any other: it has no numbers to read, and copies to it can be seen."""
-    layer = attached(make(name).to("meta"), view=view)
-    P.tick_(layer)  # makes the tables of this geometry
-    with Transfers() as transfers:
-        P.tick_(layer)
-        layer.weight.sum()
-    assert not transfers.found
-    with Transfers() as control:
-        torch.zeros(1).to("meta")
-    assert control.found
 
 
 @pytest.mark.parametrize("view", ["filters", "conv"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from gonio import Penalty
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError, NoActivationError
 from gonio.penalty import hooks as hooks_module
+from laws.support import reloaded
 from tolerances import close
 
 SOM = R.SelfOrthogonality(1.0)
@@ -47,6 +47,12 @@ class Network(nn.Module):
 
 def batch(seed: int = 0) -> Tensor:
     return seeded(32, 6, seed=seed)
+
+
+def penalised(how: str = "plain", *, inplace: bool = False, by: R.SelfOrthogonality = SOM) -> tuple[Network, Penalty]:
+    """A network and a penalty of the outputs of its first layer."""
+    model = Network(how, inplace=inplace)
+    return model, Penalty(model, [("first", by)])
 
 
 def step(model: nn.Module, penalty: Penalty, x: Tensor) -> None:
@@ -81,8 +87,7 @@ def test_checkpointing_changes_no_bit_and_counts_once() -> None:
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
-    model = Network("reentrant")
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised("reentrant")
     model(batch().requires_grad_())
     with pytest.raises(NoActivationError, match="cannot read the outputs of first; it ran only without gradients"):
         penalty()
@@ -92,8 +97,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 def test_evaluation_is_not_counted() -> None:
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     x = batch()
     model.eval()
     model(batch(1))
@@ -119,8 +123,7 @@ def test_evaluation_is_not_counted() -> None:
     ids=["nothing", "last step", "eval", "no_grad", "inference", "removed"],
 )
 def test_nothing_seen_is_an_error(prepare: Callable[[nn.Module, Penalty], object], match: str) -> None:
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     prepare(model, penalty)
     with pytest.raises(NoActivationError, match=match):
         penalty()
@@ -148,8 +151,7 @@ def test_outputs_on_a_mesh_of_several_dimensions_need_a_process_group() -> None:
 
 
 def test_a_layer_that_runs_several_times_contributes_the_mean() -> None:
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     expected = torch.stack([SOM.value(model.first(batch(s))) for s in (1, 2)]).mean()
     penalty._terms[0]._hook.forget()  # type: ignore[attr-defined]
     model(batch(1)), model(batch(2))
@@ -165,10 +167,7 @@ def test_a_layer_that_runs_several_times_contributes_the_mean() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_outputs_are_read_as_the_layer_put_them_out(inplace: bool, regularizer: R.SelfOrthogonality) -> None:
     """F5: the activation may overwrite what the hook kept."""
-    model = Network(inplace=inplace)
-    penalty = Penalty(model, [("first", regularizer)])
-    reference = Network()
-    plain = Penalty(reference, [("first", regularizer)])
+    (model, penalty), (reference, plain) = penalised(inplace=inplace, by=regularizer), penalised(by=regularizer)
     for seed in range(3):
         step(model, penalty, batch(seed)), step(reference, plain, batch(seed))
         for a, b in zip(grads(model), grads(reference), strict=True):
@@ -177,8 +176,7 @@ def test_outputs_are_read_as_the_layer_put_them_out(inplace: bool, regularizer: 
 
 
 def test_outputs_overwritten_later_are_an_error_once() -> None:
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     for _ in range(2):
         step(model, penalty, batch())
     model.act.inplace = True
@@ -251,8 +249,7 @@ def test_no_hook_is_left() -> None:
 
 def test_activations_are_let_go() -> None:
     """F3: after a step, nothing holds the outputs but the graph."""
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     held: list[weakref.ref[Tensor]] = []
     model.first.register_forward_hook(lambda module, args, output: held.append(weakref.ref(output)))
     for seed in range(3):
@@ -281,8 +278,7 @@ def test_many_steps_keep_nothing() -> None:
 
 def test_forgetting_to_call_is_an_error_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks_module, "MOST_KEPT", 5)
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     for _ in range(5):
         model(batch())
     with pytest.raises(NoActivationError, match="it ran 5 times since penalty\\(\\) was last called"):
@@ -291,13 +287,9 @@ def test_forgetting_to_call_is_an_error_not_a_leak(monkeypatch: pytest.MonkeyPat
 
 
 def test_copies_and_pickles_of_the_model_hold_no_activation() -> None:
-    model = Network()
-    penalty = Penalty(model, [("first", SOM)])
+    model, penalty = penalised()
     model(batch())
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), reloaded(model, weights_only=False)):
         twin(batch())
         (hook,) = twin.first._forward_hooks.values()
         assert not hasattr(hook.__self__, "_kept")

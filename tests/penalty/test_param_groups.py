@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import foreign
 import gonio
 from gonio import Penalty, param_groups
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError
+from penalty.test_matrices import timm_model
 
 
 def network() -> nn.Sequential:
@@ -120,9 +120,7 @@ FAMILIES = (
 @pytest.mark.parametrize("name", FAMILIES)
 def test_networks_that_people_train(name: str) -> None:
     """Exactly the weights of linear layers and convolutions with more than one number per filter, by their kinds."""
-    timm = foreign.timm()
-    with torch.device("meta"):
-        model = timm.create_model(name)
+    model = timm_model(name)
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
     expected = {
         f"{path}.weight".lstrip(".")

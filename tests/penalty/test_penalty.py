@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +15,7 @@ from gonio import Penalty
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import layout_of
+from laws.support import reloaded
 from tolerances import close, exact
 
 DOUBLE = torch.float64
@@ -255,10 +255,7 @@ def test_resuming_is_not_seen() -> None:
     first = network()
     penalty = Penalty(first, rules)
     steps(first, penalty, 4)
-    file = io.BytesIO()
-    torch.save({"model": first.state_dict(), "penalty": penalty.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = reloaded({"model": first.state_dict(), "penalty": penalty.state_dict()})
     second = network()
     second.load_state_dict(state["model"])
     resumed = Penalty(second, rules)

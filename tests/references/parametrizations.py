@@ -58,11 +58,10 @@ def weight_norm(layer: nn.Module, raw: Tensor) -> Tensor:
     return rows(layer, raw, lambda w: w.detach().square().sum().sqrt() * w / w.square().sum().sqrt())
 
 
-def standardized(layer: nn.Module, raw: Tensor, *, gain: float = 1.0, fan_in: bool = False) -> Tensor:
+def standardized(layer: nn.Module, raw: Tensor) -> Tensor:
     def change(w: Tensor) -> Tensor:
-        std = (w - w.sum() / w.numel()).square().sum().div(w.numel() - 1).sqrt()
-        scale = gain / w.numel() ** 0.5 if fan_in else gain
-        return scale * (w - w.sum() / w.numel()) / std
+        middle = w - w.sum() / w.numel()
+        return middle / middle.square().sum().div(w.numel() - 1).sqrt()
 
     return rows(layer, raw, change)
 

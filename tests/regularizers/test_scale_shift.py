@@ -13,16 +13,12 @@ from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
 from references import regularizers as reference
+from regularizers.test_orthogonality import gradient
 from tolerances import close, exact
 
 DOUBLE = torch.float64
 SCALE = R.ScaleShift(1.0, floor=0.1)
 DIRECTION = R.ScaleShift(1.0, direction_strength=1.0, floor=1e6)  # the logarithm is constant under the floor
-
-
-def gradient(regularizer: R.WeightRegularizer, weight: Tensor) -> Tensor:
-    weight = weight.detach().requires_grad_()
-    return torch.autograd.grad(regularizer.value(weight), weight)[0]
 
 
 def layers(depth: int = 3) -> list[Tensor]:
