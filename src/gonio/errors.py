@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copyreg
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 __all__ = [
@@ -134,6 +136,14 @@ class MissingExtraError(GonioError, ImportError):
             f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {target}",
             name=package,
         )
+
+
+def import_extra(module: str, what: str, *, package: str, extra: str) -> ModuleType:
+    """Import a module of an optional package, or say that `what` needs the package and which extra installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(what, package, extra) from error
 
 
 def _first(problems: Sequence[str], count: int = 50) -> list[str]:

@@ -6,7 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import gonio
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import Equilibrium
 from gonio.measuring.training.advice import advice, layer_rotations

@@ -179,13 +179,9 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def call_apart(function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> Any:
-    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one.
-
-    Args:
-        gpu: the only one that it sees, as a value of `CUDA_VISIBLE_DEVICES`; None: all.
-    """
-    worker = Worker(function, *arguments, gpu=gpu)
+def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one."""
+    worker = Worker(function, *arguments)
     try:
         return worker.result()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -12,7 +11,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gonio.compare.engines.local import Future, NodeLost
-from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, import_extra
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
 _POLL = 1.0  # seconds until an interruption is noticed
@@ -172,7 +171,4 @@ def _first_line(error: Exception) -> str:
 def _library() -> ModuleType:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before the import, which reads it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        return importlib.import_module("ray")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("--engine ray", "ray", "ray") from error
+    return import_extra("ray", "--engine ray", package="ray", extra="ray")

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gonio.errors import MissingExtraError
+from gonio.errors import import_extra
 
 Array = NDArray[np.float64]
 
@@ -173,12 +173,8 @@ def _t_power(pairs: int, alpha: float) -> Callable[[float], float]:
 
 
 def require_scipy() -> ModuleType:
-    """`scipy.stats`; a MissingExtraError if scipy is not installed."""
-    try:
-        from scipy import stats  # 0.8 s, which `import gonio.compare` need not cost
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("a comparison's statistics", "scipy", "lab") from error
-    return stats
+    """`scipy.stats`, whose import takes 0.8 s; a MissingExtraError if scipy is not installed."""
+    return import_extra("scipy.stats", "a comparison's statistics", package="scipy", extra="lab")
 
 
 # --- the verdict ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from gonio.compare.judging.results import RunRecord, scores_of
 from gonio.compare.planning.plan import Plan, RecipeEntry
-from gonio.errors import MissingExtraError
+from gonio.errors import import_extra
 from gonio.seeding import derive_seed
 
 LEARNING_RATE = "lr"
@@ -143,9 +143,5 @@ def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
 
 
 def require_optuna() -> ModuleType:
-    """The package; a MissingExtraError if it is not installed."""
-    try:
-        import optuna  # its import takes a second, which a study without tuning does not need
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("tuning (--tune)", "optuna", "tune") from error
-    return optuna
+    """The package, whose import takes a second; a MissingExtraError if it is not installed."""
+    return import_extra("optuna", "tuning (--tune)", package="optuna", extra="tune")
