@@ -23,7 +23,8 @@ from gonio.compare.judging.filter_summary import filter_summary
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.robustness import answer_of, attacked, chosen
 from gonio.compare.planning.plan import PARTS, VERBS, AttackConfig, Plan, RecipeEntry
-from gonio.compare.running.training import kept_generators, seed_everything
+from gonio.compare.running.training import seed_everything
+from gonio.compare.tasks.task import kept_generators
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.models.user_code import load_script
 from gonio.optim import Held

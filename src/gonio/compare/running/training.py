@@ -60,16 +60,6 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the state of the global generators at the end of the block."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(legacy)  # noqa: NPY002
-
-
 def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
     """The model of one run with its recipe applied, and the recipe's plan as text.
 

@@ -2,8 +2,7 @@
 
 from gonio.compare.tasks.bytes import bytes_
 from gonio.compare.tasks.digits import digits
-from gonio.compare.tasks.fashion_mnist import fashion_mnist
-from gonio.compare.tasks.images import image_folder, torchvision_dataset
+from gonio.compare.tasks.images import fashion_mnist, image_folder, torchvision_dataset
 from gonio.compare.tasks.points import points
 from gonio.compare.tasks.task import BUILT_IN, SOURCES, resolve
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
-
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from gonio.compare.planning.plan import AttackConfig, Training
-from gonio.compare.tasks.task import Split, Task
-from gonio.errors import MissingExtraError
-from gonio.seeding import generator
+from gonio.compare.tasks.task import Split, Task, stratified
+from gonio.errors import import_extra
 
 _TRAIN, _VALIDATION = 20, 40  # images per class; the rest, about 120 per class, is the test split
 
@@ -43,10 +39,12 @@ def digits() -> Task:
         E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
         Repository, 1998: its test part, as shipped in scikit-learn.
     """
-    data = _datasets().load_digits()
+    datasets = import_extra("sklearn.datasets", "the task 'digits'", package="scikit-learn", extra="lab")
+    data = datasets.load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # 17 grey levels, 0 to 16
     labels = torch.tensor(data.target)
-    train, validation, test = (Split(images[index], labels[index]) for index in _stratified(labels))
+    parts = stratified(labels, "digits", lambda _: (_TRAIN, _TRAIN + _VALIDATION))
+    train, validation, test = (Split(images[index], labels[index]) for index in parts)
     return Task(
         name="digits",
         train=train,
@@ -75,21 +73,3 @@ def shifted(images: Tensor, generator: Generator) -> Tensor:
     columns = right[:, None] + torch.arange(width)
     which = torch.arange(count)[:, None, None]
     return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
-
-
-def _stratified(labels: Tensor) -> Sequence[Tensor]:
-    """Indices of the three splits: the same share of every class, always the same ones."""
-    shares: list[tuple[Tensor, ...]] = []
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        order = torch.randperm(len(members), generator=generator(0, "digits", int(label)))
-        shares.append(members[order].tensor_split((_TRAIN, _TRAIN + _VALIDATION)))
-    return [torch.cat(parts) for parts in zip(*shares, strict=True)]
-
-
-def _datasets() -> ModuleType:
-    try:
-        from sklearn import datasets
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("the task 'digits'", "scikit-learn", "lab") from error
-    return datasets

@@ -1,26 +1,32 @@
-"""Tasks from folders of images and from torchvision's data sets, if they are on this machine.
+"""Tasks from folders of images, torchvision's data sets and Fashion-MNIST's files, if they are on this machine.
 
 Few images are read into memory once; many are decoded when they are needed, by the loading processes of each run.
 """
 
 from __future__ import annotations
 
-import importlib
+import gzip
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gonio.compare.planning.plan import AttackConfig, Training
-from gonio.compare.tasks.task import Examples, ItemSet, Split, Task
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
+from gonio.compare.tasks.task import Examples, ItemSet, Split, Task, stratified
+from gonio.errors import (
+    InvalidArgumentError,
+    MissingExtraError,
+    UnknownNameError,
+    UnreadableFileError,
+    import_extra,
+)
 from gonio.models.by_name import unusable
 from gonio.seeding import generator
 
@@ -77,7 +83,14 @@ def torchvision_dataset(spec: str) -> Task:
         InvalidArgumentError: the data are not there, or are not images with class numbers.
     """
     name, _, folder = spec.partition(":")
-    datasets = _datasets(name)
+    try:
+        datasets = import_extra(
+            "torchvision.datasets", f"the task 'torchvision:{name}'", package="torchvision", extra="models"
+        )
+    except MissingExtraError:
+        raise
+    except Exception as error:  # installed, but for another torch
+        raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
     if name not in datasets.__all__:
         raise UnknownNameError("torchvision data set", name, datasets.__all__)
     return image_task(f"torchvision:{name}", _parts(getattr(datasets, name), name, Path(folder or "data")))
@@ -133,27 +146,19 @@ def _three(found: Sequence[Examples]) -> list[Examples]:
         return list(found)
     first, *rest = found
     shares = (1 - _HELD_BACK,) if rest else _SHARES
-    return [*(_subset(first, index) for index in _stratified(first.targets, shares)), *rest]
+
+    def cuts(count: int) -> list[int]:
+        """At least one example is for each of the later parts, as long as there are enough."""
+        later = zip(range(len(shares), 0, -1), shares, strict=True)
+        return [max(0, min(round(share * count), count - k)) for k, share in later]
+
+    return [*(_subset(first, index) for index in stratified(first.targets, "images", cuts)), *rest]
 
 
 def _subset(examples: Examples, index: Tensor) -> Examples:
     if isinstance(examples, ItemSet):
         return ItemSet(examples.dataset.subset(index))  # type: ignore[attr-defined]
     return Split(*examples.take(index))  # type: ignore[arg-type]
-
-
-def _stratified(labels: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
-    """Indices of consecutive shares of every class, always the same ones."""
-    parts: list[list[Tensor]] = [[] for _ in range(len(shares) + 1)]
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        members = members[torch.randperm(len(members), generator=generator(0, "images", int(label)))]
-        # at least one example for each of the later parts, as long as there are enough
-        rest = zip(range(len(shares), 0, -1), shares, strict=True)
-        cuts = [max(0, min(round(share * len(members)), len(members) - k)) for k, share in rest]
-        for part, index in zip(parts, members.tensor_split(cuts), strict=True):
-            part.append(index)
-    return [torch.cat(part) for part in parts]
 
 
 # --- files of images --------------------------------------------------------------------------------
@@ -238,19 +243,13 @@ def _images_of(found: list[tuple[str, list[Path]]]) -> Images:
 
 
 def _decoded(files: Sequence[Path], index: int) -> Tensor:
+    pillow = import_extra("PIL.Image", "the task 'imagefolder'", package="Pillow", extra="lab")
     try:
-        pillow = importlib.import_module("PIL.Image")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("the task 'imagefolder'", "Pillow", "lab") from error
-    return _open(pillow, files[index])
-
-
-def _open(pillow: ModuleType, path: Path) -> Tensor:
-    try:
-        with pillow.open(path) as image:
+        with pillow.open(files[index]) as image:
             return to_tensor(image)
     except Exception as error:  # a decoder may raise anything on a damaged file
-        raise UnreadableFileError(str(path), f"{type(error).__name__}: {error}", "Replace or remove it.") from error
+        why = f"{type(error).__name__}: {error}"
+        raise UnreadableFileError(str(files[index]), why, "Replace or remove it.") from error
 
 
 def to_tensor(image: Any) -> Tensor:
@@ -272,21 +271,12 @@ def _cropped(image: Tensor, height: int = _SIZE, width: int = _SIZE) -> Tensor:
     """Scaled until it covers the size, then cropped at the centre."""
     scale = max(height / image.shape[1], width / image.shape[2])
     size = (max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale)))
-    scaled = torch.nn.functional.interpolate(image[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
+    scaled = F.interpolate(image[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     return scaled[:, top : top + height, left : left + width]
 
 
 # --- torchvision ------------------------------------------------------------------------------------
-
-
-def _datasets(name: str) -> ModuleType:
-    try:
-        return importlib.import_module("torchvision.datasets")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"the task 'torchvision:{name}'", "torchvision", "models") from error
-    except Exception as error:  # installed, but for another torch
-        raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
 
 
 def _parts(kind: Any, name: str, root: Path) -> list[Images]:
@@ -319,7 +309,10 @@ def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Images:
             f"Get them once with torchvision.datasets.{name}({str(root)!r}, download=True), or name the folder "
             f"that has them: torchvision:{name}:FOLDER.",
         ) from error
-    _check_item(part[0], name)
+    image, label = part[0]
+    if not isinstance(label, int) or not hasattr(image, "convert"):
+        found = f"a {type(image).__name__} and a {type(label).__name__}"
+        raise InvalidArgumentError(f"the task 'torchvision:{name}' needs images with class numbers", found, _BUILD)
     # what torchvision calls them; a data set without them is read once for its labels
     labels = getattr(part, "targets", None)
     targets = torch.as_tensor([part[i][1] for i in range(len(part))] if labels is None else labels)
@@ -330,11 +323,62 @@ def _of_data_set(part: Any, index: int) -> Tensor:
     return to_tensor(part[index][0])
 
 
-def _check_item(item: Any, name: str) -> None:
-    image, label = item
-    if not isinstance(label, int) or not hasattr(image, "convert"):
+# --- Fashion-MNIST ----------------------------------------------------------------------------------
+
+_FASHION_TRAIN, _FASHION_VALIDATION, _FASHION_TEST = 3000, 1000, 4000  # images; each class has about a tenth
+FASHION_FOLDER = "data/FashionMNIST/raw"  # where torchvision's download leaves the files
+_MAGIC = {1: (0, 0, 8, 1), 3: (0, 0, 8, 3)}  # of labels and of images, by number of dimensions
+
+
+def fashion_mnist(folder: str = FASHION_FOLDER) -> Task:
+    """The task `fashion-mnist:FOLDER`: ten classes of 14 × 14 images from the four official files, packed or not.
+
+    Raises:
+        InvalidArgumentError: a file is missing. UnreadableFileError: it is not in IDX format.
+
+    References:
+        H. Xiao et al., "Fashion-MNIST", 2017, arXiv 1708.07747.
+    """
+    images, labels = _numbers(folder, "train-images-idx3-ubyte"), _numbers(folder, "train-labels-idx1-ubyte")
+    tested, answers = _numbers(folder, "t10k-images-idx3-ubyte"), _numbers(folder, "t10k-labels-idx1-ubyte")
+    order = torch.randperm(len(labels), generator=generator(0, "fashion-mnist"))
+    train, validation = order[: _FASHION_TRAIN + _FASHION_VALIDATION].tensor_split((_FASHION_TRAIN,))
+    return Task(
+        name="fashion-mnist",
+        train=_halved(images[train], labels[train]),
+        validation=_halved(images[validation], labels[validation]),
+        test=_halved(tested[:_FASHION_TEST], answers[:_FASHION_TEST]),
+        model="digits-cnn",
+        sizes={"num_classes": 10, "in_channels": 1},
+        training=Training(epochs=10, batch_size=50, lr=0.05),
+        sesoi=0.5,
+        threat=AttackConfig(epsilon=0.05, low=0.0, high=1.0),
+        notes=(
+            "3,000 of the 60,000 training images train, 1,000 others validate, and 4,000 of the test images test, "
+            "always the same ones. Images are averaged over 2 × 2 pixels to 14 × 14, in [0, 1].",
+        ),
+    )
+
+
+def _halved(images: Tensor, labels: Tensor) -> Split:
+    return Split(F.avg_pool2d(images[:, None].float() / 255, 2), labels.long())
+
+
+def _numbers(folder: str, name: str) -> Tensor:
+    """One IDX file of bytes, with or without `.gz`."""
+    packed, plain = Path(folder) / f"{name}.gz", Path(folder) / name
+    if not packed.is_file() and not plain.is_file():
         raise InvalidArgumentError(
-            f"the task 'torchvision:{name}' needs images with class numbers",
-            f"a {type(image).__name__} and a {type(label).__name__}",
-            _BUILD,
-        )
+            f"the task 'fashion-mnist:{folder}' needs the file {name}.gz", "no such file",
+            "Download the four files of Fashion-MNIST, and name their folder with --data.",
+        )  # fmt: skip
+    try:
+        raw = gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()
+        sizes = np.frombuffer(raw, ">i4", count=raw[3], offset=4).tolist()
+        if tuple(raw[:4]) != _MAGIC[raw[3]]:
+            raise ValueError("another type of numbers")
+        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
+    except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
+        raise UnreadableFileError(
+            f"{folder}/{name}", f"it is not an IDX file: {error}", "Download it again."
+        ) from error

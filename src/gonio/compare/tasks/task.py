@@ -302,19 +302,41 @@ def shuffled_order(count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=generator(seed, "order", epoch))
 
 
+def stratified(labels: Tensor, name: str, cuts: Callable[[int], Sequence[int]]) -> list[Tensor]:
+    """Indices of the parts into which every class is cut, always the same ones.
+
+    Args:
+        name: of the stream of random numbers that puts each class in order.
+        cuts: where a class of so many examples is cut.
+    """
+    classes: list[tuple[Tensor, ...]] = []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator(0, name, int(label)))]
+        classes.append(members.tensor_split(tuple(cuts(len(members)))))
+    return [torch.cat(parts) for parts in zip(*classes, strict=True)]
+
+
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of the CPU for the block, and restore their states after it."""
-    python, legacy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed devices, and not restore them
+def kept_generators(devices: Sequence[int] | None = None) -> Iterator[None]:
+    """Restore the states of the global generators at the end of the block: of the CPU, and of all devices or these."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(legacy)  # noqa: NPY002
-        torch.set_rng_state(state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of the CPU for the block, and restore their states after it."""
+    with kept_generators(devices=()):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed devices
+        yield
 
 
 def _pair(item: Any) -> Batch:
