@@ -6,23 +6,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from gonio.claims.claim import Arm, Claim, Setting, read_claim
-from gonio.claims.verdict import Evidence, Judgement, contrasts, judge
+from gonio.claims.verdict import VERDICTS, Evidence, Judgement, contrasts, judge
 from gonio.compare.judging.results import RunRecord, scores_of
+from gonio.compare.judging.statistics import counted
 from gonio.compare.planning.plan import Measure, Plan, RecipeEntry, Tuning, installed_versions
-from gonio.compare.planning.planner import seeds_of
-from gonio.compare.running.measures import Kind, kind_of
+from gonio.compare.planning.planner import code_of, seeds_of
+from gonio.compare.running.measures import kind_of
 from gonio.compare.running.scheduler import Quiet, Watcher, run
 from gonio.compare.running.study import Study
 from gonio.compare.running.training import build
 from gonio.compare.tasks import resolve as resolve_task
+from gonio.compare.tasks.images import FASHION_FOLDER
 from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError
-from gonio.models.user_code import code_digest
 
 _FOLDER_TASK = "fashion-mnist"
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
@@ -58,7 +59,7 @@ class Choice:
     def task_of(self, setting: Setting) -> str:
         """The task's name, with the folder of its data if it needs one."""
         spec = self.task or setting.task
-        return f"{_FOLDER_TASK}:{self.data or 'data/FashionMNIST/raw'}" if spec == _FOLDER_TASK else spec
+        return f"{_FOLDER_TASK}:{self.data or FASHION_FOLDER}" if spec == _FOLDER_TASK else spec
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,10 @@ class Findings:
     @property
     def headline(self) -> str:
         """How many claims ended with each verdict, in one sentence."""
-        counts = {name: sum(f.verdict == name for f in self.tried) for name in dict.fromkeys(_ORDER)}
+        counts = {name: sum(f.verdict == name for f in self.tried) for name in VERDICTS}
         told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        plural = "" if len(self.tried) == 1 else "s"
-        return f"{len(self.tried)} claim{plural} tried on this machine: {told}" if told else "No claim was tried."
-
-
-_ORDER = ("reproduced", "contradicted", "no useful effect", "undecided")
+        tried = counted(len(self.tried), "claim")
+        return f"{tried} tried on this machine: {told}" if told else "No claim was tried."
 
 
 # --- the plan ---------------------------------------------------------------------------------------------
@@ -160,6 +158,7 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     task = resolve_task(spec)
     model = choice.model or setting.model.get("name", task.model)
     _check_model(claim, setting, choice.model)
+    training = setting.training.over(task.training)
     measure = Measure(claim.measure, dict(claim.options))
     kind = kind_of(measure)
     plan = Plan(
@@ -167,15 +166,16 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         model=model,
         recipes=tuple(_entry(arm, setting, own=choice.model is None) for arm in setting.arms),
         seeds=choice.seeds_of(setting),
-        training=setting.training.over(task.training),
+        training=training,
         metric=claim.measure,
-        direction=_direction(claim, kind),
+        # the better scores are those of the measure where it says so, else those that confirm the claim
+        direction=kind.better or ("min" if claim.direction == "smaller" else "max"),
         unit=kind.unit,
         splits={name: len(split) for name, split in task.splits.items()},
         data=task.digest(),
         sesoi=claim.sesoi,
-        worst=_worst(kind, claim, setting, task),
-        code={name: code for name in (spec, model) if (code := code_digest(name)) is not None},
+        worst=training.epochs + 1.0 if claim.measure == "epochs_to" else kind.worst,
+        code=code_of(spec, model),
         versions=installed_versions(),
         command=f"gonio reproduce {claim.name}",
         tuning=Tuning(trials=setting.tune) if setting.tune else None,
@@ -184,16 +184,6 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
     )
     _check_recipes(plan, task)
     return plan
-
-
-def _direction(claim: Claim, kind: Kind) -> Literal["max", "min"]:
-    """Which scores are better: those of the measure where it says so, else those that confirm the claim."""
-    return kind.better or ("min" if claim.direction == "smaller" else "max")
-
-
-def _worst(kind: Kind, claim: Claim, setting: Setting, task: Task) -> float | None:
-    """The score of a diverged run; for epochs, one more than there are."""
-    return setting.training.over(task.training).epochs + 1.0 if claim.measure == "epochs_to" else kind.worst
 
 
 def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
@@ -275,29 +265,21 @@ def findings(
         'No claim was tried.'
     """
     choice = choice or Choice()
-    measured: list[tuple[Claim, Evidence | None, dict[str, Any]]] = []
-    for claim in claims:
-        path = Path(folder) / claim.name
-        if claim.budget == "none" or not path.is_dir():
-            measured.append((claim, None, {}))
-            continue
-        study = Study.open(path)
-        evidence, facts = _seen(claim, claim.setting(full=choice.full), study.plan, study.runs())
-        measured.append((claim, evidence, {"full": choice.full, **facts}))
-    judged = iter(judge([evidence for _, evidence, _ in measured if evidence is not None]))
+    seen = [_seen(claim, Path(folder) / claim.name, full=choice.full) for claim in claims]
+    judged = iter(judge([evidence for _, evidence in seen if evidence is not None]))
     found = tuple(
-        Finding(claim, _not_tried(claim) if evidence is None else next(judged), **facts)
-        for claim, evidence, facts in measured
+        finding if evidence is None else replace(finding, judgement=next(judged)) for finding, evidence in seen
     )
     return Findings(found, installed_versions(), command)
 
 
-def _not_tried(claim: Claim) -> Judgement:
-    return Judgement("not tried", claim.not_tried or "It is not part of this run.")
-
-
-def _seen(claim: Claim, setting: Setting, plan: Plan, runs: Sequence[RunRecord]) -> tuple[Evidence, dict[str, Any]]:
-    """The evidence of a claim, and the other facts of its finding."""
+def _seen(claim: Claim, path: Path, *, full: bool) -> tuple[Finding, Evidence | None]:
+    """A claim's finding before it is judged, and its evidence if there is a study of it."""
+    untried = Finding(claim, Judgement("not tried", claim.not_tried or "It is not part of this run."))
+    if claim.budget == "none" or not path.is_dir():
+        return untried, None
+    study, setting = Study.open(path), claim.setting(full=full)
+    plan, runs = study.plan, study.runs()
     scores = scores_of(plan, runs)
     values = contrasts(scores, setting.decisive, plan.seeds)
     statuses = [record.status for record in runs]
@@ -312,22 +294,25 @@ def _seen(claim: Claim, setting: Setting, plan: Plan, runs: Sequence[RunRecord])
         arm.name: {seed: scores[arm.name, seed] for seed in plan.seeds if (arm.name, seed) in scores}
         for arm in setting.arms
     }
-    return evidence, {
-        "plan": plan.hash,
-        "task": plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
-        "model": plan.model,
-        "runs": len(plan.grid),
-        "scores": by_arm,
-        "values": values,
-        "seconds": sum(record.seconds or 0.0 for record in runs),
-        "missing": len(plan.grid) - len(runs),
-        "failed": statuses.count("failed"),
-        "diverged": statuses.count("diverged"),
-        "unit": plan.unit,
-        "measured": kind_of(Measure(claim.measure)).summary,
-        "histograms": _histograms(setting, runs) if claim.picture == "angles" else {},
-        "command": plan.command,
-    }
+    finding = replace(
+        untried,
+        full=full,
+        plan=plan.hash,
+        task=plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
+        model=plan.model,
+        runs=len(plan.grid),
+        scores=by_arm,
+        values=values,
+        seconds=sum(record.seconds or 0.0 for record in runs),
+        missing=len(plan.grid) - len(runs),
+        failed=statuses.count("failed"),
+        diverged=statuses.count("diverged"),
+        unit=plan.unit,
+        measured=kind_of(Measure(claim.measure)).summary,
+        histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
+        command=plan.command,
+    )
+    return finding, evidence
 
 
 def _obstacle(claim: Claim, setting: Setting, plan: Plan, scores: Mapping[tuple[str, int], float]) -> str:
@@ -364,10 +349,10 @@ def as_data(found: Findings) -> dict[str, Any]:
         >>> gonio.claims.as_data(found)["claims"][0]["judgement"]["verdict"]
         'not tried'
     """
-    claims = [
-        {**asdict(replace(one, claim=None)), "claim": _content(one.claim)}  # type: ignore[arg-type]
-        for one in found.findings
-    ]
+    claims = []
+    for one in found.findings:
+        content = one.claim.model_dump(mode="json", exclude_defaults=True)
+        claims.append({**asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
     return {"command": found.command, "versions": dict(found.versions), "claims": claims}
 
 
@@ -380,10 +365,6 @@ def from_data(data: Mapping[str, Any]) -> Findings:
         True
     """
     return Findings(tuple(_finding(row) for row in data["claims"]), data["versions"], data["command"])
-
-
-def _content(claim: Claim) -> dict[str, Any]:
-    return claim.model_dump(mode="json", exclude_defaults=True)
 
 
 def _finding(row: Mapping[str, Any]) -> Finding:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from gonio.compare.judging.statistics import counted
 from gonio.errors import PlanChangedError
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
@@ -76,7 +77,6 @@ class Training:
 
     def __str__(self) -> str:
         """In words, e.g. `4 epochs, batch size 8, sgd (learning rate 0.1 with cosine decay, …)`."""
-        plural = "" if self.epochs == 1 else "s"
         momentum = f", momentum {self.momentum:g}" if self.optimizer != "adamw" else ""
         rate = {"cosine": "cosine decay", "constant": "no decay", "step": "step decay", "one-cycle": "one cycle"}
         warm_up = f" after {self.warm_up:g} epochs of warm-up" if self.warm_up else ""
@@ -91,9 +91,9 @@ class Training:
             (self.others_factor is not None, f"{self.others_factor} of the learning rate for what is no matrix"),
         ]
         return (
-            f"{self.epochs} epoch{plural}, batch size {self.batch_size}, {self.optimizer} (learning rate {self.lr:g} "
-            f"with {rate.get(self.schedule, self.schedule)}{warm_up}{momentum}, weight decay {self.weight_decay:g}"
-            f"{sparing})" + "".join(f", {text}" for used, text in further if used)
+            f"{counted(self.epochs, 'epoch')}, batch size {self.batch_size}, {self.optimizer} "
+            f"(learning rate {self.lr:g} with {rate.get(self.schedule, self.schedule)}{warm_up}{momentum}, "
+            f"weight decay {self.weight_decay:g}{sparing})" + "".join(f", {text}" for used, text in further if used)
         )
 
 
@@ -350,7 +350,7 @@ def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
     looked = finished > 0 and any(added.values())
     history = (*old.history, {**added, "finished": finished}) if looked else old.history
     # `versions` are those of the first run; each run's row has its own.
-    return replace(new, history=history, versions=old.versions, notes=new.notes)
+    return replace(new, history=history, versions=old.versions)
 
 
 def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:

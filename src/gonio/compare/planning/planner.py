@@ -113,7 +113,7 @@ def make_plan(
         data=data.digest(),
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
-        code=_code(task, spec),
+        code=code_of(task, spec),
         notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
@@ -176,8 +176,7 @@ def make_script_plan(
         raise InvalidArgumentError("a script is file.py:function", repr(script), "Name a Python file.")
     if direction not in ("max", "min"):
         raise InvalidArgumentError("a score's direction is 'max' or 'min'", repr(direction), "Use one of them.")
-    if not 0 <= sesoi < float("inf"):
-        raise InvalidArgumentError("sesoi must be 0 or a positive number", repr(sesoi), "Give a larger one.")
+    _require(0 <= sesoi < math.inf, "sesoi must be 0 or a positive number", sesoi, "Give a larger one.")
     loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
     if own := [recipe.name for recipe in loaded if recipe.optimizer is not None]:
         named, do = f"{', '.join(own)}, which names one", "Leave the recipe out, or its optimizer."
@@ -198,7 +197,7 @@ def make_script_plan(
         splits={},
         data="",
         sesoi=sesoi,
-        code=_code(script),
+        code=code_of(script),
         notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
         versions=installed_versions(),
         command=command,
@@ -407,11 +406,10 @@ def _notes_on(device: str) -> tuple[str, ...]:
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0 or value == float("inf"):
-        raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give a larger one.")
+    _require(0 < value < math.inf, f"{name} must be a positive number", value, "Give a larger one.")
     return value
 
 
-def _code(*specs: str) -> Mapping[str, str]:
+def code_of(*specs: str) -> Mapping[str, str]:
     """The digest of each user file."""
     return {spec: digest for spec in specs if (digest := code_digest(spec)) is not None}
