@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gonio.compare.planning.plan import AttackConfig
+from gonio.compare.running.training import device_of
 from gonio.compare.tasks.task import Task
 from gonio.seeding import generator
 
@@ -48,7 +49,7 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
 
 def answer_of(model: nn.Module, task: Task | None = None) -> Answer:
     """The whole function of a model in evaluation mode; it may compute on a device, the attacks compute on the CPU."""
-    device = next((parameter.device for parameter in model.eval().parameters()), torch.device("cpu"))
+    device = device_of(model.eval())
 
     def answer(x: Tensor) -> Tensor:
         x = x.to(device)

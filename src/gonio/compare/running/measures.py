@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gonio.compare.planning.plan import Measure, Training
 from gonio.compare.running.training import batches, evaluate, fit
-from gonio.compare.tasks.task import Examples, Split, Task
+from gonio.compare.tasks.task import Batch, Examples, Split, Task
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnknownNameError
 from gonio.geometry import (
     Layout,
@@ -145,8 +145,7 @@ def curve_roughness(subject: Subject) -> float:
 def calibrated_accuracy(subject: Subject, *, average: str = "moving") -> float:
     """Accuracy with statistics of the normalisation that are `moving` averages or averages over `batches`."""
     if average == "batches":
-        inputs = [batch for batch, _ in batches(subject.task, subject.training.batch_size, seed=subject.seed, epoch=0)]
-        standardised = [subject.task.outputs(nn.Identity(), batch) for batch in inputs]
+        standardised = [subject.task.outputs(nn.Identity(), inputs) for inputs, _ in _first_epoch(subject)]
         calibrate_(subject.model, standardised, variance="mean")
     return _score(subject)
 
@@ -451,19 +450,29 @@ def gradient_change(subject: Subject, *, steps: int = 20) -> float:
 
     The steps are plain gradient steps from the start with the plan's learning rate.
     """
-    model, rate, found = subject.model.train(), subject.training.lr, []
-    order = batches(subject.task, subject.training.batch_size, seed=subject.seed, epoch=0)
-    for batch, _ in zip(order, range(steps), strict=False):
+    subject.model.train()
+    found = []
+    for batch in islice(_first_epoch(subject), steps):
         before = _flat_gradient(subject, batch)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(rate * _grad(parameter))
+        _descend(subject)
         after = _flat_gradient(subject, batch)
         found.append(float((after - before).norm() / before.norm().clamp_min(1e-300)))
     return 100 * sum(found) / len(found)
 
 
-def _flat_gradient(subject: Subject, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _first_epoch(subject: Subject) -> Iterator[Batch]:
+    """The training batches of a run's first epoch."""
+    return batches(subject.task, subject.training.batch_size, seed=subject.seed, epoch=0)
+
+
+@torch.no_grad()
+def _descend(subject: Subject) -> None:
+    """A plain gradient step with the plan's learning rate."""
+    for parameter in subject.model.parameters():
+        parameter.sub_(subject.training.lr * _grad(parameter))
+
+
+def _flat_gradient(subject: Subject, batch: Batch) -> Tensor:
     """The gradient of the loss on one batch by all parameters, which stays in their `.grad`."""
     subject.model.zero_grad()
     subject.task.loss(subject.task.outputs(subject.model, batch[0]), batch[1]).backward()
@@ -475,17 +484,12 @@ def norm_growth_error(subject: Subject, *, steps: int = 20) -> float:
 
     The model, parametrised with weight norm, takes plain gradient steps with the plan's learning rate.
     """
-    model, rate, worst = subject.model.train(), subject.training.lr, 0.0
-    raws = [p for name, p in model.named_parameters() if p.ndim > 1]
-    order = batches(subject.task, subject.training.batch_size, seed=subject.seed, epoch=0)
-    for (inputs, targets), _ in zip(order, range(steps), strict=False):
-        model.zero_grad()
-        subject.task.loss(subject.task.outputs(model, inputs), targets).backward()
+    raws, worst = [p for p in subject.model.train().parameters() if p.ndim > 1], 0.0
+    for batch in islice(_first_epoch(subject), steps):
+        _flat_gradient(subject, batch)
         before = [filter_norms(raw.detach().double().flatten(1)) for raw in raws]
-        pulls = [rate * filter_norms(_grad(raw).double().flatten(1)) for raw in raws]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(rate * _grad(parameter))
+        pulls = [subject.training.lr * filter_norms(_grad(raw).double().flatten(1)) for raw in raws]
+        _descend(subject)
         after = [filter_norms(raw.detach().double().flatten(1)) for raw in raws]
         for was, pull, now in zip(before, pulls, after, strict=True):
             worst = max(worst, float((now / was / (1 + (pull / was).square()).sqrt() - 1).abs().max()))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +21,7 @@ from gonio.compare.engines.local import Devices, Engine, Future, Local, NodeLost
 from gonio.compare.judging.cost import measure_costs
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.statistics import require_scipy
-from gonio.compare.planning.plan import Plan, RecipeEntry, installed_versions
+from gonio.compare.planning.plan import Plan, installed_versions
 from gonio.compare.running.jobs import Job, TransferJob, run_jobs, transfer_jobs, trial_jobs
 from gonio.compare.running.study import Study, locked
 from gonio.errors import Interrupted, InvalidArgumentError
@@ -192,19 +192,15 @@ def _measure(study: Study, watcher: Watcher, engine: Engine) -> None:
         if study.plan.device == "cpu":
             rows = call_apart(measure_costs, study.plan, entries)
         else:  # a process with a device of its own, as a run has it
-            rows = _computed(engine, study.plan, entries)
+            call = engine.start(measure_costs, study.plan, entries)
+            try:
+                rows = call.result()
+            finally:
+                call.stop()
     except (ChildProcessError, NodeLost) as error:
         watcher.stage(f"costs were not measured: {error}")
     else:
         study.add_costs([tuple(row) for row in rows])
-
-
-def _computed(engine: Engine, plan: Plan, entries: list[RecipeEntry]) -> Any:
-    call = engine.start(measure_costs, plan, entries)
-    try:
-        return call.result()
-    finally:
-        call.stop()
 
 
 @contextmanager
@@ -305,8 +301,7 @@ class Lines:
 
     def run_ended(self, record: RunRecord) -> None:
         self._done += 1
-        text = trouble(record)
-        if text:
+        if text := trouble(record):
             self._say(text)
         now = self._clock()
         due = now - self._last >= 10 and (self._done - self._said) * 10 >= self._total
@@ -354,8 +349,7 @@ class Bar:
 
     def run_ended(self, record: RunRecord) -> None:
         self._progress.advance(self._task)
-        text = trouble(record)
-        if text:
+        if text := trouble(record):
             self._progress.console.print(text, style="red", markup=False, highlight=False)
 
     def stage(self, text: str) -> None:

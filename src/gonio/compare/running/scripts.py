@@ -22,7 +22,7 @@ from gonio.compare.judging.cost import Gauge
 from gonio.compare.judging.filter_summary import filter_summary
 from gonio.compare.judging.results import RunRecord
 from gonio.compare.judging.robustness import answer_of, attacked, chosen
-from gonio.compare.planning.plan import PARTS, VERBS, AttackConfig, Plan, RecipeEntry
+from gonio.compare.planning.plan import AttackConfig, Plan, RecipeEntry
 from gonio.compare.running.training import seed_everything
 from gonio.compare.tasks.task import kept_generators
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
@@ -112,8 +112,7 @@ class Run:
             self._applied = recipe.apply_(model, seed=self.seed)
         self._model = model
         if leads():
-            changes = any(getattr(recipe, key) for key in (*VERBS, *PARTS))
-            _write(self.folder / _PLAN, text if changes else "")
+            _write(self.folder / _PLAN, "" if RecipeEntry.of(recipe).unchanged else text)
         return self._applied
 
     def hold_(self, optimizer: Optimizer) -> Held | None:

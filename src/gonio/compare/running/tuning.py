@@ -117,7 +117,9 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
             sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM),
         )
         seen = [trial for trial in done if trial.number < _looked_at(number)]
-        scores = _scores(plan, seen)
+        # a diverged trial has the worst score, a failed one none
+        scored = scores_of(plan, [replace(trial.record, seed=trial.number) for trial in seen])
+        scores = {number: score for (_, number), score in scored.items()}
         for trial in sorted(seen, key=lambda trial: trial.number):
             score = scores.get(trial.number)
             known = optuna.trial.create_trial(
@@ -128,12 +130,6 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
         return dict(search.ask(ranges).params)
     finally:
         optuna.logging.set_verbosity(before)
-
-
-def _scores(plan: Plan, trials: Sequence[Trial]) -> dict[int, float]:
-    """Validation scores by number; a diverged trial has the worst score, a failed one none."""
-    records = [replace(trial.record, seed=trial.number) for trial in trials]
-    return {number: score for (_, number), score in scores_of(plan, records).items()}
 
 
 def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
