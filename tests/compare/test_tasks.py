@@ -16,10 +16,17 @@ from torch.nn import functional as F
 from foreign import torchvision
 from gonio.compare import make_plan
 from gonio.compare.tasks import bytes_, digits, points, resolve
-from gonio.compare.tasks.bytes import _texts, bits_per_byte, next_byte_loss
-from gonio.compare.tasks.digits import shifted
+from gonio.compare.tasks.built_in import (
+    SOLIDS,
+    Solid,
+    _texts,
+    bits_per_byte,
+    next_byte_loss,
+    random_turns,
+    shifted,
+    turned,
+)
 from gonio.compare.tasks.images import to_tensor
-from gonio.compare.tasks.points import SOLIDS, Solid, random_turns, turned
 from gonio.compare.tasks.task import ACCURACY, Metric, Split, accuracy
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError
 from gonio.models import byte_transformer

@@ -1,9 +1,7 @@
 """Tasks by name: built-in ones, images on this machine, and the user's own."""
 
-from gonio.compare.tasks.bytes import bytes_
-from gonio.compare.tasks.digits import digits
+from gonio.compare.tasks.built_in import bytes_, digits, points
 from gonio.compare.tasks.images import fashion_mnist, image_folder, torchvision_dataset
-from gonio.compare.tasks.points import points
 from gonio.compare.tasks.task import BUILT_IN, SOURCES, resolve
 
 __all__ = ["BUILT_IN", "bytes_", "digits", "fashion_mnist", "image_folder", "points", "resolve", "torchvision_dataset"]
