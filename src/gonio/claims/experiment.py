@@ -22,7 +22,6 @@ from gonio.compare.running.study import Study
 from gonio.compare.running.training import build
 from gonio.compare.tasks import resolve as resolve_task
 from gonio.compare.tasks.images import FASHION_FOLDER
-from gonio.compare.tasks.task import Task
 from gonio.errors import InvalidArgumentError
 
 _FOLDER_TASK = "fashion-mnist"
@@ -182,7 +181,9 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         threat=task.threat if kind.attacked else None,
         measure=measure,
     )
-    _check_recipes(plan, task)
+    with torch.random.fork_rng(devices=[]):
+        for entry in plan.recipes:  # so that a rule without a layer is an error now
+            build(plan, task, entry, plan.seeds[0])
     return plan
 
 
@@ -205,13 +206,6 @@ def _check_model(claim: Claim, setting: Setting, model: str | None) -> None:
             f"the arms of {claim.name} differ in arguments of {setting.model.get('name')}", f"--model {model}",
             "Leave --model out, or choose a claim whose arms are recipes.",
         )  # fmt: skip
-
-
-def _check_recipes(plan: Plan, task: Task) -> None:
-    """Build each arm's model once, so that a rule without a layer is an error now."""
-    with torch.random.fork_rng(devices=[]):
-        for entry in plan.recipes:
-            build(plan, task, entry, plan.seeds[0])
 
 
 # --- the runs ---------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def _remedy(seen: Evidence, claims: int) -> str:
 
 def _power_at(seeds: int, claims: int) -> float | None:
     """Detectable effect in standard deviations; by the t test alone above 16 pairs, which `detectable` does."""
-    return detectable(max(seeds, 17), claims) if seeds > 16 else 4.0 / math.sqrt(seeds)
+    return detectable(seeds, claims) if seeds > 16 else 4.0 / math.sqrt(seeds)
 
 
 def _equivalence_p(values: Sequence[float], sesoi: float) -> float:

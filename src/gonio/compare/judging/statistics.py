@@ -19,6 +19,7 @@ from gonio.errors import import_extra
 Array = NDArray[np.float64]
 
 ALPHA = 0.05
+_POWER = 0.8
 _EXACT = 24  # pairs up to which all sign vectors are enumerated: 2^23 sums, 64 MiB
 _DRAWS = 1_000_000  # sign vectors that are drawn above that
 _TIE = 1e-9  # sums that are equal in exact arithmetic differ by rounding; they count as equal
@@ -29,8 +30,8 @@ _STUDIES = 4000  # simulated for up to 10 pairs, fewer above; the standard error
 _ROWS = 100  # studies whose sums are held at the same time: 2^15 sums each, 26 MB
 
 
-def paired_t(differences: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float, float] | None:
-    r"""Mean difference and its interval :math:`\bar d \pm t_{n-1}\, s / \sqrt n`; None for fewer than 2.
+def paired_t(differences: Sequence[float]) -> tuple[float, float, float] | None:
+    r"""Mean difference and its 95 % interval :math:`\bar d \pm t_{n-1}\, s / \sqrt n`; None for fewer than 2.
 
     References:
         Student, "The probable error of a mean", Biometrika 6, 1908.
@@ -38,14 +39,14 @@ def paired_t(differences: Sequence[float], *, confidence: float = 0.95) -> tuple
     d = np.asarray(differences, dtype=np.float64)
     if len(d) < 2:
         return None
-    mean, half = float(d.mean()), float(half_width(d, confidence=confidence))
+    mean, half = float(d.mean()), float(half_width(d))
     return mean, mean - half, mean + half
 
 
-def half_width(differences: Array, *, confidence: float = 1 - ALPHA) -> Array:
-    """Half of the paired t interval, along the last axis."""
+def half_width(differences: Array) -> Array:
+    """Half of the paired t interval of 95 %, along the last axis."""
     n = differences.shape[-1]
-    quantile = float(require_scipy().t.ppf((1 + confidence) / 2, n - 1))
+    quantile = float(require_scipy().t.ppf(1 - ALPHA / 2, n - 1))
     return np.asarray(quantile * differences.std(axis=-1, ddof=1) / np.sqrt(n))
 
 
@@ -120,8 +121,8 @@ def improvement(differences: Sequence[float], direction: str) -> float | None:
 
 
 @functools.lru_cache(maxsize=256)
-def detectable(pairs: int, comparisons: int, *, power: float = 0.8) -> float | None:
-    r"""Minimum detectable effect in standard deviations of the paired differences; None if none is detectable.
+def detectable(pairs: int, comparisons: int) -> float | None:
+    r"""Minimum detectable effect, at a power of 80 %, in standard deviations of the differences; None if there is none.
 
     An effect is detected if the sign-flip p value passes Holm's first and hardest step, :math:`p < α / m`, and the
     95 % interval does not contain 0. With few pairs, or many recipes, the exact test is weaker than the t test, because
@@ -135,20 +136,20 @@ def detectable(pairs: int, comparisons: int, *, power: float = 0.8) -> float | N
     if least_p(pairs) >= alpha:
         return None
     if pairs <= _SIMULATED:
-        return _least(_simulated_power(pairs, alpha, _STUDIES), power, (0.0, 50.0), steps=20)
-    found = _least(_t_power(pairs, alpha), power, (0.0, 50.0), steps=20)
+        return _least(_simulated_power(pairs, alpha, _STUDIES), (0.0, 50.0), steps=20)
+    found = _least(_t_power(pairs, alpha), (0.0, 50.0), steps=20)
     if pairs > _COARSE or alpha >= _STEPS * least_p(pairs):
         return found
     studies = _STUDIES // (2 if pairs <= 12 else 4)
-    return _least(_simulated_power(pairs, alpha, studies), power, (0.95 * found, 1.5 * found), steps=8)
+    return _least(_simulated_power(pairs, alpha, studies), (0.95 * found, 1.5 * found), steps=8)
 
 
-def _least(power_of: Callable[[float], float], power: float, bounds: tuple[float, float], *, steps: int) -> float:
-    """The smallest effect with this power, by bisection."""
+def _least(power_of: Callable[[float], float], bounds: tuple[float, float], *, steps: int) -> float:
+    """The smallest effect with a power of 80 %, by bisection."""
     low, high = bounds
     for _ in range(steps):
         middle = (low + high) / 2
-        low, high = (low, middle) if power_of(middle) >= power else (middle, high)
+        low, high = (low, middle) if power_of(middle) >= _POWER else (middle, high)
     return high
 
 
