@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gonio.compare.judging.results import Effect, Results
-from gonio.compare.judging.statistics import require_scipy
+from gonio.compare.judging.statistics import Array, require_scipy
 from gonio.errors import InvalidArgumentError
-
-Array = NDArray[np.float64]
 
 PROFILE = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in smallest effects of interest
 _REPETITIONS = 5000  # bootstrap samples; the ends of a 95 % interval then vary by about 1 % of its width

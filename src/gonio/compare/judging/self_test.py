@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gonio.compare.judging.results import Results, scores_of
-from gonio.compare.judging.statistics import ALPHA, enough, half_width, holm, require_scipy, sign_flip_rows
+from gonio.compare.judging.statistics import ALPHA, Array, enough, half_width, holm, require_scipy, sign_flip_rows
 from gonio.compare.planning.plan import Plan, RecipeEntry
 from gonio.compare.planning.planner import seeds_of
 from gonio.errors import InvalidArgumentError
 from gonio.recipes import Recipe
-
-Array = NDArray[np.float64]
 
 _COPIES = 4  # recipes that do nothing; 8 seeds are enough to show something against so many
 _STUDIES = 4  # disjoint studies that the seeds make

@@ -1,4 +1,4 @@
-"""A task: the examples of its splits, a loss, a metric, and how its baseline is trained; and tasks by name.
+"""A task: the examples of its splits, a loss, a metric, and how its baseline is trained.
 
 Examples are tensors in memory, a map-style data set, or loaders of the user's own. All recipes of one seed get the same
 examples in the same order with the same augmentation. The order of tensors and of data sets is drawn here, and each
@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.compare.planning.plan import AttackConfig, Training
-from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.models.user_code import is_user_code, load_function
+from gonio.errors import InvalidArgumentError
 from gonio.seeding import derive_seed, generator
 
 Batch = tuple[Tensor, Tensor]
@@ -484,42 +483,3 @@ class Task:
                 sha.update(f"{name} {description}".encode())
                 sha.update(content)
         return sha.hexdigest()
-
-
-# By name, and by the form of a name with an argument. The package fills them: tasks know this file, not it them.
-BUILT_IN: dict[str, Callable[[], Task]] = {}
-SOURCES: dict[str, Callable[[str], Task]] = {}
-
-
-def resolve(spec: str) -> Task:
-    """The task with a name.
-
-    Args:
-        spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
-            FOLDER or in `data`; `imagefolder:FOLDER`;
-            `fashion-mnist:FOLDER`; or `file.py:factory`, where the factory takes no arguments
-            and returns a :class:`~gonio.compare.Task`.
-
-    Raises:
-        UnknownNameError: no such task; gives the closest names.
-        InvalidArgumentError: the file, function or data are missing, or the factory returns no task.
-        MissingExtraError: a package that the task needs is not installed.
-
-    Example:
-        >>> len(gonio.compare.tasks.resolve("digits").train)
-        200
-    """
-    if is_user_code(spec):
-        task = load_function(spec)()
-        if not isinstance(task, Task):
-            raise InvalidArgumentError(
-                f"{spec!r} must build a task", f"a {type(task).__name__}", "Return a gonio.compare.Task."
-            )
-        return task
-    source, _, rest = spec.partition(":")
-    for form, make in SOURCES.items():
-        if rest and form.startswith(f"{source}:"):
-            return make(rest)
-    if spec not in BUILT_IN:
-        raise UnknownNameError("task", spec, [*BUILT_IN, *SOURCES, "file.py:factory"])
-    return BUILT_IN[spec]()
