@@ -39,7 +39,7 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 def failures(test: doctest.DocTest) -> str:
     report: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)  # by default as pytest's -v
     runner.run(test, out=report.append, clear_globs=False)
     return "".join(report)
 

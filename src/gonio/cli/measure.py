@@ -55,7 +55,7 @@ def measure(
     from gonio import measuring
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.config import suppression
-    from gonio.cli.inputs import check_runs, read_batch, read_source
+    from gonio.cli.inputs import read_source
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     check_folders(targets)
@@ -77,11 +77,7 @@ def measure(
         _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
-    example = None if batch is None else read_batch(batch, option="--batch")
-    if example is not None:
-        if isinstance(first, str):
-            raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
-        check_runs(first, example, option="--batch")
+    example = None if batch is None else _example(first, batch)
     adapted = None if base is None else read_source(base, seed=seed)
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
@@ -93,6 +89,17 @@ def measure(
     if _write(found, targets):
         _summarise(found.findings)
     _fail(found.findings, fail_on)
+
+
+def _example(source: Any, batch: str) -> Any:
+    """The batch that a model is to run on."""
+    from gonio.cli.inputs import check_runs, read_batch
+
+    example = read_batch(batch, option="--batch")
+    if isinstance(source, str):
+        raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
+    check_runs(source, example, option="--batch")
+    return example
 
 
 def _changes(

@@ -23,9 +23,8 @@ def resolve(spec: str) -> Task:
 
     Args:
         spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
-            FOLDER or in `data`; `imagefolder:FOLDER`;
-            `fashion-mnist:FOLDER`; or `file.py:factory`, where the factory takes no arguments
-            and returns a :class:`~gonio.compare.Task`.
+            FOLDER or in `data`; `imagefolder:FOLDER`; `fashion-mnist:FOLDER`; or `file.py:factory`, where the
+            factory takes no arguments and returns a :class:`~gonio.compare.Task`.
 
     Raises:
         UnknownNameError: no such task; gives the closest names.
@@ -52,5 +51,4 @@ def resolve(spec: str) -> Task:
     return BUILT_IN[spec]()
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy  # the public names alone
