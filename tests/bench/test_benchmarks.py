@@ -9,18 +9,28 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarks import other_ways
 from benchmarks.__main__ import main, parse, run, topics, without_compiled
 from benchmarks.harness import Settings
 from benchmarks.machine import restart_with
 from benchmarks.results import Report, merged, path_of, read, write
 from benchmarks.tables import BLOCK, MISSING, ROOT, filled, markdown
 from benchmarks.tables import main as tables
+from benchmarks.whole_steps import networks, step_of
+from torch import Tensor, nn
 
 TINY = Settings(rounds=2, sample_seconds=1e-4, retries=0)
 AGREEMENT = 1e-3  # float32 sums in another order; a peer with another formula is off by far more
 
 
-LONG = ("training_dynamics", "whole_steps")  # half a minute each: whole networks with every method
+LONG = ("training_dynamics", "whole_steps", "other_ways")  # half a minute each: whole networks with every method
+SAME_GRADIENTS = {  # the others have other constants, draw their own vectors, or start from another raw weight
+    "orthogonality, add_grads_": ("usual", "whole Gram matrices", "a batch per shape"),
+    "spectral norm": ("usual", "plain"),
+    "scale shift, add_grads_": ("usual", "plain", "one by one", "lists of tensors"),
+    "switchable norm": ("published", "plain", "autograd of var_mean"),
+    "weight standardisation": ("plain", "as a batch norm", "autograd of var_mean"),
+}
 
 
 @pytest.fixture(
@@ -43,6 +53,23 @@ def test_candidates_compute_the_same(report: Report) -> None:
             ):  # present where FAISS is: an approximate search, whose recall is shown
                 continue
             assert measured.deviation < AGREEMENT, f"{row.case} {row.mode}: {measured.name} {measured.deviation}"
+
+
+@pytest.mark.parametrize(("method", "way"), [(method, way) for method, ways in SAME_GRADIENTS.items() for way in ways])
+def test_other_ways_have_the_gradients_of_ours(method: str, way: str) -> None:
+    digits = next(network for network in networks(quick=True) if network.name == "digits network")
+
+    def gradients(make: other_ways.Way) -> list[Tensor]:
+        models: list[nn.Module] = []
+        make(replace(digits, build=lambda: models.append(digits.build()) or models[-1]))()
+        return [p.grad for p in models[0].parameters() if p.dim() == 4]
+
+    found, expected = (
+        gradients(make)
+        for make in (other_ways.WAYS["digits network", method][way], lambda n: step_of(n, other_ways.OURS[method]))
+    )
+    for ours, theirs in zip(expected, found, strict=True):
+        assert float((ours - theirs).norm() / ours.norm()) < 1e-5
 
 
 def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class _Totals:
     def statistics(self, dim: int) -> PairStatistics:
         """The statistics of at least one pair."""
         shift = self.angle / self.count
-        *histogram, straight = (int(v) for v in self.histogram.tolist())
+        *histogram, straight = self.histogram.long().tolist()
         histogram[-1] += straight
         return PairStatistics(
             count=self.count,
