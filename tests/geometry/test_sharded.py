@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from catalog import seeded
 from foreign import SHARDING_ON_A_CPU
 from gonio import geometry
-from processes import WORLD, group, spawned
+from ranks import WORLD, group, spawned
 from tolerances import close
 
 OF_ROWS = ["filter_norms", "normalize", "cosines", "angles", "coherence", "alignment", "alignment_zscore"]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import gonio
 from gonio.geometry import Layout
 from gonio.init import delta_orthogonal_, he_, lecun_, orthogonal_, variance_scaling_, xavier_
-from processes import group, spawned
+from ranks import group, spawned
 
 # name: (function, shape of the weight)
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {

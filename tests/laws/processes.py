@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from laws.support import MODULES, ModuleCase, control
-from processes import WORLD, attempt
+from ranks import WORLD, attempt
 
 
 class _BatchMean(nn.Linear):

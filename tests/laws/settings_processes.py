@@ -21,7 +21,7 @@ import gonio
 from gonio.errors import GonioError
 from gonio.geometry.norms import whole
 from laws.settings import SUBJECTS, Subject, step
-from processes import WORLD
+from ranks import WORLD
 
 REFUSED = "refused"
 Result = list[Tensor] | str  # the state after the training; the sentence of a refusal; or an error with its place

@@ -9,7 +9,7 @@ from torch import Tensor
 from catalog import RegularizerCase, seeded
 from laws.processes import CONTROLS, PENALTIES, PENALTY_CONTROL, alone, everything
 from laws.support import MODULES, ModuleCase, assert_all_equal, assert_near, over
-from processes import WORLD, spawned
+from ranks import WORLD, spawned
 
 Found = list[dict[str, list[Tensor] | str]]
 pytestmark = pytest.mark.slow

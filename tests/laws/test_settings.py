@@ -15,7 +15,7 @@ import foreign
 from laws import matrix
 from laws.settings import LOCAL, SUBJECTS, Subject, assert_same, assert_trained, moved, train
 from laws.settings_processes import DISTRIBUTED, REFUSED, Result, everything
-from processes import spawned
+from ranks import spawned
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = {"Lightning": "lightning", "HF": "transformers", "Accelerate": "accelerate", "ONNX": "onnxruntime"}

@@ -22,7 +22,7 @@ from gonio.measuring import measure
 from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
 from measuring.nets import Residual, Scaled
-from processes import group
+from ranks import group
 
 DEPTH = 20
 

@@ -14,7 +14,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.nn import magnitude
 from laws.support import Checkpointed
-from processes import WORLD
+from ranks import WORLD
 
 # name -> (layer, input of all samples, how many of them the first two processes have; others have none)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {

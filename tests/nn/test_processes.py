@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nn.processes import CASES, GROUPED, TRAININGS, alone, everything, grouped, single
-from processes import spawned
+from ranks import spawned
 from tolerances import close
 
 CLOSE = close(torch.float64)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gonio
 from catalog import seeded
-from processes import WORLD, attempt
+from ranks import WORLD, attempt
 
 Case = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
 

@@ -9,7 +9,7 @@ import torch
 
 from foreign import SHARDING_ON_A_CPU
 from optim.processes import CASES, alone, everything
-from processes import spawned
+from ranks import spawned
 
 
 @pytest.fixture(scope="module")

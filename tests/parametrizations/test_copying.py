@@ -24,7 +24,7 @@ from gonio import parametrizations as P
 from gonio.geometry.norms import whole
 from laws.support import reloaded
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
-from processes import WORLD, spawned
+from ranks import WORLD, spawned
 from tolerances import close
 
 

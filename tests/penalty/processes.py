@@ -12,7 +12,7 @@ from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
 from gonio.geometry.norms import whole
-from processes import WORLD, attempt
+from ranks import WORLD, attempt
 
 RULES: dict[str, R.Regularizer] = {
     "L2": R.L2(1.0, before_norm="keep"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from gonio import Penalty
 from gonio import regularizers as R
 from penalty.processes import RULES, batch, everything, network, train
-from processes import WORLD, spawned
+from ranks import WORLD, spawned
 from tolerances import close
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from gonio import init
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import surgery as S
-from processes import WORLD, attempt
+from ranks import WORLD, attempt
 
 
 def batch_norms() -> nn.Module:

@@ -14,7 +14,7 @@ from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import measure
 from gonio.surgery import calibrate_
-from processes import WORLD, spawned
+from ranks import WORLD, spawned
 from surgery.net import compiled_in_place
 from surgery.processes import CALIBRATED, REFUSED, buffers, joined, prepared
 from surgery.processes import calibrated as in_both

@@ -16,7 +16,7 @@ from gonio.surgery import calibrate_
 from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
-from processes import WORLD, spawned
+from ranks import WORLD, spawned
 from surgery.net import compiled_in_place
 from surgery.processes import EDITS, X, edited, network
 
