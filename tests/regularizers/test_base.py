@@ -36,7 +36,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "dilated": lambda: nn.Conv2d(2, 3, 3, dilation=2),
     "oblong": lambda: nn.Conv2d(2, 3, (1, 5), stride=(1, 2)),
     "3d": lambda: nn.Conv3d(2, 3, 2),
-    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3, groups=2),
+    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3),
+    "transposed, grouped": lambda: nn.ConvTranspose2d(4, 6, 3, groups=2),
 }
 OVER_LAYERS = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 

@@ -151,6 +151,8 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
         return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
     if layout.matrices > 1 and is_sharded(weight) and layout.matrices % weight.device_mesh.size():  # type: ignore[attr-defined]
         weight = replicated(weight)  # shards that cut through matrices
+    if view == "filters" and layout.matrices == 1 and not layout.transposed:
+        return weight.flatten(1).unsqueeze(0)
     filters = weight.unflatten(0, (layout.matrices, -1))
     filters = filters.transpose(1, 2) if layout.transposed else filters  # (matrices, out, in, *kernel)
     if view == "filters":

@@ -1,7 +1,8 @@
-"""The fast form of a spectral norm for eager mode on CPU; the plain form is `spectral_norm._divided`.
+"""Fast forms of a spectral norm and of weight standardisation for eager mode on CPU.
 
-A training step of a small network (three convolutions, batch 20 of 1×8×8) takes 1.41 times the plain step instead of
-1.75. Compilers, transforms of functions, tensor subclasses and other devices use the plain operations.
+A training step of a small network (three convolutions, batch 20 of 1×8×8) takes 1.4 times the plain step instead of
+1.8 with a spectral norm, and 1.1 instead of 1.3 with standardised weights. Compilers, transforms of functions, tensor
+subclasses and other devices use the plain forms, `spectral_norm._divided` and `WeightStandardization._standardized`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,22 @@ def iterate_(matrix: Tensor, u: Tensor, v: Tensor) -> None:
         size = _size(product)
         if size > least_norm(product.dtype):
             torch.div(product, size, out=vector)
+
+
+def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:
+    """Filters on dim 0 of mean 0 and unbiased standard deviations `stds`, as channels of torch's batch normalisation.
+
+    None if a filter is constant up to `rounding` roundings of its mean, or counts as zero.
+    """
+    size, dtype = raw[0].numel(), raw.dtype
+    rows = raw.view(1, len(raw), size)
+    out, mean, inverse = torch.native_batch_norm(
+        rows, stds * ((size - 1) / size) ** 0.5, None, None, None, True, 0.0, 0.0
+    )
+    least = least_norm(dtype) / size**0.5
+    if not (mean.abs().mul_(rounding * torch.finfo(dtype).eps).add_(least) * inverse).max().item() < 1:
+        return None
+    return out.view_as(raw)
 
 
 def _size(x: Tensor) -> float:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry.kernels import applies_to
 from gonio.geometry.norms import safe_norm, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import by_filter, filter_size, rescaled
+from gonio.parametrizations.kernels import standardized
 from gonio.parametrizations.parametrization import Parametrization
 
 Scale = Literal["std", "fan_in"]
+ROUNDING = 16.0  # deviation, in roundings of the mean, up to which a filter is constant
 
 
 class WeightStandardization(Parametrization):
@@ -86,13 +89,22 @@ class WeightStandardization(Parametrization):
             self.gains = nn.Parameter((std / self._constant(size)).flatten().to(weight.dtype))
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        filters, dims = by_filter(raw, self.bound_layout)
         size = filter_size(raw, self.bound_layout)
+        std, filters = self._constant(size), raw.numel() // size
+        gains = self._parameters["gains"]  # the registry itself: `self.gains` is a slow search
+        stds = raw.new_full((filters,), std) if gains is None else gains.to(raw.dtype) * std
+        if not self.bound_layout.transposed and raw.is_contiguous() and applies_to(raw, stds):
+            found = standardized(raw, stds, ROUNDING)
+            if found is not None:
+                return found
+        return self._standardized(raw, stds * (size - 1) ** 0.5)
+
+    def _standardized(self, raw: Tensor, norms: Tensor) -> Tensor:
+        filters, dims = by_filter(raw, self.bound_layout)
         mean = filters.mean(dims, keepdim=True)
-        norm = (size - 1) ** 0.5 * self._constant(size)
-        norms = raw.new_full((mean.numel(),), norm) if self.gains is None else self.gains.to(raw.dtype) * norm
+        size = filter_size(raw, self.bound_layout)
         # A constant filter minus its mean is a rounding error and has no direction.
-        floor = mean.detach().abs().flatten() * (16 * size**0.5 * torch.finfo(raw.dtype).eps)
+        floor = mean.detach().abs().flatten() * (ROUNDING * size**0.5 * torch.finfo(raw.dtype).eps)
         return rescaled((filters - mean).view_as(raw), norms, self.bound_layout, floor=floor)
 
     def holds(self, weight: Tensor) -> bool:

@@ -177,12 +177,14 @@ class WeightRegularizer(Regularizer):
         return evaluation
 
     def _with_gradient(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
-        """The closed form, with a gradient of the weight's shape."""
+        """The closed form, with a gradient of the weight's shape; that of a single matrix may have two dimensions."""
         found = self._closed_form(weight, layout, state)
         if found is None or found[1].shape == weight.shape:
             return found
         evaluation, gradient = found
-        return evaluation, unview(gradient, weight.shape, layout) if layout.transposed else gradient.view(weight.shape)
+        if not layout.transposed:
+            return evaluation, gradient.view(weight.shape)
+        return evaluation, unview(gradient if gradient.dim() > 2 else gradient.unsqueeze(0), weight.shape, layout)
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 

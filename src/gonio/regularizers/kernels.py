@@ -45,23 +45,25 @@ class WithGradient(torch.autograd.Function):
 
 
 def gram(a: Tensor) -> Tensor:
-    """A Aᵀ for each matrix of a stack; of a large one on CPU only the blocks on and below the diagonal are computed."""
-    if len(a) > 1 or not a.is_cpu or a.shape[1] < HALVED_FROM:
-        return _product(a, a.mT)
-    a, rows = a[0], a.shape[1]
+    """A Aᵀ of a matrix or a stack; of a large matrix on CPU only the blocks on and below the diagonal are computed."""
+    rows = a.shape[-2]
+    if a.dim() > 2 or not a.is_cpu or rows < HALVED_FROM:
+        return a @ a.mT
     product, size = a.new_empty(rows, rows), -(-rows // 4)
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         torch.mm(a[start:], a[start:stop].T, out=product[start:, start:stop])
         product[start:stop, stop:] = product[stop:, start:stop].T
-    return product.unsqueeze(0)
+    return product
 
 
 def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     """‖A Aᵀ − I‖² for A = W or Wᵀ, whichever has fewer rows, or Σ_{i≠j} ⟨w_i, w_j⟩²; and its gradient.
 
-    The second is computed on the smaller side as well, because ‖W Wᵀ‖² = ‖Wᵀ W‖².
+    The second is computed on the smaller side as well, because ‖W Wᵀ‖² = ‖Wᵀ W‖². The gradient of a single matrix has
+    two dimensions: one product is faster than a batch of one.
     """
+    w = w[0] if len(w) == 1 else w
     wide = w.shape[-2] <= w.shape[-1]
     defect = gram(w if wide else w.mT)
     if diagonal:
@@ -70,7 +72,7 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
         defect.diagonal(dim1=-2, dim2=-1).zero_()
     value = _squared_norm(defect)
     defect.mul_(4)
-    gradient = _product(defect, w) if wide else _product(w, defect)
+    gradient = defect @ w if wide else w @ defect
     if not diagonal and not wide:
         squares = (w * w).sum(-1, keepdim=True)
         value = (value - _squared_norm(squares)).clamp_min(0)
@@ -82,7 +84,7 @@ def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tens
     """Σ over matrices of max |A Aᵀ − I|, or of max |A Aᵀ| off the diagonal; the gradient is that of one worst entry."""
     if not a.numel():  # no filters, or filters without entries
         return a.new_zeros(()), torch.zeros_like(a)
-    deviation, which = gram(a), torch.arange(len(a), device=a.device)
+    deviation, which = gram(a[0]).unsqueeze(0) if len(a) == 1 else gram(a), torch.arange(len(a), device=a.device)
     entries = deviation.diagonal(dim1=-2, dim2=-1)
     entries.sub_(1) if diagonal else entries.zero_()
     flat = deviation.flatten(1)
@@ -93,11 +95,6 @@ def worst_entry_and_gradient(a: Tensor, *, diagonal: bool) -> tuple[Tensor, Tens
     gradient[which, one] += sign * a[which, other]
     gradient[which, other] += sign * a[which, one]
     return worst.abs().sum(), gradient
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The products of two stacks of matrices; one product is faster than a batch of one."""
-    return a @ b if len(a) != 1 else (a[0] @ b[0]).unsqueeze(0)
 
 
 def _squared_norm(x: Tensor) -> Tensor:
