@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import gonio
 from benchmarks import whole_steps
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.results import path_of
 from benchmarks.switchable_norm import reference as published
 from benchmarks.whole_steps import METHODS, Network, Prepare, Prepared, networks, plain, step_of
+from gonio import nn as gnn
 
 TITLE = "Other ways to compute what is slower than its goal"
 FLOOR = whole_steps.FLOOR
@@ -274,6 +276,14 @@ class TanhCosine(nn.Conv2d):
         return _TanhCosine.apply(x, _unit(self.weight), self)
 
 
+def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
+    """The function of the usual form: no mean of input norms is taken or tracked."""
+    magnitude = gnn.magnitude.Tanh(radius_in="absolute")
+    angular = gnn.angular.Cosine()
+    gonio.swap_(model, gnn.DecoupledConv2d.from_conv, where=nn.Conv2d, magnitude=magnitude, angular=angular)
+    return Prepared()
+
+
 def _unit(weight: Tensor) -> Tensor:
     return weight / torch.linalg.vector_norm(weight, dim=(1, 2, 3), keepdim=True)
 
@@ -413,6 +423,7 @@ WAYS |= {
     },
     ("digits network", "decoupled (tanh, cosine)"): {
         "usual": USUAL["decoupled (tanh, cosine)"],
+        "radius in no unit of mean norms": _step(_absolute),
         "second forms on small maps too": _patched("decoupled (tanh, cosine)", gonio__nn__kernels__LARGE=0),
         "one function per convolution": _step(_replaced(nn.Conv2d, _one_function_per_convolution)),
     },

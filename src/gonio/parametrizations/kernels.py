@@ -86,19 +86,21 @@ def iterate_(matrix: Tensor, u: Tensor, v: Tensor) -> None:
 
 
 def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:
-    """Filters on dim 0 of mean 0 and unbiased standard deviations `stds`, as channels of torch's batch normalisation.
+    """Filters on dim 0 of mean 0 and biased standard deviations `stds`, as channels of torch's batch normalisation.
 
     None if a filter is constant up to `rounding` roundings of its mean, or counts as zero.
     """
     size, dtype = raw[0].numel(), raw.dtype
     rows = raw.view(1, len(raw), size)
-    out, mean, inverse = torch.native_batch_norm(
-        rows, stds * ((size - 1) / size) ** 0.5, None, None, None, True, 0.0, 0.0
-    )
-    least = least_norm(dtype) / size**0.5
-    if not (mean.abs().mul_(rounding * torch.finfo(dtype).eps).add_(least) * inverse).max().item() < 1:
+    out, mean, inverse = torch.native_batch_norm(rows, stds, None, None, None, True, 0.0, 0.0)
+    inexact = rounding * torch.finfo(dtype).eps * _largest(mean * inverse)
+    if not (inexact < 1 and _largest(inverse) * least_norm(dtype) < size**0.5):
         return None
     return out.view_as(raw)
+
+
+def _largest(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, torch.inf).item())
 
 
 def _size(x: Tensor) -> float:

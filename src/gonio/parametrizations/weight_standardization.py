@@ -90,19 +90,22 @@ class WeightStandardization(Parametrization):
 
     def weight_of(self, raw: Tensor) -> Tensor:
         size = filter_size(raw, self.bound_layout)
-        std, filters = self._constant(size), raw.numel() // size
-        gains = self._parameters["gains"]  # the registry itself: `self.gains` is a slow search
-        stds = raw.new_full((filters,), std) if gains is None else gains.to(raw.dtype) * std
-        if not self.bound_layout.transposed and raw.is_contiguous() and applies_to(raw, stds):
-            found = standardized(raw, stds, ROUNDING)
+        if not self.bound_layout.transposed and raw.is_contiguous() and applies_to(raw):
+            found = standardized(raw, self._per_filter(raw, size, (size - 1) / size), ROUNDING)
             if found is not None:
                 return found
-        return self._standardized(raw, stds * (size - 1) ** 0.5)
+        return self._standardized(raw, size)
 
-    def _standardized(self, raw: Tensor, norms: Tensor) -> Tensor:
+    def _per_filter(self, raw: Tensor, size: int, square: float) -> Tensor:
+        """The standard deviation that each filter gets, times the root of a number."""
+        each = self._constant(size) * square**0.5
+        gains = self._parameters["gains"]  # the registry itself: `self.gains` is a slow search
+        return raw.new_full((raw.numel() // size,), each) if gains is None else gains.to(raw.dtype) * each
+
+    def _standardized(self, raw: Tensor, size: int) -> Tensor:
+        """The plain form."""
         filters, dims = by_filter(raw, self.bound_layout)
-        mean = filters.mean(dims, keepdim=True)
-        size = filter_size(raw, self.bound_layout)
+        mean, norms = filters.mean(dims, keepdim=True), self._per_filter(raw, size, size - 1)
         # A constant filter minus its mean is a rounding error and has no direction.
         floor = mean.detach().abs().flatten() * (ROUNDING * size**0.5 * torch.finfo(raw.dtype).eps)
         return rescaled((filters - mean).view_as(raw), norms, self.bound_layout, floor=floor)
