@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import is_sharded, ordinary_eager
+from gonio.execution import autocast_is_on, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_
@@ -171,6 +171,17 @@ class SpectralNorm(Parametrization):
         self.u, self.v = u.detach().clone().view_as(self.u), v.detach().clone().view_as(self.v)
         return original
 
+    def _iterated_(self, raw: Tensor, iterations: int) -> bool:
+        """Advance by the fast form; False where it does not apply."""
+        u, v, how = self._buffers["u"], self._buffers["v"], self.how
+        if u is None or v is None or not isinstance(how, FilterView) or not raw.is_cpu or len(u) != 1:
+            return False
+        if not u.dtype is v.dtype is raw.dtype or not ordinary_eager(raw, u, v) or autocast_is_on(raw):
+            return False
+        for _ in range(iterations):
+            iterate_(how.matrices(raw)[0], u, v)
+        return True
+
     def _watch(self, raw: Tensor) -> None:
         """Count changes of the weight without a tick, and warn once if they are many."""
         training = self.training and torch.is_grad_enabled() and isinstance(raw, nn.Parameter)
@@ -259,10 +270,14 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     stacks: dict[Any, list[tuple[SpectralNorm, Tensor]]] = defaultdict(list)
     found = dict(_spectral_norms(model))
     for norm, raw in found.items():
+        norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
         alone = raw.is_cpu and raw.numel() > _SMALL
         stacks[norm if alone else (norm.how, raw.device, raw.dtype)].append((norm, raw))
     for stack in stacks.values():
-        with full_precision(stack[0][1]):
+        norm, raw = stack[0]
+        if len(stack) == 1 and norm._iterated_(raw, iterations):
+            continue
+        with full_precision(raw):
             _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
     return len(found)
 
@@ -306,17 +321,10 @@ def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
 
 def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) -> None:
     """Power iterations of weights of one shape, as one stack."""
-    how, u, v = norms[0].how, norms[0].u, norms[0].v
-    if how is None or u is None or v is None:
+    how = norms[0].how
+    if how is None:
         return
-    for norm in norms:
-        norm.__dict__["_unticked"] = 0
     matrices = _stacked([how.matrices(widen(raw)) for raw in raws])
-    single = isinstance(how, FilterView) and len(matrices) == 1 and u.dtype is v.dtype is matrices.dtype
-    if single and matrices.is_cpu and ordinary_eager(matrices, u, v):
-        for _ in range(iterations):
-            iterate_(matrices[0], u, v)
-        return
     buffers = [{name: b for name, b in norm._buffers.items() if b is not None} for norm in norms]
     state = {name: _stacked([each[name].to(matrices.dtype) for each in buffers]) for name in buffers[0]}
     for _ in range(iterations):
