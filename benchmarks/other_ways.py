@@ -423,7 +423,7 @@ WAYS |= {
     },
     ("digits network", "decoupled (tanh, cosine)"): {
         "usual": USUAL["decoupled (tanh, cosine)"],
-        "radius in no unit of mean norms": _step(_absolute),
+        "absolute radius": _step(_absolute),
         "second forms on small maps too": _patched("decoupled (tanh, cosine)", gonio__nn__kernels__LARGE=0),
         "one function per convolution": _step(_replaced(nn.Conv2d, _one_function_per_convolution)),
     },
