@@ -21,7 +21,17 @@ from benchmarks import whole_steps
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.results import path_of
 from benchmarks.switchable_norm import reference as published
-from benchmarks.whole_steps import METHODS, Network, Prepare, Prepared, networks, plain, step_of
+from benchmarks.whole_steps import (
+    METHODS,
+    Network,
+    Prepare,
+    Prepared,
+    in_the_place_of,
+    networks,
+    plain,
+    replaced,
+    step_of,
+)
 from gonio import nn as gnn
 
 TITLE = "Other ways to compute what is slower than its goal"
@@ -232,17 +242,6 @@ class NativeMixture(PublishedNorm):
         return torch.addcmul(shift[..., None, None], x, slope[..., None, None])
 
 
-def _replaced(kind: type[nn.Module], new: Callable[[Any], nn.Module]) -> Prepare:
-    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is kind:
-                    setattr(module, name, new(child))
-        return Prepared()
-
-    return prepare
-
-
 class _TanhCosine(torch.autograd.Function):
     """tanh(‖x‖) · cos θ of unit filters with its gradient: one convolution more than the product, for the norms."""
 
@@ -286,13 +285,6 @@ def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
 
 def _unit(weight: Tensor) -> Tensor:
     return weight / torch.linalg.vector_norm(weight, dim=(1, 2, 3), keepdim=True)
-
-
-def _one_function_per_convolution(old: nn.Conv2d) -> nn.Module:
-    size, stride, padding = old.kernel_size, old.stride, old.padding
-    new = TanhCosine(old.in_channels, old.out_channels, size, stride, padding, bias=False)
-    new.weight = old.weight
-    return new
 
 
 # --- parametrizations ---------------------------------------------------------------------------------
@@ -417,15 +409,15 @@ WAYS |= {
         "lists of tensors": _step(_scale_foreach),
     },
     ("digits network", "switchable norm"): {
-        "published": _step(_replaced(nn.BatchNorm2d, PublishedNorm)),
+        "published": _step(replaced(nn.BatchNorm2d, PublishedNorm)),
         "plain": _patched("switchable norm", gonio__nn__switchable_norm__ordinary_eager=_never),
-        "autograd of var_mean": _step(_replaced(nn.BatchNorm2d, NativeMixture)),
+        "autograd of var_mean": _step(replaced(nn.BatchNorm2d, NativeMixture)),
     },
     ("digits network", "decoupled (tanh, cosine)"): {
         "usual": USUAL["decoupled (tanh, cosine)"],
         "absolute radius": _step(_absolute),
         "second forms on small maps too": _patched("decoupled (tanh, cosine)", gonio__nn__kernels__LARGE=0),
-        "one function per convolution": _step(_replaced(nn.Conv2d, _one_function_per_convolution)),
+        "one function per convolution": _step(replaced(nn.Conv2d, in_the_place_of(TanhCosine))),
     },
     ("digits network", "weight norm"): {
         "usual": USUAL["weight norm"],

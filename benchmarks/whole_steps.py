@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,15 +155,29 @@ class UsualDecoupled(nn.Conv2d):
         return F.conv2d(x, weight, None, self.stride, self.padding) / norm * torch.tanh(norm)
 
 
-def _usual_decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Conv2d:
-                size, stride, padding = child.kernel_size, child.stride, child.padding
-                new = UsualDecoupled(child.in_channels, child.out_channels, size, stride, padding, bias=False)
-                new.weight = child.weight
-                setattr(module, name, new)
-    return Prepared()
+def replaced(kind: type[nn.Module], new: Callable[[Any], nn.Module]) -> Prepare:
+    """Other layers in the place of all of one type."""
+
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is kind:
+                    setattr(module, name, new(child))
+        return Prepared()
+
+    return prepare
+
+
+def in_the_place_of(kind: type[nn.Conv2d]) -> Callable[[nn.Conv2d], nn.Conv2d]:
+    """A convolution of another type with the options and the weight of one, and no bias."""
+
+    def new(old: nn.Conv2d) -> nn.Conv2d:
+        size, stride, padding = old.kernel_size, old.stride, old.padding
+        made = kind(old.in_channels, old.out_channels, size, stride, padding, bias=False)
+        made.weight = old.weight
+        return made
+
+    return new
 
 
 def _decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
@@ -232,7 +247,13 @@ METHODS = (
         _usual_scale,
     ),
     Method("switchable norm", (1.03, 1.5), _switchable, None, (nn.BatchNorm2d,)),
-    Method("decoupled (tanh, cosine)", (1.12, 1.5), _decoupled, _usual_decoupled, (nn.Conv2d,)),
+    Method(
+        "decoupled (tanh, cosine)",
+        (1.12, 1.5),
+        _decoupled,
+        replaced(nn.Conv2d, in_the_place_of(UsualDecoupled)),
+        (nn.Conv2d,),
+    ),
     Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), _torchs(_TORCH.weight_norm)),
     Method("spectral norm", (1.05, 1.2), _spectral, _torchs(_TORCH.spectral_norm)),
     Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization)),
