@@ -426,7 +426,11 @@ WAYS |= {
         "autograd of vector_norm": _step(_computed(_gains, gain=True)),
     },
     ("digits network", "weight standardisation"): {
-        "plain": _patched("weight standardisation", **_NO_KERNEL),
+        "plain": _patched(
+            "weight standardisation",
+            **_NO_KERNEL,
+            gonio__parametrizations__weight_standardization__applies_to=_never,
+        ),
         "as a batch norm": _step(_computed(_by_batch_norm)),
         "autograd of var_mean": _step(_computed(_by_var_mean)),
     },

@@ -24,6 +24,7 @@ def ordinary_eager(*tensors: Tensor) -> bool:
     """Whether operations on these tensors run one by one, under reverse-mode differentiation at most.
 
     Example:
+        >>> from gonio.execution import ordinary_eager
         >>> ordinary_eager(torch.ones(2)), torch.func.vmap(lambda x: x * ordinary_eager(x))(torch.ones(2))
         (True, tensor([0., 0.]))
     """

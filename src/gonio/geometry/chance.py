@@ -53,6 +53,7 @@ def random_angle_std(dim: int) -> float:
     r"""Standard deviation in degrees of the angle between two random directions, about :math:`57.3/\sqrt{d}`.
 
     Example:
+        >>> from gonio.geometry.chance import random_angle_std
         >>> round(random_angle_std(2), 2), round(random_angle_std(576), 2)
         (51.96, 2.39)
     """
@@ -124,6 +125,7 @@ def random_coherence(pairs: int, dim: int, *, quantile: float = 0.5) -> float:
     :math:`P(|\cos| > t) = I_{1-t^2}(\tfrac{d-1}{2}, \tfrac12)`.
 
     Example:
+        >>> from gonio.geometry.chance import random_coherence
         >>> round(random_coherence(64 * 63 // 2, 576), 3)
         0.149
     """
@@ -275,6 +277,7 @@ def random_largest_singular_value(rows: int, cols: int) -> float:
     variance 1.
 
     Example:
+        >>> from gonio.geometry.chance import random_largest_singular_value
         >>> round(random_largest_singular_value(1000, 1000), 3)  # the edge of the law is 2
         2.02
 

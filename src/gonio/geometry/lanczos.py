@@ -160,6 +160,7 @@ def lanczos_error(steps: int, length: int) -> float:
     :math:`1 - 1.648 \sqrt d\, e^{-\sqrt\varepsilon (2k - 1)}`. Usually the error is a hundred times smaller.
 
     Example:
+        >>> from gonio.geometry.lanczos import lanczos_error
         >>> round(lanczos_error(32, 4096), 4), round(lanczos_error(64, 4096), 4)
         (0.011, 0.0027)
 

@@ -72,8 +72,8 @@ def pair_statistics(
     all directions.
     """
     n, d = matrices.shape[1:]
-    many = n if deep or n <= 2 * SAMPLE else SAMPLE
-    drawn = many if deep else min(many, max(FEWEST, LENGTH // max(1, d)))
+    most = n if n <= 2 * SAMPLE else SAMPLE
+    drawn = n if deep else min(most, max(FEWEST, LENGTH // max(1, d)))
     totals = _Totals()
     for index, matrix in enumerate(matrices):
         order = torch.arange(n, device=matrix.device)

@@ -39,6 +39,7 @@ class Growth:
         fan_in, fan_out: the ratios; 1 where nothing grows.
 
     Example:
+        >>> from gonio.init.mup import growth
         >>> grown = growth((64, 32), (16, 8))
         >>> grown.kind, grown.rate("adam"), grown.rate("sgd")
         ('hidden', 0.25, 1.0)

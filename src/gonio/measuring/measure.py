@@ -91,9 +91,10 @@ def measure(
             is, or can be, connected; the files must have the same paths on all nodes.
         also: figures that take longer than all others together: `operator_norm`, of convolutions, on a periodic grid of
             16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
-        deep: compute the angles of all pairs and all singular values of large weights too, of which a sample and an
-            estimate of the largest are reported otherwise, each with its error. The time grows with the square of the
-            number of filters and the cube of the smaller side: 7 s on two cores for a weight of 4096×4096.
+        deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
+            than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
+            both have errors. The time grows with the square of the number of filters and the cube of the smaller side
+            (7 s on two cores for 4096×4096), and a copy of the weight is held in float32.
         progress: called after each tensor with the number done and the number in all.
 
     Returns:

@@ -69,6 +69,7 @@ class Residual(nn.Module):
     """A branch with a skip connection around it: x + branch(x).
 
     Example:
+        >>> from gonio.models.deep import Residual
         >>> Residual(nn.Identity())(torch.ones(2))
         tensor([2., 2.])
     """

@@ -20,6 +20,7 @@ def is_user_code(spec: str) -> bool:
     """Whether `spec` names a Python file (`file.py:factory`) rather than a built-in.
 
     Example:
+        >>> from gonio.models.user_code import is_user_code
         >>> is_user_code("nets/mine.py:make"), is_user_code("digits-cnn")
         (True, False)
     """
@@ -97,6 +98,7 @@ def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str,
     """The names that are explicit parameters of `function`.
 
     Example:
+        >>> from gonio.models.user_code import accepted
         >>> accepted(lambda num_classes=10: None, ("num_classes", "in_channels"))
         ('num_classes',)
     """

@@ -272,6 +272,7 @@ def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[st
     Raises: as :func:`hold_`, as far as the model decides it.
 
     Example:
+        >>> from gonio.optim.hold import holdable
         >>> holdable(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), norm="columns")
         {'0': '', '2': 'its columns have one entry each, which could not move'}
     """
@@ -289,6 +290,7 @@ def step_of_hold(parameter: Tensor) -> Step | None:
     """Whether a parameter is held, and by which step.
 
     Example:
+        >>> from gonio.optim.hold import step_of_hold
         >>> layer = nn.Linear(2, 2)
         >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
         >>> step_of_hold(layer.weight), step_of_hold(layer.bias)

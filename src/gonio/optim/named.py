@@ -72,6 +72,7 @@ def arguments_of(name: str) -> Mapping[str, Any]:
         UnknownNameError: for a name that is not in `OPTIMIZERS`.
 
     Example:
+        >>> from gonio.optim.named import arguments_of
         >>> arguments_of("sgd")["momentum"], sorted(arguments_of("muon"))
         (0.9, ['betas', 'lr', 'momentum', 'others_factor', 'weight_decay'])
     """

@@ -148,6 +148,7 @@ def stages(paths: Sequence[str]) -> list[tuple[str, int]]:
     """The parts of a model below a chart: the first words of the layers' names, with their number of layers in a row.
 
     Example:
+        >>> from gonio.pages.charts import stages
         >>> stages(["conv1", *(f"layer{i // 8}.{i % 8}.conv1" for i in range(16)), "fc"])
         [('conv1', 1), ('layer0', 8), ('layer1', 8), ('fc', 1)]
     """

@@ -116,6 +116,7 @@ def contrast_text(contrast: Mapping[str, float]) -> str:
     """The number that is tested.
 
     Example:
+        >>> from gonio.report.claims import contrast_text
         >>> contrast_text({"sphere": 0.5, "ball": 0.5, "plain": -1})
         '1/2 · sphere + 1/2 · ball − plain'
     """

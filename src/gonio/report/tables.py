@@ -37,6 +37,7 @@ class Scale:
     """How scores and their differences are written.
 
     Example:
+        >>> from gonio.report.tables import Scale
         >>> scale = Scale(unit="points", decimals=2)
         >>> scale.signed(0.618), scale.interval(-0.1, 1.0)
         ('+0.62', '−0.10 to +1.00')

@@ -32,6 +32,7 @@ def computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether the module is of one of these classes and runs that class's own forward.
 
     Example:
+        >>> from gonio.surgery.kinds import computes_as
         >>> class Halved(nn.Linear):
         ...     def forward(self, x):
         ...         return super().forward(x) / 2
