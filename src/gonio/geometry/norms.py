@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import autocast_is_on
 
 # Note [Zero vectors]
 # A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13 in float32
@@ -117,7 +116,8 @@ def widest(x: Tensor) -> torch.dtype:
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast does not turn the matrix products of `x` into half precision."""
-    if autocast_is_on(x) or (torch.compiler.is_compiling() and not x.is_meta):
+    # torch refuses the question for meta tensors
+    if not x.is_meta and (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 

@@ -1,4 +1,4 @@
-"""Where tensors are measured: in this process, or by the workers of a Ray cluster."""
+"""Measure the tensors of files on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gonio.measuring.reading.source import Source
 
 Engine = Literal["local", "ray"]
 Progress = Callable[[int, int], None] | None
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PARCELS = 4  # per core of the cluster, so that all workers end at about the same time
@@ -38,16 +37,6 @@ def path_of(source: Source) -> str:
             "Save the weights where all nodes can read them, or measure here.",
         )
     return os.path.abspath(os.fspath(source))
-
-
-def one_by_one(function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
-    """The results for these items in order, in this process."""
-    made = []
-    for done, item in enumerate(items, start=1):
-        made.append(function(item))
-        if progress is not None:
-            progress(done, len(items))
-    return made
 
 
 def on_ray(

@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any, overload
@@ -18,7 +17,7 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, one_by_one, path_of
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
 from gonio.measuring.figures.signals import measure_signals
 from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
 from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
@@ -134,7 +133,11 @@ def measure(
         words = (path_of(source), None if base is None else path_of(base), also, deep)
         tensors = on_ray(_measured, words, [prod(entry.shape or ()) for entry in contents.entries], progress)
     else:
-        tensors = one_by_one(partial(measure_tensor, also=also, deep=deep), contents.entries, progress)
+        tensors = []
+        for entry in contents.entries:
+            tensors.append(measure_tensor(entry, also=also, deep=deep))
+            if progress is not None:
+                progress(len(tensors), len(contents.entries))
     name, versions = name_of(source), _versions()
     if not isinstance(source, nn.Module) or training is None:
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=versions)
@@ -177,7 +180,8 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     if _is_sizes(batch := options["batch"]):
         do = "For random numbers write e.g. batch=torch.randn(8, 3, 32, 32)."
         raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
-    check_engine(engine, [given for given in (source, options["base"]) if given is not None])
+    if engine != "local":
+        check_engine(engine, [given for given in (source, options["base"]) if given is not None])
     also = options["also"] or ()
     if isinstance(also, str):
         raise InvalidArgumentError("measure(also=) is a tuple of figures", repr(also), f"Write ({also!r},).")

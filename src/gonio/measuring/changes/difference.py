@@ -18,7 +18,7 @@ from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, one_by_one, path_of
+from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
 from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
@@ -278,7 +278,12 @@ def compared(
     if engine == "ray":
         sizes = [prod(held[name].shape or ()) if name in held else 0 for name in names]
         return models, on_ray(_reduced, (reduce, path_of(base), [*map(path_of, after)]), sizes, progress)
-    return models, one_by_one(lambda name: reduce(*_compared(name, held.get(name), models)), names, progress)
+    reduced = []
+    for name in names:
+        reduced.append(reduce(*_compared(name, held.get(name), models)))
+        if progress is not None:
+            progress(len(reduced), len(names))
+    return models, reduced
 
 
 def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:

@@ -16,6 +16,7 @@ from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import Entry, Stored
 
+MARKS = (".lora_", ".oft_")  # in the names of tensors of adapters
 _PEFT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?A(?:\.([^.]+))??(?:\.weight)?")
 _PEFT_OFT = re.compile(r"(?:base_model\.model\.)?(.+)\.oft_(?:embedding_)?R(?:\.([^.]+))??(?:\.weight)?")
 _KOHYA = re.compile(r"(.+)\.lora_down\.weight")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import Adapter, Rotation, adapters_in, entries_of_adapters
+from gonio.measuring.reading.adapters import MARKS, Adapter, Rotation, adapters_in, entries_of_adapters
 from gonio.measuring.reading.entry import (
     PART,
     Entry,
@@ -82,20 +82,24 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     Raises:
         InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
     """
+    adapters: list[Adapter | Rotation] = []
     if isinstance(source, nn.Module):
-        opened, made, adapters = Opened({}), entries_of_model(source), []
+        opened, made = Opened({}), entries_of_model(source)
     else:
         opened, quantization, adapter_config = _opened(source)
         made = [*_entries(opened.stored, quantization), *opened.others]
-        adapters = adapters_in(opened.stored, adapter_config)
+        if any(mark in name for name in opened.stored for mark in MARKS):
+            adapters = adapters_in(opened.stored, adapter_config)
     if base is not None and not adapters:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
             f"{name_of(source)} without adapters",
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
-    held = {} if base is None else {entry.path: entry for entry in contents_of(base).entries}
-    return Contents([*made, *entries_of_adapters(adapters, held)], opened.notes, tuple(adapters))
+    if adapters:
+        held = {} if base is None else {entry.path: entry for entry in contents_of(base).entries}
+        made += entries_of_adapters(adapters, held)
+    return Contents(made, opened.notes, tuple(adapters))
 
 
 def _entries(stored: Mapping[str, Stored], quantization: Mapping[str, Any]) -> Iterator[Entry]:
