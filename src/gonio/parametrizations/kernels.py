@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gonio.geometry.norms import least_norm, matrix_vector
 
+_norm = torch.linalg.vector_norm
+_LEAST = {dtype: least_norm(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
 # Note [Stale vectors]
@@ -23,27 +25,34 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, 
 STALE = 0.5
 
 
-class MatrixOf(Protocol):
-    """The two methods of a spectral view that the division needs."""
+class View(Protocol):
+    """The part of a spectral view that the division needs."""
 
+    @property
+    def flat(self) -> bool: ...
     def matrices(self, weight: Tensor) -> Tensor: ...
     def weight_of(self, matrices: Tensor) -> Tensor: ...
+
+
+def matrix_of(weight: Tensor, view: View) -> Tensor:
+    """The matrix of a weight without groups, (rows, columns)."""
+    return weight.flatten(1) if view.flat else view.matrices(weight)[0]
 
 
 class DividedBySpectralNorm(torch.autograd.Function):
     r"""With :math:`c = n/\sigma`: value :math:`cW`, gradient :math:`c(G - \langle G,W\rangle\, uv^\top/\sigma)`.
 
-    For a single matrix. Numbers are read from the device, which costs nothing on CPU; passes over the weight do.
+    For a single matrix. Numbers are read from the device, which costs nothing on CPU; passes over the weight do. The
+    constants are one argument, because torch looks at each one in Python.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: MatrixOf, norm: float
-    ) -> Tensor:
-        parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), view.matrices(raw)[0]
+    def forward(ctx: Any, raw: Tensor, constants: tuple[Tensor, Tensor, Tensor | None, View, float]) -> Tensor:
+        u, v, length, view, norm = constants
+        parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), matrix_of(raw, view)
         image = matrix_vector(matrix, right) if parts == 1 else (right.view(parts, -1) @ matrix.mT).view(-1)
-        per_right = (1.0 if length is None else length.item()) / (_size(right) or 1.0)
-        reached, size = _size(image) * per_right, _size(left)
+        per_right = (1.0 if length is None else length.item()) / (_norm(right).item() or 1.0)
+        reached, size = _norm(image).item() * per_right, _norm(left).item()
         sigma = torch.dot(left, image).item() * per_right / size if size else 0.0
         if sigma < STALE * reached:
             sigma, left, size = reached, image, reached / per_right
@@ -51,20 +60,21 @@ class DividedBySpectralNorm(torch.autograd.Function):
         ctx.factor = norm / sigma if ctx.sigma else 1.0
         ctx.view, ctx.norm, ctx.parts, ctx.per_pair = view, norm, parts, per_right / (size or 1.0)
         # Copies: a tick, or DDP's broadcast of buffers, may change u and v between forward and backward.
-        ctx.save_for_backward(raw, left.clone(), right.clone())
+        ctx.left, ctx.right = left.clone(), right.clone()
+        ctx.save_for_backward(raw)
         return raw * ctx.factor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raw, left, right = ctx.saved_tensors
+        (raw,), left, right = ctx.saved_tensors, ctx.left, ctx.right
         if torch.is_grad_enabled():  # the gradient will be differentiated again
-            image = right.view(ctx.parts, -1) @ ctx.view.matrices(raw)[0].mT
+            image = right.view(ctx.parts, -1) @ matrix_of(raw, ctx.view).mT
             sigma = torch.dot(left, image.view(-1)) * ctx.per_pair
             factor = ctx.norm / sigma if ctx.sigma else 1 + 0 * sigma
-            return torch.autograd.grad(raw * factor, raw, grad, create_graph=True)[0], None, None, None, None, None
+            return torch.autograd.grad(raw * factor, raw, grad, create_graph=True)[0], None
         if not ctx.sigma:
-            return grad, None, None, None, None, None
-        matrix = ctx.view.matrices(grad)[0]
+            return grad, None
+        matrix = matrix_of(grad, ctx.view)
         inner = torch.dot(grad.reshape(-1), raw.reshape(-1)).item()
         share = -inner / ctx.sigma * ctx.factor * ctx.per_pair
         if ctx.parts == 1:
@@ -72,17 +82,21 @@ class DividedBySpectralNorm(torch.autograd.Function):
         else:
             left, right = left.view(ctx.parts, -1), right.view(ctx.parts, -1)
             of_raw = torch.addmm(matrix, left.mT, right, beta=ctx.factor, alpha=share)
-        return ctx.view.weight_of(of_raw.unsqueeze(0)), None, None, None, None, None
+        return of_raw.view_as(raw) if ctx.view.flat else ctx.view.weight_of(of_raw.unsqueeze(0)), None
 
 
-def iterate_(matrix: Tensor, u: Tensor, v: Tensor) -> None:
-    """One power iteration of a single matrix on CPU, in place; a zero product leaves its vector as it is."""
-    left, right = u[0, 0], v[0, 0]
-    for product_of, other, vector in ((matrix.mT, left, right), (matrix, right, left)):
-        product = matrix_vector(product_of, other)
-        size = _size(product)
-        if size > least_norm(product.dtype):
-            torch.div(product, size, out=vector)
+def iterate_(matrix: Tensor, u: Tensor, v: Tensor, iterations: int) -> None:
+    """Power iterations of a single matrix on CPU, in place; a zero product leaves its vector as it is."""
+    turned = matrix.mT
+    for _ in range(iterations):
+        _turn_(v, matrix_vector(turned, u))
+        _turn_(u, matrix_vector(matrix, v))
+
+
+def _turn_(unit: Tensor, product: Tensor) -> None:
+    size = torch.linalg.vector_norm(product)
+    if size.item() > _LEAST[product.dtype]:
+        torch.div(product, size, out=unit)
 
 
 def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:

@@ -16,16 +16,13 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import autocast_is_on, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_
+from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_, matrix_of
 from gonio.parametrizations.mechanism import Parametrized, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
 Of = Literal["filters", "conv"]
 _UNTICKED = 100  # changes of the weight without a tick, after which a warning is given
-# Layers of one shape are iterated as one stack, which copies their weights. On CPU the copy takes longer than the
-# calls that it saves, except for small layers (up to 64 KiB, measured).
-_SMALL = 2**14
 
 
 class SpectralNorm(Parametrization):
@@ -174,23 +171,23 @@ class SpectralNorm(Parametrization):
     def _iterated_(self, raw: Tensor, iterations: int) -> bool:
         """Advance by the fast form; False where it does not apply."""
         u, v, how = self._buffers["u"], self._buffers["v"], self.how
-        if u is None or v is None or not isinstance(how, FilterView) or not raw.is_cpu or len(u) != 1:
+        if u is None or v is None or not isinstance(how, FilterView) or not raw.is_cpu or u.shape[0] != 1:
             return False
         if not u.dtype is v.dtype is raw.dtype or not ordinary_eager(raw, u, v) or autocast_is_on(raw):
             return False
-        for _ in range(iterations):
-            iterate_(how.matrices(raw)[0], u, v)
+        iterate_(matrix_of(raw, how), u.view(-1), v.view(-1), iterations)
         return True
 
     def _watch(self, raw: Tensor) -> None:
         """Count changes of the weight without a tick, and warn once if they are many."""
-        training = self.training and torch.is_grad_enabled() and isinstance(raw, nn.Parameter)
-        if not training or torch.compiler.is_compiling() or raw._version == self._seen:
-            return
         state = self.__dict__  # itself: `nn.Module.__setattr__` is a slow search
+        if torch.compiler.is_compiling() or raw._version == state["_seen"]:
+            return
+        if not (state["training"] and raw.is_leaf and torch.is_grad_enabled()):
+            return
         state["_seen"] = raw._version
         state["_unticked"] += 1
-        if self._unticked == _UNTICKED:
+        if state["_unticked"] == _UNTICKED:
             text = (
                 f"{self} saw its weight change {_UNTICKED} times without a tick, so its singular vectors are old and "
                 f"the norm may be above {self.norm}. Call gonio.parametrizations.tick_on_step(optimizer, model) once, "
@@ -218,8 +215,8 @@ def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
 
 def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
     """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
-    if raw.is_cpu and ordinary_eager(raw, u, v) and len(u) == 1 and u.dtype is v.dtype is raw.dtype:
-        weight: Tensor = DividedBySpectralNorm.apply(raw, u, v, length, view, norm)
+    if raw.is_cpu and ordinary_eager(raw, u, v) and u.shape[0] == 1 and u.dtype is v.dtype is raw.dtype:
+        weight: Tensor = DividedBySpectralNorm.apply(raw, (u, v, length, view, norm))
         return weight
     sigma = _sigma(view.matrices(raw), u, v, length)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
@@ -271,13 +268,10 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     found = dict(_spectral_norms(model))
     for norm, raw in found.items():
         norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
-        alone = raw.is_cpu and raw.numel() > _SMALL
-        stacks[norm if alone else (norm.how, raw.device, raw.dtype)].append((norm, raw))
+        if not norm._iterated_(raw, iterations):
+            stacks[norm.how, raw.device, raw.dtype].append((norm, raw))
     for stack in stacks.values():
-        norm, raw = stack[0]
-        if len(stack) == 1 and norm._iterated_(raw, iterations):
-            continue
-        with full_precision(raw):
+        with full_precision(stack[0][1]):
             _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
     return len(found)
 
@@ -310,7 +304,14 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
-    for module in model.modules():
+    waiting: list[nn.Module | None] = [model]
+    seen: set[nn.Module | None] = {None}
+    while waiting:  # a tick walks in each step, and `model.modules()` takes three times as long
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        waiting.extend(module._modules.values())
         if not isinstance(module, Parametrized):
             continue
         for name in module.parametrized_names:

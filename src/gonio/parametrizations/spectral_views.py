@@ -39,6 +39,7 @@ class SpectralView(ABC):
     layout: Layout
     shape: torch.Size
     margin: float  # the factor by which the operator's norm may exceed the norm that converged vectors show
+    flat: bool = True  # whether the matrix of a weight without groups is `weight.flatten(1)`
 
     @classmethod
     @abstractmethod
@@ -71,7 +72,7 @@ class FilterView(SpectralView):
 
     @classmethod
     def of(cls, layout: Layout, shape: torch.Size) -> Self:
-        return cls(layout, shape, 1.0)
+        return cls(layout, shape, 1.0, flat=not layout.transposed)
 
     def measured(self, weight: Tensor) -> float:
         return float(spectral_norm(self.matrices(weight)).amax())
