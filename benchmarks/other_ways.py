@@ -1,7 +1,7 @@
 """Other ways to compute what is slower than its goal, as whole training steps: why a row of `whole_steps` is as it is.
 
 Every candidate does the work of "gonio" beside it; constants may differ. "plain" is the plain form of the same formula,
-which compilers get; "usual" is that of `whole_steps`; "alone" is a part of the work, which no way can avoid.
+which compilers get; "usual" and "torch" are those of `whole_steps`; "alone" is a part of the work that no way avoids.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gonio
-from benchmarks import whole_steps
+from benchmarks import usual, whole_steps
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.results import path_of
-from benchmarks.switchable_norm import reference as published
-from benchmarks.whole_steps import (
-    METHODS,
-    Network,
+from benchmarks.usual import (
+    STRENGTH,
     Prepare,
     Prepared,
+    by_filter,
+    computed,
     in_the_place_of,
-    networks,
-    plain,
     replaced,
-    step_of,
+    unit,
+    with_gain,
 )
+from benchmarks.whole_steps import METHODS, Network, networks, plain, step_of
 from gonio import nn as gnn
 
 TITLE = "Other ways to compute what is slower than its goal"
 FLOOR = whole_steps.FLOOR
 RESULT = path_of("other_ways")
-STRENGTH = 1e-4
 
 Way = Callable[[Network], Operation]
-Weight = Callable[[nn.Conv2d], Tensor]
 
 
 def _never(*_: object) -> bool:
@@ -215,19 +213,7 @@ def _one_function_per_layer(samples: int | None) -> Prepare:
 # --- norms and operators ------------------------------------------------------------------------------
 
 
-class PublishedNorm(nn.Module):
-    """The formulation of the paper's code."""
-
-    def __init__(self, norm: nn.BatchNorm2d) -> None:
-        super().__init__()
-        self.mean_logits, self.var_logits = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-        self.weight, self.bias = norm.weight, norm.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return published(x, self.mean_logits, self.var_logits, self.weight, self.bias)
-
-
-class NativeMixture(PublishedNorm):
+class NativeMixture(usual.SwitchableNorm):
     """All statistics from torch's own two reductions, all mixing in small arrays, one pass over the output."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -272,7 +258,7 @@ class _TanhCosine(torch.autograd.Function):
 
 class TanhCosine(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        return _TanhCosine.apply(x, _unit(self.weight), self)
+        return _TanhCosine.apply(x, unit(self), self)
 
 
 def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
@@ -283,29 +269,7 @@ def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
     return Prepared()
 
 
-def _unit(weight: Tensor) -> Tensor:
-    return weight / torch.linalg.vector_norm(weight, dim=(1, 2, 3), keepdim=True)
-
-
 # --- parametrizations ---------------------------------------------------------------------------------
-
-
-def _computed(weight: Weight, gain: bool = False) -> Prepare:
-    """Each convolution's weight computed in its forward, without a mechanism around it."""
-
-    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                if gain:
-                    module.gain = nn.Parameter(module.weight.detach().flatten(1).norm(dim=1))
-
-                def forward(x: Tensor, module: nn.Conv2d = module) -> Tensor:
-                    return F.conv2d(x, weight(module), module.bias, module.stride, module.padding)
-
-                module.forward = forward  # type: ignore[method-assign]
-        return Prepared()
-
-    return prepare
 
 
 class _Rescaled(torch.autograd.Function):
@@ -313,7 +277,7 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, gain: Tensor) -> Tensor:
-        each = gain.view(-1, 1, 1, 1)
+        each = by_filter(gain, raw)
         weight, norms = torch._weight_norm_interface(raw, each, 0)
         if not norms.min().item() > 0:
             raise ValueError("a zero filter")
@@ -332,17 +296,7 @@ def _by_batch_norm(module: nn.Conv2d) -> Tensor:
     return F.batch_norm(weight.view(1, len(weight), -1), None, None, training=True, eps=1e-10).view_as(weight)
 
 
-def _by_var_mean(module: nn.Conv2d) -> Tensor:
-    var, mean = torch.var_mean(module.weight, (1, 2, 3), keepdim=True)
-    return (module.weight - mean) * var.rsqrt()
-
-
-def _by_svd(module: nn.Conv2d) -> Tensor:
-    u, _, vh = torch.linalg.svd(module.weight.flatten(1), full_matrices=False)
-    return (u @ vh).view_as(module.weight)
-
-
-def _newton_schulz(steps: int) -> Weight:
+def _newton_schulz(steps: int) -> Callable[[nn.Conv2d], Tensor]:
     """Iterations from the weight over its Frobenius norm, differentiated by autograd."""
 
     def weight(module: nn.Conv2d) -> Tensor:
@@ -357,12 +311,9 @@ def _newton_schulz(steps: int) -> Weight:
     return weight
 
 
-def _gains(module: nn.Conv2d) -> Tensor:
-    return module.gain.view(-1, 1, 1, 1) * _unit(module.weight)
-
-
 OURS: dict[str, Prepare] = {method.name: method.ours for method in METHODS}
-USUAL = {method.name: _step(method.usual) for method in METHODS if method.usual is not None}
+USUAL = {method.name: _step(method.usual) for method in METHODS}
+TORCHS = {method.name: _step(method.torch) for method in METHODS if method.torch is not None}
 
 _NO_KERNEL = {"gonio__parametrizations__filters__applies_to": _never}
 _NO_CLOSED_FORM = {"gonio__regularizers__base__ordinary_eager": _never}
@@ -382,11 +333,12 @@ for _network in ("ResNet-18", "digits network"):
         },
         (_network, "orthogonal"): {
             "usual": USUAL["orthogonal"],
-            "SVD": _step(_computed(_by_svd)),
-            "Newton–Schulz, 8 steps": _step(_computed(_newton_schulz(8))),
+            "torch": TORCHS["orthogonal"],
+            "Newton–Schulz, 8 steps": _step(computed(_newton_schulz(8))),
         },
         (_network, "spectral norm"): {
             "usual": USUAL["spectral norm"],
+            "torch": TORCHS["spectral norm"],
             "plain": _patched("spectral norm", gonio__parametrizations__spectral_norm__ordinary_eager=_never),
         },
     }
@@ -398,6 +350,7 @@ for _network in ("ResNet-18", "digits network"):
         }
 WAYS |= {
     ("digits network", "SRIP, add_grads_"): {
+        "usual": USUAL["SRIP, add_grads_"],
         "plain": _patched("SRIP, add_grads_", **_NO_CLOSED_FORM),
         "one by one": _step(_srip(lambda a, v: (inner := a.T @ v, a @ inner))),
         "by the Gram matrix": _step(_srip(lambda a, v: (a.T @ v, (a @ a.T) @ v))),
@@ -409,7 +362,7 @@ WAYS |= {
         "lists of tensors": _step(_scale_foreach),
     },
     ("digits network", "switchable norm"): {
-        "published": _step(replaced(nn.BatchNorm2d, PublishedNorm)),
+        "usual": USUAL["switchable norm"],
         "plain": _patched("switchable norm", gonio__nn__switchable_norm__ordinary_eager=_never),
         "autograd of var_mean": _step(replaced(nn.BatchNorm2d, NativeMixture)),
     },
@@ -421,18 +374,18 @@ WAYS |= {
     },
     ("digits network", "weight norm"): {
         "usual": USUAL["weight norm"],
+        "torch": TORCHS["weight norm"],
         "plain": _patched("weight norm", **_NO_KERNEL),
-        "a function around the kernel": _step(_computed(lambda m: _Rescaled.apply(m.weight, m.gain), gain=True)),
-        "autograd of vector_norm": _step(_computed(_gains, gain=True)),
+        "a function around the kernel": _step(computed(lambda m: _Rescaled.apply(m.weight, m.gain), with_gain)),
     },
     ("digits network", "weight standardisation"): {
+        "usual": USUAL["weight standardisation"],
         "plain": _patched(
             "weight standardisation",
             **_NO_KERNEL,
             gonio__parametrizations__weight_standardization__applies_to=_never,
         ),
-        "as a batch norm": _step(_computed(_by_batch_norm)),
-        "autograd of var_mean": _step(_computed(_by_var_mean)),
+        "as a batch norm": _step(computed(_by_batch_norm)),
     },
 }
 

@@ -2,40 +2,29 @@
 
 A step is forward, backward and SGD. Three networks: a ResNet-18 with a 3×3 stem on two threads, where large products
 dominate; the digits network of the built-in study on one thread, where the number of operations decides; a
-transformer of two layers. "usual" is what a user would write with autograd in ten lines, or torch's own form.
+transformer of two layers. "usual" is what a user would write with autograd in ten lines, "torch" is torch's own form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gonio
+from benchmarks import usual
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.networks import ResNet18
+from benchmarks.usual import Prepare, Prepared
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import regularizers as R
 
 TITLE = "A whole training step with each method"
 FLOOR = "the plain step: forward, backward and SGD"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a method adds to a step: a term of the loss, calls before and after the optimizer's step."""
-
-    penalty: Callable[[], Tensor] | None = None
-    before_step: Callable[[], object] | None = None
-    after_step: Callable[[], object] | None = None
-
-
-Prepare = Callable[[nn.Module, type[nn.Module]], Prepared]
 
 
 @dataclass(frozen=True)
@@ -51,12 +40,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table. `usual` is None where torch has no form of its own."""
+    """One line of the table. `torch` is None where torch has no form of its own."""
 
     name: str
     goals: tuple[float, float]  # of the ResNet-18 and of the digits network
     ours: Prepare
-    usual: Prepare | None = None
+    usual: Prepare
+    torch: Prepare | None = None
     needs: tuple[type[nn.Module], ...] = ()  # the network has layers of these types, or the row is left out
 
 
@@ -87,97 +77,6 @@ def _penalised(regularizer: R.Regularizer, *, in_place: bool) -> Prepare:
         return Prepared(before_step=penalty.add_grads_) if in_place else Prepared(penalty)
 
     return prepare
-
-
-def _weights(model: nn.Module, where: type[nn.Module]) -> list[Tensor]:
-    return [module.weight for module in model.modules() if isinstance(module, where)]
-
-
-def _usual_orthogonality(model: nn.Module, where: type[nn.Module]) -> Prepared:
-    weights = _weights(model, where)
-
-    def penalty() -> Tensor:
-        total = torch.zeros(())
-        for weight in weights:
-            rows = weight.flatten(1)
-            rows = rows if rows.shape[0] <= rows.shape[1] else rows.T
-            total = total + (rows @ rows.T - torch.eye(rows.shape[0])).square().sum()
-        return 1e-4 * total
-
-    return Prepared(penalty)
-
-
-def _usual_scale(model: nn.Module, where: type[nn.Module]) -> Prepared:
-    weights = _weights(model, where)
-
-    def penalty() -> Tensor:
-        total = torch.zeros(())
-        for weight in weights:
-            norm = weight.norm()
-            total = total + norm.log() + weight.abs().sum() / norm
-        return 1e-4 * total
-
-    return Prepared(penalty)
-
-
-def _usual_self_orthogonality(samples: int | None) -> Prepare:
-    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        outputs: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, where):
-                module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-
-        def penalty() -> Tensor:
-            total = torch.zeros(())
-            for output in outputs:
-                columns = output.movedim(1, -1).flatten(0, -2) if output.dim() == 4 else output.flatten(0, -2)
-                if samples is not None and columns.shape[0] > samples:
-                    columns = columns[torch.randint(columns.shape[0], (samples,))]
-                signs = F.normalize(torch.tanh(columns - columns.mean(0)), dim=0)
-                cosines = signs.T @ signs
-                cosines = cosines - torch.diag(cosines.diagonal())
-                total = total + cosines.sum().square() + cosines.square().sum()
-            outputs.clear()
-            return 1e-4 * total
-
-        return Prepared(penalty)
-
-    return prepare
-
-
-class UsualDecoupled(nn.Conv2d):
-    """tanh(‖x‖) · cos θ by a convolution of x² with ones, as the official code does it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight / (self.weight.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 1e-8)
-        ones = torch.ones(1, *self.weight.shape[1:])
-        norm = (F.conv2d(x * x, ones, None, self.stride, self.padding) + 1e-8).sqrt()
-        return F.conv2d(x, weight, None, self.stride, self.padding) / norm * torch.tanh(norm)
-
-
-def replaced(kind: type[nn.Module], new: Callable[[Any], nn.Module]) -> Prepare:
-    """Other layers in the place of all of one type."""
-
-    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is kind:
-                    setattr(module, name, new(child))
-        return Prepared()
-
-    return prepare
-
-
-def in_the_place_of(kind: type[nn.Conv2d]) -> Callable[[nn.Conv2d], nn.Conv2d]:
-    """A convolution of another type with the options and the weight of one, and no bias."""
-
-    def new(old: nn.Conv2d) -> nn.Conv2d:
-        size, stride, padding = old.kernel_size, old.stride, old.padding
-        made = kind(old.in_channels, old.out_channels, size, stride, padding, bias=False)
-        made.weight = old.weight
-        return made
-
-    return new
 
 
 def _decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
@@ -225,40 +124,34 @@ METHODS = (
         "orthogonality, add_grads_",
         (1.15, 1.15),
         _penalised(R.Orthogonality(1e-4), in_place=True),
-        _usual_orthogonality,
+        usual.orthogonality,
     ),
-    Method("SRIP, add_grads_", (1.05, 1.15), _penalised(R.SRIP(1e-4), in_place=True)),
+    Method("SRIP, add_grads_", (1.05, 1.15), _penalised(R.SRIP(1e-4), in_place=True), usual.srip),
     Method(
         "self-orthogonality",
         (1.25, 1.5),
         _penalised(R.SelfOrthogonality(1e-4), in_place=False),
-        _usual_self_orthogonality(None),
+        usual.self_orthogonality(None),
     ),
     Method(
         "self-orthogonality, samples=512",
         (1.08, 1.4),
         _penalised(R.SelfOrthogonality(1e-4, samples=512), in_place=False),
-        _usual_self_orthogonality(512),
+        usual.self_orthogonality(512),
     ),
     Method(
         "scale shift, add_grads_",
         (1.03, 1.1),
         _penalised(R.ScaleShift(1e-4, direction_strength=1e-4, before_norm="keep"), in_place=True),
-        _usual_scale,
+        usual.scale_shift,
     ),
-    Method("switchable norm", (1.03, 1.5), _switchable, None, (nn.BatchNorm2d,)),
-    Method(
-        "decoupled (tanh, cosine)",
-        (1.12, 1.5),
-        _decoupled,
-        replaced(nn.Conv2d, in_the_place_of(UsualDecoupled)),
-        (nn.Conv2d,),
-    ),
-    Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), _torchs(_TORCH.weight_norm)),
-    Method("spectral norm", (1.05, 1.2), _spectral, _torchs(_TORCH.spectral_norm)),
-    Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization)),
-    Method("sphere", (1.04, 1.1), _parametrized(P.Sphere)),
-    Method("orthogonal", (1.7, 1.5), _parametrized(P.Orthogonal), _torchs(_TORCH.orthogonal)),
+    Method("switchable norm", (1.03, 1.5), _switchable, usual.switchable_norm, needs=(nn.BatchNorm2d,)),
+    Method("decoupled (tanh, cosine)", (1.12, 1.5), _decoupled, usual.decoupled, needs=(nn.Conv2d,)),
+    Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), usual.weight_norm, _torchs(_TORCH.weight_norm)),
+    Method("spectral norm", (1.05, 1.2), _spectral, usual.spectral_norm, _torchs(_TORCH.spectral_norm)),
+    Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization), usual.weight_standardization),
+    Method("sphere", (1.04, 1.1), _parametrized(P.Sphere), usual.sphere),
+    Method("orthogonal", (1.7, 1.5), _parametrized(P.Orthogonal), usual.orthogonal, _torchs(_TORCH.orthogonal)),
 )
 
 
@@ -318,9 +211,12 @@ def rows(*, quick: bool) -> Iterator[Row]:
         for method in METHODS:
             if method.needs and not types & set(method.needs):
                 continue
-            candidates = [Candidate("gonio", lambda n=network, m=method: step_of(n, m.ours))]
-            if method.usual is not None:
-                candidates.append(Candidate("usual", lambda n=network, m=method: step_of(n, m.usual)))
+            ways = {"gonio": method.ours, "usual": method.usual, "torch": method.torch}
+            candidates = [
+                Candidate(name, lambda n=network, prepare=prepare: step_of(n, prepare))
+                for name, prepare in ways.items()
+                if prepare is not None
+            ]
             floor = Candidate("plain step", lambda n=network: step_of(n, plain))
             yield Row(method.name, "step", floor, tuple(candidates), network.name.replace(" ", "-"))
     for every, regularizer in CHEAP:

@@ -26,10 +26,10 @@ AGREEMENT = 1e-3  # float32 sums in another order; a peer with another formula i
 LONG = ("training_dynamics", "whole_steps", "other_ways")  # half a minute each: whole networks with every method
 SAME_GRADIENTS = {  # the others have other constants, draw their own vectors, or start from another raw weight
     "orthogonality, add_grads_": ("usual", "whole Gram matrices", "a batch per shape"),
-    "spectral norm": ("usual", "plain"),
+    "spectral norm": ("torch", "plain"),
     "scale shift, add_grads_": ("usual", "plain", "one by one", "lists of tensors"),
-    "switchable norm": ("published", "plain", "autograd of var_mean"),
-    "weight standardisation": ("plain", "as a batch norm", "autograd of var_mean"),
+    "switchable norm": ("usual", "plain", "autograd of var_mean"),
+    "weight standardisation": ("usual", "plain", "as a batch norm"),
 }
 
 

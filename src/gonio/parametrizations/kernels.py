@@ -16,6 +16,7 @@ from gonio.geometry.norms import least_norm, matrix_vector
 
 _norm = torch.linalg.vector_norm
 _LEAST = {dtype: least_norm(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+_EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
 
 # Note [Stale vectors]
@@ -94,7 +95,7 @@ def iterate_(matrix: Tensor, u: Tensor, v: Tensor, iterations: int) -> None:
 
 
 def _turn_(unit: Tensor, product: Tensor) -> None:
-    size = torch.linalg.vector_norm(product)
+    size = _norm(product)
     if size.item() > _LEAST[product.dtype]:
         torch.div(product, size, out=unit)
 
@@ -104,18 +105,8 @@ def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:
 
     None if a filter is constant up to `rounding` roundings of its mean, or counts as zero.
     """
-    size, dtype = raw[0].numel(), raw.dtype
-    rows = raw.view(1, len(raw), size)
+    rows = raw.view(1, raw.shape[0], -1)
     out, mean, inverse = torch.native_batch_norm(rows, stds, None, None, None, True, 0.0, 0.0)
-    inexact = rounding * torch.finfo(dtype).eps * _largest(mean * inverse)
-    if not (inexact < 1 and _largest(inverse) * least_norm(dtype) < size**0.5):
-        return None
-    return out.view_as(raw)
-
-
-def _largest(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, torch.inf).item())
-
-
-def _size(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x).item())
+    inexact = rounding * _EPS[raw.dtype] * _norm(mean, torch.inf).item()
+    least = _LEAST[raw.dtype] / rows.shape[2] ** 0.5
+    return out.view_as(raw) if inverse.max().item() * max(inexact, least) < 1 else None

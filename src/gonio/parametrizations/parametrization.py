@@ -16,6 +16,7 @@ from gonio.execution import autocast_is_on
 from gonio.geometry.norms import full_precision, widen
 from gonio.geometry.views import Layout
 
+_WIDE = (torch.float32, torch.float64)
 _VERSION = 1  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
 
@@ -66,10 +67,10 @@ class Parametrization(nn.Module, ABC):
         if autocast_is_on(raw):
             with full_precision(raw):
                 return self._in_full_precision(raw)
-        return self._in_full_precision(raw)
+        return self.weight_of(raw) if raw.dtype in _WIDE else self._in_full_precision(raw)
 
     def _in_full_precision(self, raw: Tensor) -> Tensor:
-        if raw.dtype in (torch.float32, torch.float64):
+        if raw.dtype in _WIDE:
             return self.weight_of(raw)
         wide = widen(raw)
         if raw.dtype is torch.float16:

@@ -89,8 +89,9 @@ class WeightStandardization(Parametrization):
             self.gains = nn.Parameter((std / self._constant(size)).flatten().to(weight.dtype))
 
     def weight_of(self, raw: Tensor) -> Tensor:
-        size = filter_size(raw, self.bound_layout)
-        if not self.bound_layout.transposed and raw.is_contiguous() and applies_to(raw):
+        layout = self.bound_layout
+        size = filter_size(raw, layout)
+        if not layout.transposed and raw.is_contiguous() and applies_to(raw):
             found = standardized(raw, self._per_filter(raw, size, (size - 1) / size), ROUNDING)
             if found is not None:
                 return found
