@@ -334,6 +334,7 @@ for _network in ("ResNet-18", "digits network"):
         (_network, "orthogonal"): {
             "usual": USUAL["orthogonal"],
             "torch": TORCHS["orthogonal"],
+            "always corrected": _patched("orthogonal", gonio__parametrizations__orthogonal___well_conditioned=_never),
             "Newton–Schulz, 8 steps": _step(computed(_newton_schulz(8))),
         },
         (_network, "spectral norm"): {

@@ -50,7 +50,7 @@ def test_the_derivative_at_equal_singular_values() -> None:
     assert bool(point.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("condition", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("condition", [1.0, 1.9, 2.1, 10.0, 100.0])  # corrected above 2
 def test_rounding_of_float32_is_repaired(condition: float) -> None:
     u = nearest(seeded(64, 64, dtype=torch.float64))
     v = nearest(seeded(64, 200, seed=1, dtype=torch.float64))
@@ -59,6 +59,20 @@ def test_rounding_of_float32_is_repaired(condition: float) -> None:
     found = polar(matrices.float())
     assert defect(found) < 3e-6
     torch.testing.assert_close(found.double(), u @ v.unsqueeze(0), rtol=0, atol=3e-7 * condition**2 + 1e-6)
+
+
+def test_well_conditioned_matrices_need_no_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = nearest(seeded(32, 32)), nearest(seeded(32, 144, seed=1))
+    well, ill = (rows @ torch.diag(torch.linspace(1, most, 32)) @ columns for most in (1.9, 300.0))
+
+    def error(found: Tensor, matrix: Tensor) -> float:
+        return float((found.double() - nearest(matrix.double())).norm())
+
+    assert error(polar(well), well) < 2 * error(nearest(well), well)  # an SVD in float32
+    torch.testing.assert_close(torch.func.vmap(polar)(well.unsqueeze(0))[0], polar(well), atol=2e-6, rtol=0)
+    corrected = defect(polar(ill))
+    monkeypatch.setattr("gonio.parametrizations.orthogonal._well_conditioned", lambda values: True)
+    assert defect(polar(ill)) > 10 * corrected
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -279,12 +279,12 @@ class OutputRegularizer(Regularizer):
         process_group: ProcessGroup | None = None,
     ) -> Evaluation:
         """The value with its summands; arguments as for :meth:`value`."""
-        require(
-            outputs.ndim >= 2 and outputs.shape[1] % groups == 0,
-            f"{type(self).__name__} takes outputs (N, k, *positions) with k divisible by groups={groups}",
-            f"shape {tuple(outputs.shape)}",
-            "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
-        )
+        if outputs.ndim < 2 or outputs.shape[1] % groups:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} takes outputs (N, k, *positions) with k divisible by groups={groups}",
+                f"shape {tuple(outputs.shape)}",
+                "Put the channels on dim 1, for example with .flatten(0, -2) after a linear layer.",
+            )
         outputs = whole(outputs)  # under tensor parallelism each process has a part of the channels
         with full_precision(outputs):
             return self._evaluate(outputs, groups, generator, process_group)
