@@ -304,8 +304,8 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
-    waiting: list[nn.Module | None] = [model]
-    seen: set[nn.Module | None] = {None}
+    waiting: list[Any] = [model]
+    seen: set[Any] = {None}
     while waiting:  # a tick walks in each step, and `model.modules()` takes three times as long
         module = waiting.pop()
         if module in seen:
