@@ -304,14 +304,12 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
-    waiting: list[Any] = [model]
-    seen: set[Any] = {None}
+    waiting, seen = [model], {model}
     while waiting:  # a tick walks in each step, and `model.modules()` takes three times as long
         module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        waiting.extend(module._modules.values())
+        new = [child for child in module._modules.values() if child is not None and child not in seen]
+        seen.update(new)
+        waiting += new
         if not isinstance(module, Parametrized):
             continue
         for name in module.parametrized_names:
