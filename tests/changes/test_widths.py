@@ -129,6 +129,8 @@ def test_it_prints_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(found.to_json())["schema"] == "gonio.widths/1"
     assert found.to_markdown().startswith("* G601: 1: its output scales as width^")
     assert found["1"].activation == pytest.approx(0.5, abs=0.1)
+    hostile = replace(found, tensors=(replace(found.tensors[0], path="a|<b>"), *found.tensors[1:]))
+    assert r"| a\|&lt;b&gt; |" in hostile.to_markdown()
 
 
 def test_the_page_shows_every_layer_with_its_fitted_and_its_promised_exponent() -> None:

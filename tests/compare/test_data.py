@@ -119,6 +119,9 @@ def test_reading_leaves_the_global_generators_alone(make: Any) -> None:
         inside = torch.rand(())
     with seeded(3):
         assert torch.rand(()) == inside
+    with pytest.raises(KeyError, match="raised inside"), seeded(3):
+        raise KeyError("raised inside")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]  # noqa: NPY002
 
 
 def test_a_data_set_gives_the_run_of_the_same_tensors() -> None:
