@@ -20,17 +20,7 @@ import gonio
 from benchmarks import usual, whole_steps
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.results import path_of
-from benchmarks.usual import (
-    STRENGTH,
-    Prepare,
-    Prepared,
-    by_filter,
-    computed,
-    in_the_place_of,
-    replaced,
-    unit,
-    with_gain,
-)
+from benchmarks.usual import STRENGTH, Prepare, Prepared, by_filter, in_the_place_of, replaced, unit
 from benchmarks.whole_steps import METHODS, Network, networks, plain, step_of
 from gonio import nn as gnn
 
@@ -258,7 +248,7 @@ class _TanhCosine(torch.autograd.Function):
 
 class TanhCosine(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        return _TanhCosine.apply(x, unit(self), self)
+        return _TanhCosine.apply(x, unit(self.weight), self)
 
 
 def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
@@ -270,6 +260,32 @@ def _absolute(model: nn.Module, where: type[nn.Module]) -> Prepared:
 
 
 # --- parametrizations ---------------------------------------------------------------------------------
+
+
+def _computed(weight: Callable[[Any], Tensor], extend: Callable[[Any], object] | None = None) -> Prepare:
+    """Each convolution's weight computed in its forward, without a mechanism around it."""
+
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                if extend is not None:
+                    extend(module)
+
+                def forward(x: Tensor, module: nn.Conv2d = module) -> Tensor:
+                    return F.conv2d(x, weight(module), module.bias, module.stride, module.padding)
+
+                module.forward = forward  # type: ignore[method-assign]
+        return Prepared()
+
+    return prepare
+
+
+def _with_gain(module: Any) -> None:
+    module.gain = nn.Parameter(module.weight.detach().flatten(1).norm(dim=1))
+
+
+def _with_spectral_norm(module: Any) -> None:
+    module.divided = usual.SpectralNorm(module.weight)
 
 
 class _Rescaled(torch.autograd.Function):
@@ -335,11 +351,12 @@ for _network in ("ResNet-18", "digits network"):
             "usual": USUAL["orthogonal"],
             "torch": TORCHS["orthogonal"],
             "always corrected": _patched("orthogonal", gonio__parametrizations__orthogonal___well_conditioned=_never),
-            "Newton–Schulz, 8 steps": _step(computed(_newton_schulz(8))),
+            "Newton–Schulz, 8 steps": _step(_computed(_newton_schulz(8))),
         },
         (_network, "spectral norm"): {
             "usual": USUAL["spectral norm"],
             "torch": TORCHS["spectral norm"],
+            "in the layers' forward": _step(_computed(lambda m: m.divided(m.weight), _with_spectral_norm)),
             "plain": _patched("spectral norm", gonio__parametrizations__spectral_norm__ordinary_eager=_never),
         },
     }
@@ -377,7 +394,7 @@ WAYS |= {
         "usual": USUAL["weight norm"],
         "torch": TORCHS["weight norm"],
         "plain": _patched("weight norm", **_NO_KERNEL),
-        "a function around the kernel": _step(computed(lambda m: _Rescaled.apply(m.weight, m.gain), with_gain)),
+        "a function around the kernel": _step(_computed(lambda m: _Rescaled.apply(m.weight, m.gain), _with_gain)),
     },
     ("digits network", "weight standardisation"): {
         "usual": USUAL["weight standardisation"],
@@ -386,7 +403,7 @@ WAYS |= {
             **_NO_KERNEL,
             gonio__parametrizations__weight_standardization__applies_to=_never,
         ),
-        "as a batch norm": _step(computed(_by_batch_norm)),
+        "as a batch norm": _step(_computed(_by_batch_norm)),
     },
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from benchmarks.switchable_norm import reference as published_norm
 
@@ -25,7 +26,6 @@ class Prepared:
 
 
 Prepare = Callable[[nn.Module, type[nn.Module]], Prepared]
-Weight = Callable[[Any], Tensor]  # of a layer, from its Parameters
 
 
 # --- penalties ------------------------------------------------------------------------------------------
@@ -147,27 +147,19 @@ decoupled = replaced(nn.Conv2d, in_the_place_of(Decoupled))
 switchable_norm = replaced(nn.BatchNorm2d, SwitchableNorm)
 
 
-# --- parametrizations -----------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------------
 
 
-def computed(weight: Weight, prepare_layer: Callable[[nn.Module], object] | None = None) -> Prepare:
-    """Each layer's weight computed in its forward, without a mechanism around it."""
+def _parametrized(make: Callable[[Tensor], nn.Module]) -> Prepare:
+    """Modules registered with torch.nn.utils.parametrize, as torch's documentation shows it."""
 
     def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        for module in model.modules():
+        for module in list(model.modules()):
             if isinstance(module, where):
-                if prepare_layer is not None:
-                    prepare_layer(module)
-                module.forward = _forward(module, weight)  # type: ignore[method-assign]
+                parametrize.register_parametrization(module, "weight", make(module.weight.detach()))
         return Prepared()
 
     return prepare
-
-
-def _forward(module: Any, weight: Weight) -> Callable[[Tensor], Tensor]:
-    if isinstance(module, nn.Linear):
-        return lambda x: F.linear(x, weight(module), module.bias)
-    return lambda x: F.conv2d(x, weight(module), module.bias, module.stride, module.padding)
 
 
 def by_filter(numbers: Tensor, weight: Tensor) -> Tensor:
@@ -175,46 +167,58 @@ def by_filter(numbers: Tensor, weight: Tensor) -> Tensor:
     return numbers.view(-1, *(1,) * (weight.dim() - 1))
 
 
-def unit(module: Any) -> Tensor:
+def unit(weight: Tensor) -> Tensor:
     """Filters of norm 1."""
-    weight = module.weight
     return weight / by_filter(weight.flatten(1).norm(dim=1), weight)
 
 
-def with_gain(module: Any) -> None:
-    """A Parameter for the norms of the filters."""
-    module.gain = nn.Parameter(module.weight.detach().flatten(1).norm(dim=1))
+class Sphere(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return unit(weight)
 
 
-def _gained(module: Any) -> Tensor:
-    return by_filter(module.gain, module.weight) * unit(module)
+class WeightNorm(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(weight.flatten(1).norm(dim=1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return by_filter(self.gain, weight) * unit(weight)
 
 
-def _with_vector(module: Any) -> None:
-    module.vector = F.normalize(torch.randn(len(module.weight)), dim=0)
-
-
-def _over_spectral_norm(module: Any) -> Tensor:
+class SpectralNorm(nn.Module):
     """One power iteration in each forward."""
-    rows = module.weight.flatten(1)
-    with torch.no_grad():
-        right = F.normalize(rows.T @ module.vector, dim=0)
-        module.vector = F.normalize(rows @ right, dim=0)
-    return module.weight / (module.vector @ rows @ right)
+
+    left: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("left", F.normalize(torch.randn(len(weight)), dim=0))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        rows = weight.flatten(1)
+        with torch.no_grad():
+            right = F.normalize(rows.T @ self.left, dim=0)
+            self.left = F.normalize(rows @ right, dim=0)
+        return weight / (self.left @ rows @ right)
 
 
-def standardized(module: Any) -> Tensor:
-    var, mean = torch.var_mean(module.weight, tuple(range(1, module.weight.dim())), keepdim=True)
-    return (module.weight - mean) * var.rsqrt()
+class Standardized(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        var, mean = torch.var_mean(weight, tuple(range(1, weight.dim())), keepdim=True)
+        return (weight - mean) * var.rsqrt()
 
 
-def _polar(module: Any) -> Tensor:
-    u, _, vh = torch.linalg.svd(module.weight.flatten(1), full_matrices=False)
-    return (u @ vh).view_as(module.weight)
+class Orthogonal(nn.Module):
+    """The polar factor by an SVD."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        u, _, vh = torch.linalg.svd(weight.flatten(1), full_matrices=False)
+        return (u @ vh).view_as(weight)
 
 
-weight_norm = computed(_gained, with_gain)
-spectral_norm = computed(_over_spectral_norm, _with_vector)
-weight_standardization = computed(standardized)
-sphere = computed(unit)
-orthogonal = computed(_polar)
+weight_norm = _parametrized(WeightNorm)
+spectral_norm = _parametrized(SpectralNorm)
+weight_standardization = _parametrized(lambda weight: Standardized())
+sphere = _parametrized(lambda weight: Sphere())
+orthogonal = _parametrized(lambda weight: Orthogonal())

@@ -138,7 +138,7 @@ class MissingExtraError(GonioError, ImportError):
         )
 
 
-def import_extra(module: str, what: str, *, package: str, extra: str) -> ModuleType:
+def import_extra(module: str, what: str, *, package: str, extra: str | None) -> ModuleType:
     """Import a module of an optional package, or say that `what` needs the package and which extra installs it."""
     try:
         return importlib.import_module(module)

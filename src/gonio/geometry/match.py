@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, MissingExtraError
+from gonio.errors import InvalidArgumentError, import_extra
 from gonio.geometry.blocks import row_directions
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import check_finite, flat_filters, full_precision, whole, widen
@@ -100,13 +100,10 @@ def match(a: Tensor, b: Tensor, *, signs: Literal["same", "either"] = "same", se
 
 def _paired(a: Tensor, b: Tensor, signs: str) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of both sets and their cosines."""
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        raise MissingExtraError("match()", "scipy", "lab") from error
+    assign = import_extra("scipy.optimize", "match()", package="scipy", extra="lab").linear_sum_assignment
     cosines = row_directions(widen(a)) @ row_directions(widen(b)).mT
     profit = cosines.abs() if signs == "either" else cosines
-    first, second = (torch.from_numpy(x) for x in linear_sum_assignment(profit.cpu().numpy(), maximize=True))
+    first, second = (torch.from_numpy(x) for x in assign(profit.cpu().numpy(), maximize=True))
     return first, second, cosines[first, second].clamp(-1, 1)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import MissingExtraError, NotApplicableError
+from gonio.errors import NotApplicableError, import_extra
 from gonio.integrations.lightning import AddedPenalty
 from gonio.measuring import Tracker
 
@@ -126,9 +126,5 @@ def tracker_callback(tracker: Tracker) -> Any:
 
 def _callback_class(what: str) -> type:
     """`transformers.TrainerCallback`, or a MissingExtraError."""
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise MissingExtraError(what, "transformers", "models") from error
-    found: type = TrainerCallback
+    found: type = import_extra("transformers", what, package="transformers", extra="models").TrainerCallback
     return found

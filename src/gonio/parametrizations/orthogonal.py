@@ -127,9 +127,9 @@ def _well_conditioned(values: Tensor) -> bool:
     """Whether the Gram matrices with these eigenvalues lost no digits that an SVD would have kept.
 
     Entries of Q then differ by 3e-7 from the exact ones in float32, as those of an SVD do. Weights stay so in training
-    with this map. False where the numbers cannot be read.
+    with this map. False where reading the numbers would wait for a device, or is not possible.
     """
-    if values.is_meta or not ordinary_eager(values):
+    if not values.is_cpu or not ordinary_eager(values):
         return False
     low, high = values.aminmax()
     return low.item() > max(high.item() / 4, torch.finfo(values.dtype).tiny)

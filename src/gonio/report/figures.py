@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from gonio.compare.judging.results import Effect, Results, RunRecord
 from gonio.compare.planning.plan import BASELINE
-from gonio.errors import MissingExtraError
+from gonio.errors import import_extra
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import random_angle_density
 from gonio.report.tables import Scale
@@ -76,10 +76,7 @@ _TURN = threading.RLock()
 @contextmanager
 def drawing() -> Iterator[None]:
     """The settings of every figure, in force only inside the block."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtraError("The report page", "matplotlib", "lab") from error
+    matplotlib = import_extra("matplotlib", "The report page", package="matplotlib", extra="lab")
     with _TURN, matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         # The browser has fonts for names that matplotlib's own font cannot show.
         warnings.filterwarnings("ignore", message="Glyph .* missing")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -90,10 +90,8 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
 
 def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:
     """The layout of a module's tensor, or None and the reason."""
-    try:
+    with suppress(NotApplicableError):
         return layout_of(module, name), ""
-    except NotApplicableError:
-        pass
     if tensor is None:
         return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
     if name == "weight" and tensor.ndim >= 2:

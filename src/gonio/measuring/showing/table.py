@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio import escaping
-from gonio.errors import MissingExtraError, UnknownNameError
+from gonio.errors import UnknownNameError, import_extra
 from gonio.escaping import csv_table, plain, printed, shorten
 
 Subject = TypeVar("Subject")
@@ -154,10 +154,7 @@ def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
     Raises:
         MissingExtraError: without pandas.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtraError("to_frame()", "pandas", None) from error
+    pandas = import_extra("pandas", "to_frame()", package="pandas", extra=None)
     return pandas.DataFrame(rows, columns=list(columns))
 
 
