@@ -37,16 +37,21 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs", "Source"]
 
 
+# Results are tables, whose exports are methods of a base that is not public.
+OF_TABLES = "   :inherited-members: Mapping, Exception\n"
+
+
 def write_reference(app: Sphinx) -> None:
     """One page per public package; a name that `gonio` itself exports is described on its page only."""
     folder = FOLDER / "reference"
     folder.mkdir(exist_ok=True)
     packages = {f"gonio.{name}": getattr(gonio, name) for name in gonio.__all__ if ismodule(getattr(gonio, name))}
     packages |= {"gonio.nn.angular": gonio.nn.angular, "gonio.nn.magnitude": gonio.nn.magnitude}
-    pages = {"gonio": "   :members:\n", "index": ""}
+    pages = {"gonio": f"   :members:\n{OF_TABLES}", "index": ""}
     for name, package in sorted(packages.items()):
         hidden = [item for item in package.__all__ if item in gonio.__all__ or ismodule(getattr(package, item))]
-        pages[name] = f"   :members:\n   :exclude-members: {', '.join(hidden)}\n"
+        inherited = OF_TABLES if package is gonio.measuring else ""
+        pages[name] = f"   :members:\n{inherited}   :exclude-members: {', '.join(hidden)}\n"
     for name, options in pages.items():
         text = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{options}```\n"
         if name == "index":
