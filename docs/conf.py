@@ -38,7 +38,7 @@ napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs"
 
 
 # Results are tables, whose exports are methods of a base that is not public.
-OF_TABLES = "   :inherited-members: Mapping, Exception\n"
+OF_TABLES = "   :inherited-members: Mapping, BaseException\n"
 
 
 def write_reference(app: Sphinx) -> None:
