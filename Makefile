@@ -92,4 +92,4 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 	touch $@ $(VENV)/.dev $(VENV)/.lab
 
 clean:
-	rm -rf $(VENV) site docs/reference gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site jupyter_execute docs/reference gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache
