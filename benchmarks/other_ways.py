@@ -20,7 +20,7 @@ import gonio
 from benchmarks import usual, whole_steps
 from benchmarks.harness import Candidate, Operation, Row
 from benchmarks.results import path_of
-from benchmarks.usual import STRENGTH, Prepare, Prepared, by_filter, in_the_place_of, replaced, unit
+from benchmarks.usual import STRENGTH, Prepare, Prepared, by_filter, in_the_place_of, outputs_of, replaced, unit
 from benchmarks.whole_steps import METHODS, Network, networks, plain, step_of
 from gonio import nn as gnn
 
@@ -180,10 +180,7 @@ class _Signs(torch.autograd.Function):
 
 def _one_function_per_layer(samples: int | None) -> Prepare:
     def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        outputs: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, where):
-                module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        outputs = outputs_of(model, where)
 
         def penalty() -> Tensor:
             total = torch.zeros(())

@@ -68,12 +68,18 @@ srip = _sum_over_weights(_spectral_defect)
 scale_shift = _sum_over_weights(_scale_and_shift)
 
 
+def outputs_of(model: nn.Module, where: type[nn.Module]) -> list[Tensor]:
+    """A list to which each of these layers appends its output."""
+    outputs: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, where):
+            module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    return outputs
+
+
 def self_orthogonality(samples: int | None) -> Prepare:
     def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
-        outputs: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, where):
-                module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        outputs = outputs_of(model, where)
 
         def penalty() -> Tensor:
             total = torch.zeros(())
