@@ -69,10 +69,11 @@ def test_well_conditioned_matrices_need_no_correction(monkeypatch: pytest.Monkey
         return float((found.double() - nearest(matrix.double())).norm())
 
     assert error(polar(well), well) < 2 * error(nearest(well), well)  # an SVD in float32
-    torch.testing.assert_close(torch.func.vmap(polar)(well.unsqueeze(0))[0], polar(well), atol=2e-6, rtol=0)
-    corrected = defect(polar(ill))
+    corrected = torch.func.vmap(polar)(well.unsqueeze(0))[0]
+    torch.testing.assert_close(corrected, polar(well), atol=1e-6, rtol=0)  # each is within 3e-7 of the exact entries
+    repaired = defect(polar(ill))
     monkeypatch.setattr("gonio.parametrizations.orthogonal._well_conditioned", lambda values: True)
-    assert defect(polar(ill)) > 10 * corrected
+    assert defect(polar(ill)) > 10 * repaired
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -34,7 +34,8 @@ class Orthogonal(Parametrization):
 
     Raises: InvalidArgumentError if the scale s, every singular value of the weight, is not positive and finite.
 
-    Cost: per read, two products of the size of a Gram matrix and one eigendecomposition of the smaller side.
+    Cost: per read, one eigendecomposition of the smaller side and two products of the size of a Gram matrix; four for
+    a weight of a condition above 2, and on accelerators.
 
     Example:
         >>> layer = nn.Conv2d(4, 6, 3, groups=2)
@@ -124,7 +125,7 @@ def _decomposed(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _well_conditioned(values: Tensor) -> bool:
-    """Whether the Gram matrices with these eigenvalues lost no digits that an SVD would have kept.
+    """Whether the Gram matrices with these eigenvalues lost no digits that an SVD would have kept: condition below 2.
 
     Entries of Q then differ by 3e-7 from the exact ones in float32, as those of an SVD do. Weights stay so in training
     with this map. False where reading the numbers would wait for a device, or is not possible.

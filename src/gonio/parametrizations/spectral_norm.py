@@ -304,12 +304,7 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
-    waiting, seen = [model], {model}
-    while waiting:  # a tick walks in each step, and `model.modules()` takes three times as long
-        module = waiting.pop()
-        new = [child for child in module._modules.values() if child is not None and child not in seen]
-        seen.update(new)
-        waiting += new
+    for module in model.modules():
         if not isinstance(module, Parametrized):
             continue
         for name in module.parametrized_names:
