@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from catalog import REGULARIZERS, seeded
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout, layout_of, matrix_view
-from gonio.regularizers.base import Addition
 from tolerances import close
 
 OF_WEIGHTS: list[R.WeightRegularizer] = [
@@ -88,29 +86,6 @@ def test_gradients_added_in_place_are_those_of_autograd(
     torch.testing.assert_close(grad - 1, 0.25 * expected, **close(torch.float64))
     torch.testing.assert_close(added.value, evaluation.value)
     assert added.terms.keys() == evaluation.terms.keys()
-
-
-@pytest.mark.parametrize("kind", ["alike", "of two dtypes", "of stacked blocks"])
-@OVER_WEIGHTS
-def test_gradients_added_together_are_those_added_one_by_one(regularizer: R.WeightRegularizer, kind: str) -> None:
-    weights = [seeded(4, 6, seed=i, dtype=torch.float64) for i in range(3)]
-    layouts = [Layout(), Layout(), Layout(blocks=2 if kind == "of stacked blocks" else 1)]
-    if kind == "of two dtypes":
-        weights[1] = weights[1].float()
-    factors, strong = (0.5, 1.0, 2.0), dataclasses.replace(regularizer, strength=3 * regularizer.strength)
-    own = [regularizer, strong, regularizer]
-    one_by_one, together = ([torch.ones_like(w) for w in weights] for _ in range(2))
-    expected = [
-        r.add_gradient_(grad, w, layout, factor=factor)
-        for r, grad, w, layout, factor in zip(own, one_by_one, weights, layouts, factors, strict=True)
-    ]
-    parts = zip(own, together, weights, layouts, factors, [None] * 3, strict=True)
-    found = type(regularizer).add_gradients_([Addition(*part) for part in parts])
-    for grad, wanted, weight in zip(together, one_by_one, weights, strict=True):
-        torch.testing.assert_close(grad, wanted, **close(weight.dtype))
-    for evaluation, wanted_evaluation, weight in zip(found, expected, weights, strict=True):
-        torch.testing.assert_close(evaluation.value, wanted_evaluation.value, **close(weight.dtype))
-        assert evaluation.terms.keys() == wanted_evaluation.terms.keys()
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "channels last", "mixed formats"])

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 
+WIDE = (torch.float32, torch.float64)  # the dtypes in which geometry computes; others are widened
+
 # Note [Zero vectors]
 # A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13 in float32
 # and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction
 # and their intermediates (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
 SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
+_UNCHANGED = nullcontext()
 
 
 def least_norm(dtype: torch.dtype) -> float:
@@ -100,7 +103,7 @@ def widen(x: Tensor) -> Tensor:
             f"dtype {x.dtype}",
             "Convert it first, for example with .float(); a quantised weight must be dequantised.",
         )
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x if x.dtype in WIDE else x.float()
 
 
 def whole(x: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
     # torch refuses the question for meta tensors
     if not x.is_meta and (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
         return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
+    return _UNCHANGED
 
 
 def check_finite(matrix: Tensor, function: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, get_args
 
@@ -53,7 +54,7 @@ class Layout:
                 "Use 1 for a weight that is a single matrix.",
             )
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         """Number of matrices of the filters view."""
         return self.groups * self.blocks

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnsetStateError
 from gonio.execution import autocast_is_on
-from gonio.geometry.norms import full_precision, widen
+from gonio.geometry.norms import WIDE, full_precision, widen
 from gonio.geometry.views import Layout
 
-_WIDE = (torch.float32, torch.float64)
 _VERSION = 1  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
 
@@ -67,10 +66,10 @@ class Parametrization(nn.Module, ABC):
         if autocast_is_on(raw):
             with full_precision(raw):
                 return self._in_full_precision(raw)
-        return self.weight_of(raw) if raw.dtype in _WIDE else self._in_full_precision(raw)
+        return self.weight_of(raw) if raw.dtype in WIDE else self._in_full_precision(raw)
 
     def _in_full_precision(self, raw: Tensor) -> Tensor:
-        if raw.dtype in _WIDE:
+        if raw.dtype in WIDE:
             return self.weight_of(raw)
         wide = widen(raw)
         if raw.dtype is torch.float16:
@@ -108,7 +107,7 @@ class Parametrization(nn.Module, ABC):
             return True
         fresh = self.unbound()
         fresh.bind(weight, self.bound_layout)
-        tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+        tolerance = 1e-3 if weight.dtype in WIDE else 1e-2
         return bool((fresh(fresh.right_inverse(weight)) - weight).abs().max() <= tolerance * weight.abs().max())
 
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
-from gonio.penalty.terms import OutputTerm, Term, WeightTerm, add_gradients_, bind, terms_of
+from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.surgery.where import Where
 from gonio.surgery.wrapping import refuse_flat_shards
@@ -84,9 +84,10 @@ class Penalty:
             process_group = data_parallel_group(model)
         self._skipped = [b for b in bindings if b.skipped]
         self._terms = terms_of(bindings, seed, process_group)
+        self._reading = [term for term in self._terms if isinstance(term, OutputTerm)]
         self._accumulate = accumulate
         self._calls = 0
-        self._last: list[tuple[str, float, Evaluation]] = []
+        self._last: list[tuple[str, float, dict[str, Tensor]]] = []
 
     @property
     def step(self) -> int:
@@ -127,25 +128,22 @@ class Penalty:
         Raises:
             InvalidArgumentError: if a rule reads outputs, whose gradient has to pass through the model.
         """
-        reading = [term.label for term in self._terms if isinstance(term, OutputTerm)]
-        if reading:
+        if self._reading:
             raise InvalidArgumentError(
                 "add_grads_() differentiates weights alone",
-                f"rules that read outputs: {', '.join(reading)}",
+                f"rules that read outputs: {', '.join(term.label for term in self._reading)}",
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
-        due = ((term, strength) for term, strength in self._due() if isinstance(term, WeightTerm))
         self._last = []
-        for term, strength, evaluation in add_gradients_(d for d in due if d[1] > 0 and not d[0].weight.frozen):
-            self._keep(term, strength, evaluation)
+        with torch.no_grad():
+            for term, strength in self._due():
+                if isinstance(term, WeightTerm) and strength > 0 and not term.weight.frozen:
+                    self._keep(term, strength, term.add_gradient_(strength))
         self._calls += 1
 
     def _keep(self, term: Term, strength: float, evaluation: Evaluation) -> None:
         """Keep the numbers of a term for :meth:`values`, without their graph."""
-        value = evaluation.value
-        if value.requires_grad:
-            evaluation = Evaluation(value.detach(), evaluation.terms)
-        self._last.append((term.label, strength, evaluation))
+        self._last.append((term.label, strength, evaluation.terms or {"": evaluation.value.detach()}))
 
     def compile_(self, *, backend: str = "inductor") -> None:
         """Compile :meth:`add_grads_` by ``torch.compile`` for the regularizers that gain from it, such as `ScaleShift`.
@@ -169,11 +167,11 @@ class Penalty:
 
         Keys are ``layer.tensor/Regularizer``, with a third part where a regularizer has several terms.
         """
-        found = {}
-        for label, strength, evaluation in self._last:
-            parts = {f"{label}/{name}": part for name, part in evaluation.terms.items()} or {label: evaluation.value}
-            found.update({name: strength * float(part) for name, part in parts.items()})
-        return found
+        return {
+            f"{label}/{name}".removesuffix("/"): strength * float(part)
+            for label, strength, parts in self._last
+            for name, part in parts.items()
+        }
 
     def check(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Conflicts between this penalty and an optimizer, one sentence each.
@@ -214,9 +212,8 @@ class Penalty:
 
     def undo_(self) -> None:
         """Remove every hook from the model. Terms on outputs cannot be computed afterwards."""
-        for term in self._terms:
-            if isinstance(term, OutputTerm):
-                term.remove()
+        for term in self._reading:
+            term.remove()
 
     def __enter__(self) -> Penalty:
         return self

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
-from gonio.regularizers.base import AddGradient, Addition
+from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.where import Site, Where, as_selector, select
@@ -58,10 +57,10 @@ class WeightRef:
             return list(self.module.parametrizations[self.name].parameters())  # type: ignore[index, union-attr]
         return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether the effective weight is a parameter itself, and not computed from parameters."""
-        return self.name in self.module._parameters and f"{self.name}_parametrization" not in self.module._modules
+    def stored(self) -> nn.Parameter | None:
+        """The parameter that is itself the effective weight; None where that is computed from parameters."""
+        own = self.module._parameters.get(self.name)
+        return None if own is None or f"{self.name}_parametrization" in self.module._modules else own
 
     @property
     def frozen(self) -> bool:
@@ -242,7 +241,7 @@ class WeightTerm(Term):
         super().__init__(binding, label)
         self.regularizer: WeightRegularizer = regularizer
         self._evaluate = regularizer.evaluate
-        self._compiled_form: AddGradient | None = None
+        self._add_: AddGradient = regularizer.add_gradient_
         self._state: Tensor | None = None
 
     def evaluate(self, *, active: bool) -> Evaluation | None:
@@ -255,34 +254,25 @@ class WeightTerm(Term):
         self._state = evaluation.state
         return _gathered(evaluation)
 
-    @property
-    def joins(self) -> bool:
-        """Whether the gradient may be added in one call with those of other terms, without holding their graphs."""
-        return self._compiled_form is None and self.weight.is_stored
-
-    def addition(self, strength: float) -> Addition:
-        """What to add to `.grad` of a parameter, or to zeros where the weight is computed from parameters."""
-        weight = self.weight.tensor()
-        grad = weight.grad if weight.is_leaf else None
-        if grad is None:
-            grad = torch.zeros_like(weight)
-        if weight.is_leaf:
-            weight.grad = grad
-        return Addition(self.regularizer, grad, weight, self.weight.layout, strength, self._state)
-
     def add_gradient_(self, strength: float) -> Evaluation:
-        """Add strength × the gradient to `.grad` of the parameters from which the weight is computed."""
-        _, grad, weight, layout, factor, state = self.addition(strength)
-        add_ = self._compiled_form or self.regularizer.add_gradient_
-        evaluation = add_(grad, weight, layout, factor=factor, state=state)
-        if not weight.is_leaf:
-            weight.backward(grad)
-        return evaluation
+        """Add strength × the gradient to `.grad` of the parameters behind the weight; under ``no_grad``."""
+        weight, layout = self.weight.stored(), self.weight.layout
+        if weight is not None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            return self.keep(self._add_(weight.grad, weight, layout, factor=strength, state=self._state))
+        with torch.enable_grad():
+            effective = self.weight.tensor()
+        grad = torch.zeros_like(effective)
+        evaluation = self._add_(grad, effective, layout, factor=strength, state=self._state)
+        effective.backward(grad)
+        return self.keep(evaluation)
 
     def compile_(self, backend: str) -> bool:
         """Compile :meth:`add_gradient_`; False if the regularizer has no compiled form."""
-        self._compiled_form = self.regularizer.compiled(backend)
-        return self._compiled_form is not None
+        compiled = self.regularizer.compiled(backend)
+        self._add_ = compiled or self._add_
+        return compiled is not None
 
     def state(self) -> Tensor | None:
         return self._state
@@ -346,18 +336,6 @@ class OutputTerm(Term):
 
     def remove(self) -> None:
         self._hook.remove()
-
-
-def add_gradients_(due: Iterable[tuple[WeightTerm, float]]) -> Iterator[tuple[WeightTerm, float, Evaluation]]:
-    """:meth:`WeightTerm.add_gradient_` for terms and strengths; those that join, in one call for each class."""
-    for (kind, joins), group in groupby(due, key=lambda each: (type(each[0].regularizer), each[0].joins)):
-        each = list(group)
-        if joins:
-            found = kind.add_gradients_([term.addition(strength) for term, strength in each])
-        else:
-            found = [term.add_gradient_(strength) for term, strength in each]
-        for (term, strength), evaluation in zip(each, found, strict=True):
-            yield term, strength, term.keep(evaluation)
 
 
 def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup | None) -> list[Term]:

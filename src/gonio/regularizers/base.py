@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded, ordinary_eager, replicated_like
-from gonio.geometry.norms import full_precision, whole, widen
+from gonio.execution import autocast_is_on, is_sharded, ordinary_eager, replicated_like
+from gonio.geometry.norms import WIDE, full_precision, whole, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
@@ -99,17 +99,6 @@ def _options(kind: type[Regularizer]) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
-class Addition(NamedTuple):
-    """What :meth:`WeightRegularizer.add_gradient_` is to do: the arguments of one call."""
-
-    regularizer: WeightRegularizer
-    grad: Tensor
-    weight: Tensor
-    layout: Layout
-    factor: float
-    state: Tensor | None
-
-
 @dataclass(frozen=True)
 class WeightRegularizer(Regularizer):
     """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
@@ -158,24 +147,6 @@ class WeightRegularizer(Regularizer):
         with torch.no_grad():
             return (self.value(weight, layout) - self.lower_bound(weight, layout)).clamp_min(0)
 
-    def add_gradient_(
-        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
-    ) -> Evaluation:
-        """Add factor × the gradient at `weight` to `grad`, of its shape, dtype and placement; in place."""
-        if weight.dtype in (torch.float32, torch.float64) and ordinary_eager(weight):
-            with torch.no_grad(), full_precision(weight):
-                found = self._with_gradient(weight, layout, state)
-                if found is not None:
-                    grad.add_(found[1], alpha=factor)
-                    return found[0]
-        with torch.enable_grad():
-            weight = weight.detach().requires_grad_()
-            evaluation = self.evaluate(weight, layout, state=state)
-            (gradient,) = torch.autograd.grad(evaluation.value, weight)
-        with torch.no_grad():
-            grad.add_(gradient, alpha=factor)
-        return evaluation
-
     def _with_gradient(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor] | None:
         """The closed form, with a gradient of the weight's shape; that of a single matrix may have two dimensions."""
         found = self._closed_form(weight, layout, state)
@@ -188,10 +159,21 @@ class WeightRegularizer(Regularizer):
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 
-    @staticmethod
-    def add_gradients_(additions: Sequence[Addition]) -> list[Evaluation]:
-        """:meth:`add_gradient_` for several weights under regularizers of this class."""
-        return [a.regularizer.add_gradient_(*a[1:4], factor=a.factor, state=a.state) for a in additions]
+    def add_gradient_(
+        self, grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
+    ) -> Evaluation:
+        """Add factor × the gradient at `weight` to `grad`, of its shape, dtype and placement; under ``no_grad``."""
+        if weight.dtype in WIDE and ordinary_eager(weight) and not autocast_is_on(weight):
+            found = self._with_gradient(weight, layout, state)
+            if found is not None:
+                grad.add_(found[1], alpha=factor)
+                return found[0]
+        with torch.enable_grad():
+            weight = weight.detach().requires_grad_()
+            evaluation = self.evaluate(weight, layout, state=state)
+            (gradient,) = torch.autograd.grad(evaluation.value, weight)
+        grad.add_(gradient, alpha=factor)
+        return evaluation
 
     @property
     def skips_before_norm(self) -> bool:

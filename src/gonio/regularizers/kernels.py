@@ -6,15 +6,14 @@ and for second derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from gonio.geometry.norms import matrix_vector
 
@@ -63,7 +62,7 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     The second is computed on the smaller side as well, because ‖W Wᵀ‖² = ‖Wᵀ W‖². The gradient of a single matrix has
     two dimensions: one product is faster than a batch of one.
     """
-    w = w[0] if len(w) == 1 else w
+    w = w[0] if w.shape[0] == 1 else w
     wide = w.shape[-2] <= w.shape[-1]
     defect = gram(w if wide else w.mT)
     if diagonal:
@@ -71,8 +70,11 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     elif wide:
         defect.diagonal(dim1=-2, dim2=-1).zero_()
     value = _squared_norm(defect)
-    defect.mul_(4)
-    gradient = defect @ w if wide else w @ defect
+    if w.dim() == 2:
+        gradient = torch.addmm(w, *((defect, w) if wide else (w, defect)), beta=0, alpha=4)
+    else:
+        defect.mul_(4)
+        gradient = defect @ w if wide else w @ defect
     if not diagonal and not wide:
         squares = (w * w).sum(-1, keepdim=True)
         value = (value - _squared_norm(squares)).clamp_min(0)
@@ -131,33 +133,17 @@ def _stretch(a: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 # --- scale shift ----------------------------------------------------------------------------------------
 
 
-def log_norms(
-    blocks: Sequence[Tensor], least: Sequence[float], share: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`log_norm` of many x at once: each sum by itself, what follows on all sums in one tensor."""
-    square = torch.stack([(x * x).sum() for x in blocks])
-    absolute = torch.stack([x.abs().sum() for x in blocks]) if any(share) else torch.zeros_like(square)
-    settings = (_constant(tuple(numbers), square.dtype, square.device) for numbers in (least, share))
-    return log_norm(square, absolute, *settings)
-
-
-def log_norm(square: Tensor, absolute: Tensor, least: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_norm(square: Tensor, absolute: Tensor, least: Any, share: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log √max(‖x‖², least), share · ‖x‖₁/‖x‖, and a and b of the gradient a x + b sign(x) of their sum.
 
-    From ‖x‖² and ‖x‖₁, which are tensors of one number for each x, as is everything else.
+    From ‖x‖² and ‖x‖₁; `least` and `share` are numbers, or tensors for a compiler.
     """
-    scale = square.clamp_min(least).log().mul(0.5)
-    inverse = square.rsqrt().masked_fill(square <= torch.finfo(square.dtype).tiny, 0)
+    scale = square.clamp_min(least).sqrt_().log_()
+    inverse = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt_()
     on_sign = inverse * share
     direction = absolute * on_sign
-    on_weight = square.reciprocal().masked_fill(square <= least, 0)
-    return scale, direction, torch.addcmul(on_weight, direction * inverse, inverse, value=-1), on_sign
-
-
-@lru_cache(64)
-def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers as a tensor, made on its device: an accelerator would wait for a copy from the CPU."""
-    return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
+    negated = torch.add(direction, square > least, alpha=-1)
+    return scale, direction, negated.mul_(inverse).mul_(inverse).neg_(), on_sign
 
 
 def _add_log_norm_(target: Tensor, x: Tensor, factor: Tensor, least: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,12 +191,13 @@ def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def first_sample(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The first sample of each channel of outputs (N, k, P), (1, k, 1), the largest over processes.
+    """The first sample of each channel of outputs (k, N, P), (k, 1, 1), the largest over processes.
 
     Less it, the sum of a channel loses no digits to a large mean, and a constant channel becomes exactly 0.
     """
-    first = x[:1, :, :1].detach().sum((0, 2), keepdim=True)  # the sum of no samples is 0
+    first = x[:, :1, :1]
     if group is not None:
+        first = first.sum((1, 2), keepdim=True)  # the sum of no samples is 0
         torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MAX, group)
     return first
 
@@ -234,7 +221,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
         ctx.pairs, ctx.plain, ctx.shape = pairs, plain, y.shape
         t, ctx.samples = _soft_signs(y.flatten(2), pairs)
         few = t.shape[-1] < t.shape[-2] and pairs.process_group is None
-        mean, spread, *saved = _wide(t, pairs) if few else _tall(t, pairs)
+        mean, spread, ctx.share, saved = _wide(t, pairs) if few else _tall(t, pairs)
         ctx.mark_non_differentiable(mean, spread)
         ctx.save_for_backward(t, *saved)
         return mean + spread, mean, spread, t
@@ -250,7 +237,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
         elif on_value is not None:
             # data-parallel training averages gradients over processes, but this value needs their sum
             number = 4 * pairs.gamma * pairs.processes / (pairs.groups if pairs.reduction == "mean" else 1)
-            factor = on_value * number
+            factor = on_value * number if ctx.share is None else on_value * _per_group(ctx.share, t) * number
             if len(saved) > 1:
                 back = _wide_gradient(t, *saved) * factor
             elif t.stride(-1) == 1:
@@ -263,7 +250,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
             back = back + on_signs * pairs.gamma
         back = torch.ops.aten.tanh_backward(back, t)
         if pairs.center:
-            back = back - _mean(back, ctx.samples, pairs.process_group)
+            back.sub_(_mean(back, ctx.samples, pairs.process_group))
         images, channels, *positions = ctx.shape
         return back.reshape(channels, images, *positions).transpose(0, 1), None, None
 
@@ -271,6 +258,7 @@ class SelfOrthogonalityTerms(torch.autograd.Function):
 def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
     """tanh(γ (y − ȳ)) of outputs (N, k, P) as ([groups,] k/groups, N·P), and the samples of several processes."""
     images, channels, positions = x.shape
+    by_channel = x.transpose(0, 1)
     if x.stride(1) == 1:  # channels last: kept so, because transposing takes longer than the tanh
         t = x.new_empty(images, positions, channels).permute(2, 0, 1)
     else:
@@ -281,11 +269,11 @@ def _soft_signs(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
     if pairs.process_group is not None:
         samples = total(x.new_full((), float(images * positions)), pairs.process_group)
     if pairs.center:
-        torch.sub(x.transpose(0, 1), first_sample(x, pairs.process_group).transpose(0, 1), out=t)
+        torch.sub(by_channel, first_sample(by_channel, pairs.process_group), out=t)
         mean = _mean(flat, samples, pairs.process_group)
         torch.add(mean.mul_(-pairs.gamma), flat, alpha=pairs.gamma, out=flat)
     else:
-        torch.mul(x.transpose(0, 1), pairs.gamma, out=t)
+        torch.mul(by_channel, pairs.gamma, out=t)
     return flat.tanh_(), samples
 
 
@@ -296,8 +284,8 @@ def _mean(x: Tensor, samples: Tensor | None, group: ProcessGroup | None) -> Tens
     return total(x.sum(-1, keepdim=True), group) / samples
 
 
-def _tall(t: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
-    """The terms, and the matrix M of Note [One product in the backward], up to its number as a factor."""
+def _tall(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor]]:
+    """The terms, the weight of a pair, and the matrix M of Note [One product in the backward] without it, over 4 γ."""
     cosines = total(t @ t.mT, pairs.process_group)
     diagonal = cosines.diagonal(dim1=-2, dim2=-1)
     scale = _scale(diagonal, t.shape[-1], pairs)
@@ -305,24 +293,21 @@ def _tall(t: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
     cosines.mul_(scales)
     diagonal.zero_()
     once, twice = cosines.sum(-1), (cosines * cosines).sum(-1)
-    mean, spread, on_mean, share = _reduced(once.sum(-1, keepdim=True), twice.sum(-1, keepdim=True), scale, pairs)
-    cosines.add_(on_mean.unsqueeze(-1))
-    diagonal.copy_(torch.addcmul(twice, on_mean, once).neg_())
-    return mean, spread, cosines.mul_(scales if share is None else scales.mul_(share.unsqueeze(-1)))
+    mean, spread, on_mean, share = _reduced(once.sum(-1), twice.sum(-1), scale, pairs)
+    cosines.add_(_per_group(on_mean, cosines))
+    torch.addcmul(twice, _per_group(on_mean, once), once, out=diagonal).neg_()
+    return mean, spread, share, (cosines.mul_(scales),)
 
 
-def _wide(t: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
-    """The terms, K and a vector s of Note [Wide layers] with their weights in the gradient, and the scale of signs."""
+def _wide(t: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+    """The terms, the weight of a pair, K and Σ_i t̂_i of Note [Wide layers], this with its weight, and signs' scale."""
     scale = _scale((t * t).sum(-1), t.shape[-1], pairs)
     unit = t * scale.unsqueeze(-1)
     across, along = unit.mT @ unit, unit.sum(-2, keepdim=True)
-    alive = scale.sign().sum(-1, keepdim=True)
-    first, second = along.square().sum(-1) - alive, across.square().sum((-2, -1)).unsqueeze(-1) - alive
+    alive = scale.sign().sum(-1)
+    first, second = along.square().sum((-2, -1)) - alive, across.square().sum((-2, -1)) - alive
     mean, spread, on_mean, share = _reduced(first, second.clamp_min(0), scale, pairs)
-    along = along * on_mean.unsqueeze(-1)
-    if share is not None:
-        across, along = across * share.unsqueeze(-1), along * share.unsqueeze(-1)
-    return mean, spread, across, along, scale
+    return mean, spread, share, (across, along * _per_group(on_mean, along), scale)
 
 
 def _wide_gradient(t: Tensor, across: Tensor, along: Tensor, scale: Tensor) -> Tensor:
@@ -336,18 +321,25 @@ def _wide_gradient(t: Tensor, across: Tensor, along: Tensor, scale: Tensor) -> T
 def _scale(square: Tensor, samples: int, pairs: Pairs) -> Tensor:
     """1/|t| for each channel, and 0 where all its signs are 0 within rounding."""
     noise = (pairs.gamma * pairs.least) ** 2 * samples * pairs.processes
-    return threshold(square, max(noise, torch.finfo(square.dtype).tiny), inf).rsqrt_()
+    return torch.threshold(square, max(noise, torch.finfo(square.dtype).tiny), inf).rsqrt_()
 
 
 def _reduced(
     first: Tensor, second: Tensor, scale: Tensor, pairs: Pairs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Both terms, the derivative of the mean term by ΣC, and the weight of a pair (None for 1), from ΣC and ΣC²."""
-    if pairs.reduction == "sum":
-        on_mean = first * pairs.mean_ratio
-        return (on_mean * first).sum(), second.sum(), on_mean, None
-    alive = scale.sign().sum(-1, keepdim=True)
-    share = (alive * alive - alive).clamp_min_(1).reciprocal_()
-    first = first * share
+    share = None
+    if pairs.reduction == "mean":
+        alive = scale.sign().sum(-1)
+        share = (alive * alive).sub_(alive).clamp_min_(1).reciprocal_()
+        first, second = first * share, second * share
     on_mean = first * pairs.mean_ratio
-    return (on_mean * first).mean(), (second * share).mean(), on_mean, share
+    mean, spread = on_mean * first, second
+    if pairs.groups > 1:
+        mean, spread = (x.sum() if share is None else x.mean() for x in (mean, spread))
+    return mean, spread, on_mean, share
+
+
+def _per_group(x: Tensor, like: Tensor) -> Tensor:
+    """A number for each group, to be broadcast with a tensor that has one vector or matrix for each."""
+    return x.view(-1, *(1,) * (like.dim() - 1)) if x.dim() else x

@@ -6,17 +6,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded, ordinary_eager
-from gonio.geometry.norms import whole
+from gonio.execution import is_sharded
+from gonio.geometry.norms import WIDE, whole
 from gonio.geometry.views import Layout
-from gonio.regularizers.base import PLAIN, AddGradient, Addition, Evaluation, require
-from gonio.regularizers.kernels import compiled_log_norm, log_norms
+from gonio.regularizers.base import AddGradient, Evaluation, require
+from gonio.regularizers.kernels import compiled_log_norm, log_norm
 from gonio.regularizers.l2 import ScaleRegularizer
 
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
@@ -131,13 +131,14 @@ class ScaleShift(ScaleRegularizer):
         return _evaluation(*_totals(terms), named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
-        blocks, share = _blocks(weight, layout), self._share(weight, layout)
-        least = [self._least(weight.dtype)] * len(blocks)
-        scale, direction, on_weight, on_sign = log_norms(blocks, least, [share] * len(blocks))
-        factors = zip(blocks, on_weight, on_sign, strict=True)
-        gradients = [x.sign().mul_(b).addcmul_(x, a) if share else x * a for x, a, b in factors]
-        gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-        return _evaluation(scale.sum(), direction.sum(), named=share > 0), gradient
+        least, share = self._least(weight.dtype), self._share(weight, layout)
+        if layout.blocks == 1:
+            scale, direction, gradient = _with_gradient(weight, least, share)
+        else:
+            found = [_with_gradient(block, least, share) for block in _blocks(weight, layout)]
+            scale, direction = _totals([(a, b) for a, b, _ in found])
+            gradient = torch.cat([each for _, _, each in found])
+        return _evaluation(scale, direction, named=share > 0), gradient
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + self._share(weight, layout)))
@@ -155,24 +156,6 @@ class ScaleShift(ScaleRegularizer):
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------
 
-    @staticmethod
-    @torch.no_grad()
-    def add_gradients_(additions: Sequence[Addition]) -> list[Evaluation]:
-        """Few numbers for each weight, and many operations on them: those are done for all weights together."""
-        if not all(_alike(addition, additions[0].weight) for addition in additions):
-            return ScaleRegularizer.add_gradients_(additions)
-        kinds = [cast(ScaleShift, a.regularizer) for a in additions]
-        weights = [a.weight for a in additions]
-        least = [kind._least(x.dtype) for kind, x in zip(kinds, weights, strict=True)]
-        share = [kind._share(x, PLAIN) for kind, x in zip(kinds, weights, strict=True)]
-        scale, direction, on_weight, on_sign = log_norms(weights, least, share)
-        for addition, part, a, b in zip(additions, share, on_weight.unbind(), on_sign.unbind(), strict=True):
-            if part:
-                addition.grad.addcmul_(addition.weight.sign(), b, value=addition.factor)
-            addition.grad.addcmul_(addition.weight, a, value=addition.factor)
-        found = zip((scale + direction).unbind(), scale.unbind(), direction.unbind(), share, strict=True)
-        return [Evaluation(value, {"scale": a, "direction": b} if part else {}) for value, a, b, part in found]
-
     def compiled(self, backend: str) -> AddGradient:
         add_ = compiled_log_norm(backend)
 
@@ -180,7 +163,7 @@ class ScaleShift(ScaleRegularizer):
             grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
         ) -> Evaluation:
             plain = weight.is_contiguous() and grad.is_contiguous() and grad.dtype is weight.dtype
-            if not plain or weight.dtype not in (torch.float32, torch.float64) or is_sharded(weight):
+            if not plain or weight.dtype not in WIDE or is_sharded(weight):
                 return self.add_gradient_(grad, weight, layout, factor=factor, state=state)
             share = self._share(weight, layout)
             numbers = [
@@ -230,19 +213,20 @@ def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
 
 
-def _alike(addition: Addition, first: Tensor) -> bool:
-    """Whether this weight is one vector, and its numbers can stand in one tensor with those of the first."""
-    weight, dtype = addition.weight, first.dtype
-    same = weight.dtype is dtype and addition.grad.dtype is dtype and weight.device == first.device
-    return same and dtype in (torch.float32, torch.float64) and addition.layout.blocks == 1 and ordinary_eager(weight)
-
-
 def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
     """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖."""
     square = (x * x).sum()
     scale = 0.5 * square.clamp_min(least).log()
-    zero = square <= torch.finfo(x.dtype).tiny
-    return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+    return scale, share * x.abs().sum() * square.clamp_min(torch.finfo(x.dtype).tiny).rsqrt()
+
+
+def _with_gradient(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_terms` and the gradient of their sum."""
+    square = (x * x).sum()
+    scale, direction, on_weight, on_sign = log_norm(
+        square, x.abs().sum() if share else torch.zeros_like(square), least, share
+    )
+    return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight) if share else x * on_weight
 
 
 def _totals(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -257,5 +241,4 @@ def _evaluation(scale: Tensor, direction: Tensor, *, named: bool) -> Evaluation:
     """The evaluation from the sums of both terms."""
     if not named:
         return Evaluation(scale)
-    terms = {"scale": scale, "direction": direction}
-    return Evaluation(scale + direction, {n: x.detach() if x.requires_grad else x for n, x in terms.items()})
+    return Evaluation(scale + direction, {"scale": scale.detach(), "direction": direction.detach()})

@@ -153,7 +153,7 @@ class SelfOrthogonality(OutputRegularizer):
         chosen = torch.randperm(count, generator=generator, device=generator.device)[: self.samples]
         # drawn on the CPU, so that a training is the same on every device; a device does not wait for the copy
         chosen, x = chosen.to(x.device, non_blocking=True), x.flatten(2)
-        return x[chosen // x.shape[2], :, chosen % x.shape[2]].unsqueeze(2)
+        return x[chosen.div(x.shape[2], rounding_mode="floor"), :, chosen.remainder(x.shape[2])].unsqueeze(2)
 
 
 def _samples(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
@@ -163,7 +163,7 @@ def _samples(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
 
 def _centred(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
     """Outputs (N, k, P) less the mean of their channel."""
-    x = x - first_sample(x, process_group)
+    x = x - first_sample(x.detach().transpose(0, 1), process_group).transpose(0, 1)
     return x - total(x.sum((0, 2), keepdim=True), process_group) / _samples(x, process_group)
 
 
