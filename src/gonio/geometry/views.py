@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Literal, get_args
 
@@ -54,7 +53,7 @@ class Layout:
                 "Use 1 for a weight that is a single matrix.",
             )
 
-    @cached_property
+    @property
     def matrices(self) -> int:
         """Number of matrices of the filters view."""
         return self.groups * self.blocks
@@ -150,11 +149,12 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
     if view == "last_two":
         blocks = layout.blocks if weight.ndim == 2 else 1
         return weight.reshape(prod(weight.shape[:-2]) * blocks, weight.shape[-2] // blocks, weight.shape[-1])
-    if layout.matrices > 1 and is_sharded(weight) and layout.matrices % weight.device_mesh.size():  # type: ignore[attr-defined]
-        weight = replicated(weight)  # shards that cut through matrices
-    if view == "filters" and layout.matrices == 1 and not layout.transposed:
+    count = layout.matrices
+    if view == "filters" and count == 1 and not layout.transposed:
         return weight.flatten(1).unsqueeze(0)
-    filters = weight.unflatten(0, (layout.matrices, -1))
+    if count > 1 and is_sharded(weight) and count % weight.device_mesh.size():  # type: ignore[attr-defined]
+        weight = replicated(weight)  # shards that cut through matrices
+    filters = weight.unflatten(0, (count, -1))
     filters = filters.transpose(1, 2) if layout.transposed else filters  # (matrices, out, in, *kernel)
     if view == "filters":
         return filters.flatten(2)

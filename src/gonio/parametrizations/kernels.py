@@ -52,9 +52,9 @@ class DividedBySpectralNorm(torch.autograd.Function):
         u, v, length, view, norm = constants
         parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), matrix_of(raw, view)
         image = matrix_vector(matrix, right) if parts == 1 else (right.view(parts, -1) @ matrix.mT).view(-1)
-        per_right = (1.0 if length is None else length.item()) / (_norm(right).item() or 1.0)
-        reached, size = _norm(image).item() * per_right, _norm(left).item()
-        sigma = torch.dot(left, image).item() * per_right / size if size else 0.0
+        per_right = (1.0 if length is None else length.item()) / (_inner(right, right) ** 0.5 or 1.0)
+        reached, size = _inner(image, image) ** 0.5 * per_right, _inner(left, left) ** 0.5
+        sigma = _inner(left, image) * per_right / size if size else 0.0
         if sigma < STALE * reached:
             sigma, left, size = reached, image, reached / per_right
         ctx.sigma = sigma if sigma >= _SMALLEST[raw.dtype] else 0.0
@@ -76,14 +76,17 @@ class DividedBySpectralNorm(torch.autograd.Function):
         if not ctx.sigma:
             return grad, None
         matrix = matrix_of(grad, ctx.view)
-        inner = torch.dot(grad.reshape(-1), raw.reshape(-1)).item()
-        share = -inner / ctx.sigma * ctx.factor * ctx.per_pair
+        share = -_inner(grad.reshape(-1), raw.reshape(-1)) / ctx.sigma * ctx.factor * ctx.per_pair
         if ctx.parts == 1:
             of_raw = torch.addr(matrix, left, right, beta=ctx.factor, alpha=share)
         else:
             left, right = left.view(ctx.parts, -1), right.view(ctx.parts, -1)
             of_raw = torch.addmm(matrix, left.mT, right, beta=ctx.factor, alpha=share)
         return of_raw.view_as(raw) if ctx.view.flat else ctx.view.weight_of(of_raw.unsqueeze(0)), None
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    return torch.dot(a, b).item()
 
 
 def iterate_(matrix: Tensor, u: Tensor, v: Tensor, iterations: int) -> None:

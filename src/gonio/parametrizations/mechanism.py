@@ -195,7 +195,8 @@ def child_name(name: str) -> str:
 
 
 def _parametrization(layer: Any, name: str) -> Parametrization:
-    return cast(Parametrization, layer._modules[child_name(name)])
+    found: Parametrization = layer._modules[child_name(name)]
+    return found
 
 
 # --- the classes of parametrized layers -----------------------------------------------------------
@@ -382,7 +383,8 @@ def _effective_weight(name: str) -> property:
     def read(self: Parametrized) -> Tensor | None:
         try:
             raw = self._parameters[name] if name in self._parameters else self.__dict__[name]
-            return None if raw is None else cast(Parametrization, self._modules[child])(raw)
+            parametrization: Any = self._modules[child]
+            return None if raw is None else parametrization(raw)
         except (AttributeError, KeyError) as error:
             # After an AttributeError of a property, nn.Module.__getattr__ would return the raw tensor.
             raise RuntimeError(f"the parametrized tensor {name!r} cannot be computed: {error!r}") from error
