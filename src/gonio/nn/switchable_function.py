@@ -1,8 +1,8 @@
 r"""Switchable normalisation as a function of statistics, in plain operations.
 
-Means and biased variances lie in one array, means first: (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of the
-batch. Operations on both are done at once: between passes over large tensors nothing is left in the cores' caches, and
-each operation on a small one costs as much as a thousand entries of a large one.
+Means and biased variances are pairs of arrays: (N, C) of instances, (N, 1) of layers, (1, C) of the batch. They are not
+stacked, because a compiler fuses what is computed from separate arrays: the compiled step of a small network (three
+such layers) takes 1.13 times that with batch norms, and 1.50 with stacked arrays.
 
 Note [Centred statistics]
 With a mean of 1e5 and a spread of 0.1, :math:`E[x^2] - E[x]^2` has no digits left in float32, nor has a
@@ -23,7 +23,8 @@ from gonio.geometry.norms import widen
 
 Logits = tuple[Tensor, Tensor]  # of the means and of the variances
 Affine = tuple[Tensor | None, Tensor | None]  # scale and shift
-Found = tuple[Tensor, Tensor | None, Tensor | int]  # output; statistics of the batch, (2, 1, C), and its samples
+Pair = tuple[Tensor, Tensor]  # means and biased variances
+Found = tuple[Tensor, Pair | None, Tensor | int]  # output; statistics of the batch, of C channels, and its samples
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The mixture, as y = (x − mean)·rstd, and the statistics in it."""
+    """The mixture, as y = (x − mean)·rstd."""
 
     mean: Tensor
     rstd: Tensor
-    instance: Tensor
-    layer: Tensor
-    batch: Tensor
 
 
 def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor | None, settings: Settings) -> Found:
@@ -54,10 +52,12 @@ def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor |
     pivot = pivot_of(values)
     centred = values - spread(pivot, values)
     instance = moments(centred.mean(dims), (centred * centred).mean(dims), pivot)
-    mixed, _, count = mixed_from(instance, logits, running, settings)
+    layer, batch, weights, count = joint_statistics(instance, logits, running, settings)
+    mean, var = (_mixture([each[i] for each in (instance, layer, batch)], weights[:, i]) for i in (0, 1))
+    mixed = Mixed(mean, (var + settings.eps).rsqrt())
     slope = slope_of(mixed, affine[0])
     out = centred * spread(slope, values) + spread(value_at(pivot, mixed, slope, affine[1]), values)
-    return out.to(x.dtype), mixed.batch if running is None else None, count
+    return out.to(x.dtype), None if running is not None else (batch[0].squeeze(0), batch[1].squeeze(0)), count
 
 
 def accumulator(x: Tensor) -> torch.dtype:
@@ -76,23 +76,23 @@ def pivot_of(x: Tensor) -> Tensor:
     return few.mean(tuple(range(2, x.dim())))
 
 
-def moments(mean: Tensor, mean_square: Tensor, pivot: Tensor) -> Tensor:
-    """Means and biased variances of x, (2, N, C), from the moments of x − pivot, (N, C)."""
+def moments(mean: Tensor, mean_square: Tensor, pivot: Tensor) -> Pair:
+    """Means and biased variances of x from the moments of x − pivot, (N, C)."""
     kind = accumulator(mean)
     offset = mean.to(kind)
-    return torch.stack([pivot.to(kind) + offset, (mean_square.to(kind) - offset.square()).clamp_min(0)])
+    return pivot.to(kind) + offset, (mean_square.to(kind) - offset.square()).clamp_min(0)
 
 
-def layer_statistics(instance: Tensor) -> Tensor:
-    """Over the channels of each sample, (2, N, 1)."""
+def layer_statistics(instance: Pair) -> Pair:
+    """Over the channels of each sample, (N, 1)."""
     mean, var = instance
     center = mean.mean(1, keepdim=True)
     around = mean - center
-    return torch.stack([center, torch.addcmul(var, around, around).mean(1, keepdim=True)])
+    return center, torch.addcmul(var, around, around).mean(1, keepdim=True)
 
 
-def batch_statistics(instance: Tensor, *, join: bool, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor | int]:
-    """Over the samples, of a group's processes if `join`, (2, 1, C), and how many; zeros of an empty batch."""
+def batch_statistics(instance: Pair, *, join: bool, group: ProcessGroup | None = None) -> tuple[Pair, Tensor | int]:
+    """Over the samples, of a group's processes if `join`, (1, C), and how many; zeros of an empty batch."""
     mean, var = instance
     if join:
         sums = total(torch.cat([mean.sum(0, keepdim=True), mean.new_full((1, 1), mean.shape[0])], 1), group)
@@ -103,7 +103,7 @@ def batch_statistics(instance: Tensor, *, join: bool, group: ProcessGroup | None
         center = mean.sum(0, keepdim=True) / at_least_one(count)
     around = mean - center
     variance = torch.addcmul(var, around, around).sum(0, keepdim=True)
-    return torch.stack([center, (total(variance, group) if join else variance) / at_least_one(count)]), count
+    return (center, (total(variance, group) if join else variance) / at_least_one(count)), count
 
 
 def at_least_one(count: Tensor | int) -> Tensor | int:
@@ -120,28 +120,28 @@ def mixing_weights(logits: tuple[Tensor, Tensor], defined: Sequence[bool], kind:
     return both.softmax(0)[..., None, None]
 
 
-def mix(instance: Tensor, layer: Tensor, batch: Tensor, weights: Tensor, eps: float) -> Mixed:
-    """The mixture of instance, layer and batch statistics."""
-    of_instance, of_layer, *of_batch = weights
-    shared = of_layer * layer
-    shared = torch.addcmul(shared, of_batch[0], batch) if of_batch else shared
-    mean, var = torch.addcmul(shared, of_instance, instance)
-    return Mixed(mean, (var + eps).rsqrt(), instance, layer, batch)
+def joint_statistics(
+    instance: Pair, logits: Logits, running: Tensor | None, settings: Settings
+) -> tuple[Pair, Pair, Tensor, Tensor | int]:
+    """The statistics of the layers and of the batch, all mixing weights, and the number of samples of the batch."""
+    kind = instance[0].dtype
+    weights = mixing_weights(logits, settings.defined, kind)
+    if running is not None:
+        means, variances = running.to(kind)
+        return layer_statistics(instance), (means, variances), weights, 0
+    batch, count = batch_statistics(instance, join=settings.join, group=settings.process_group)
+    if settings.single:
+        alone = mixing_weights(logits, (*settings.defined[:2], False), kind)
+        weights = torch.where(torch.as_tensor(count == 1), alone, weights)
+    return layer_statistics(instance), batch, weights, count
 
 
-def mixed_from(
-    instance: Tensor, logits: Logits, running: Tensor | None, settings: Settings
-) -> tuple[Mixed, Tensor, Tensor | int]:
-    """The mixture from the statistics of the instances, its weights, and the number of samples of the batch."""
-    weights = mixing_weights(logits, settings.defined, instance.dtype)
-    if running is None:
-        batch, count = batch_statistics(instance, join=settings.join, group=settings.process_group)
-        if settings.single:
-            alone = mixing_weights(logits, (*settings.defined[:2], False), instance.dtype)
-            weights = torch.where(torch.as_tensor(count == 1), alone, weights)
-    else:
-        batch, count = running.to(instance.dtype), 0
-    return mix(instance, layer_statistics(instance), batch, weights, settings.eps), weights, count
+def _mixture(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Of instance, layer and, if it has a weight, batch."""
+    found = parts[0] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=False):
+        found = torch.addcmul(found, part, weight)
+    return found
 
 
 def slope_of(mixed: Mixed, gamma: Tensor | None) -> Tensor:

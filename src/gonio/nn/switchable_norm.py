@@ -13,7 +13,7 @@ from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, sever
 from gonio.geometry.norms import whole
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
-from gonio.nn.switchable_function import Settings, accumulator, switchable_norm
+from gonio.nn.switchable_function import Pair, Settings, accumulator, switchable_norm
 
 KINDS = ("instance", "layer", "batch")
 
@@ -149,11 +149,11 @@ class SwitchableNorm(RunningStatistics):
         # a checkpointed forward is computed again in backward, and counts once
         if batch is not None and self.running_mean is not None and defined[2] and not inside_backward():
             alone = single and isinstance(count, Tensor)  # then one sample is a single value, which is no statistic
-            self._track_(batch.squeeze(1), torch.as_tensor(count - 1).clamp_min(0) if alone else count)
+            self._track_(batch, torch.as_tensor(count - 1).clamp_min(0) if alone else count)
         return out if x.dim() > 2 else out.squeeze(-1)
 
     @torch.no_grad()
-    def _track_(self, batch: Tensor, count: Tensor | int) -> None:
+    def _track_(self, batch: Pair, count: Tensor | int) -> None:
         """Move the running statistics towards those of a batch, and not for `count` 0 samples."""
         if isinstance(count, int) and count == 0:
             return

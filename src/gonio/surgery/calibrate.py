@@ -183,8 +183,8 @@ class _RunningMoments:
         means, variances = flat.mean(2), flat.var(2, correction=0)
         n: Tensor = x.new_tensor(float(flat.shape[2]))
         if not isinstance(self.site.module, _InstanceNorm):
-            both = torch.stack([means, variances])
-            (means, variances), samples = batch_statistics(both, join=self.joins, group=self.group)
+            both, samples = batch_statistics((means, variances), join=self.joins, group=self.group)
+            means, variances = both
             n = n * samples
         if self.unbiased and self.of_batches and n > 1:
             variances = variances * (n / (n - 1))
