@@ -166,9 +166,9 @@ Normalised = tuple[Tensor, Tensor, Tensor | None, "_Mixture", Tensor | int]  # o
 
 @dataclass(frozen=True)
 class _Mixture(Mixed):
-    """The mixture with its statistics: (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of the batch.
+    """The mixture with its statistics, (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of the batch.
 
-    Operations on both are done at once: between passes over large tensors nothing is left in the cores' caches, and
+    Operations on means and variances are done at once: between passes over large tensors nothing is left in the cores' caches, and
     each operation on a small one costs as much as a thousand entries of a large one.
     """
 
@@ -196,7 +196,7 @@ class _SwitchableNorm(torch.autograd.Function):
         beta: Tensor | None,
         running: Tensor | None,
         settings: Settings,
-    ) -> Found:
+    ) -> tuple[Tensor, Tensor | None, Tensor | int]:
         logits, affine = (mean_logits, var_logits), (gamma, beta)
         out, weights, pivot, mixed, count = _normalised(widen(x), logits, affine, running, settings)
         ctx.settings, ctx.fixed, ctx.count = settings, running is not None, count
@@ -253,7 +253,7 @@ def _normalised(x: Tensor, logits: Logits, affine: Affine, running: Tensor | Non
     out = x - spread(pivot, x)
     pair = moments(*_means(out), pivot)
     layer, batch, weights, count = joint_statistics(pair, logits, running, settings)
-    mixed = _mix(*(torch.stack(each) for each in (pair, layer, batch)), weights, settings.eps)
+    mixed = _mix(torch.stack(pair), torch.stack(layer), torch.stack(batch), weights, settings.eps)
     slope = slope_of(mixed, affine[0])
     return _scale_(out, slope, value_at(pivot, mixed, slope, affine[1])), weights, pivot, mixed, count
 
