@@ -166,9 +166,9 @@ Normalised = tuple[Tensor, Tensor, Tensor | None, "_Mixture", Tensor | int]  # o
 
 @dataclass(frozen=True)
 class _Mixture(Mixed):
-    """The mixture with its statistics, (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of the batch.
+    """The mixture with its statistics: (2, N, C) of instances, (2, N, 1) of layers, (2, 1, C) of batches.
 
-    Operations on means and variances are done at once: between passes over large tensors nothing is left in the cores' caches, and
+    Both are computed at once: between passes over large tensors nothing is left in the cores' caches, and
     each operation on a small one costs as much as a thousand entries of a large one.
     """
 
