@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gonio.execution import total
+from gonio.execution import apply, total
 from gonio.geometry.norms import widen
 from gonio.nn.switchable_function import (
     Affine,
@@ -47,7 +47,7 @@ def product_with_squares(x: Tensor, filters: Tensor, conv: Any) -> tuple[Tensor,
     Backward adds the share of the squares to that of the product in one pass over x instead of five: 6 % of the
     time and 8 % of the peak memory of a ResNet-18's step.
     """
-    product, squares = _ProductWithSquares.apply(x, filters, conv)
+    product, squares = apply(_ProductWithSquares, x, filters, conv)
     return product, squares
 
 
@@ -87,7 +87,7 @@ def scale_(
     as the product: for backward it keeps the result, which the next layer keeps anyway, and the norms. Backward
     computes the slope again and divides the product's share out of the result.
     """
-    result: Tensor = _Scale.apply(product, norm, slope, group, *numbers)
+    result: Tensor = apply(_Scale, product, norm, slope, group, *numbers)
     return result
 
 
@@ -140,7 +140,7 @@ def bounded_asin(cosine: Tensor, floor: float) -> Tensor:
 
     Saves 12 % of a ResNet-18's step with the angular part Linear.
     """
-    result: Tensor = _BoundedAsin.apply(cosine, floor)
+    result: Tensor = apply(_BoundedAsin, cosine, floor)
     return result
 
 
@@ -181,7 +181,7 @@ def switchable_norm_by_rows(
     x: Tensor, logits: Logits, affine: Affine, running: Tensor | None, settings: Settings
 ) -> Found:
     """As `switchable_norm`; saves 14 % of a ResNet-18's step. The input alone is kept for backward."""
-    out, batch, count = _SwitchableNorm.apply(x, *logits, *affine, running, settings)
+    out, batch, count = apply(_SwitchableNorm, x, *logits, *affine, running, settings)
     return out, None if batch is None else batch.squeeze(1).unbind(), count
 
 

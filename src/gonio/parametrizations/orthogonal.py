@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import ordinary_eager
+from gonio.execution import apply, ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.parametrizations.filters import from_matrices, matrices_of
 from gonio.parametrizations.parametrization import Parametrization
@@ -103,8 +103,7 @@ def polar(matrices: Tensor) -> Tensor:
         # second derivative of any compiled graph.
         factor, vectors, values = (x.detach() for x in _decomposed(matrices.detach()))
         return factor + _derivative(factor, vectors, values, matrices - matrices.detach())
-    eager = ordinary_eager(matrices)
-    found: Tensor = _EagerPolar.apply(matrices) if eager else _Polar.apply(matrices)[0]
+    found: Tensor = apply(_EagerPolar, matrices) if ordinary_eager(matrices) else _Polar.apply(matrices)[0]
     return found
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import autocast_is_on, is_sharded, ordinary_eager
+from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_, matrix_of
@@ -115,7 +115,7 @@ class SpectralNorm(Parametrization):
             return _divided(raw, *state)
         self._watch(raw)
         fast = raw.is_cpu and u.shape[0] == 1 and u.dtype is v.dtype is raw.dtype
-        weight: Tensor = DividedBySpectralNorm.apply(raw, state) if fast else _divided(raw, *state)
+        weight: Tensor = apply(DividedBySpectralNorm, raw, state) if fast else _divided(raw, *state)
         return weight
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import autocast_is_on, is_sharded, ordinary_eager, replicated_like
+from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
 from gonio.geometry.views import Layout, unview
 from gonio.regularizers.kernels import WithGradient
@@ -132,7 +132,7 @@ class WeightRegularizer(Regularizer):
                 return self._evaluate(weight, layout, state)
             evaluation, gradient = found
             plain = partial(self._evaluate, layout=layout, state=state)
-            return replace(evaluation, value=WithGradient.apply(weight, evaluation.value, gradient, plain))
+            return replace(evaluation, value=apply(WithGradient, weight, evaluation.value, gradient, plain))
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """A lower bound of the value over all weights of this shape (and, where they matter, these filter norms).

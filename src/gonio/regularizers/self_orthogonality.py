@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import ordinary_eager
+from gonio.execution import apply, ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, identity_like, require
 from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total
@@ -137,7 +137,7 @@ class SelfOrthogonality(OutputRegularizer):
         if not ordinary_eager(x):
             value, mean, spread = _terms_of_signs(_soft_signs(x.flatten(2), pairs), pairs)
             return Evaluation(value, {"mean": mean.detach(), "spread": spread.detach()})
-        value, mean, spread, _ = SelfOrthogonalityTerms.apply(x, pairs, _terms_of_signs)
+        value, mean, spread, _ = apply(SelfOrthogonalityTerms, x, pairs, _terms_of_signs)
         return Evaluation(value, {"mean": mean, "spread": spread})
 
     def _subset(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
