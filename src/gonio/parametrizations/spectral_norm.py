@@ -17,7 +17,7 @@ from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_, matrix_of
-from gonio.parametrizations.mechanism import Parametrized, parametrization_of
+from gonio.parametrizations.mechanism import Parametrized, child_name
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
@@ -241,7 +241,6 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
 # --- ticks: power iterations, once per optimizer step and nowhere else -----------------------------
 
 
-@torch.no_grad()
 def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     """Advance the singular vectors of every spectral norm in a model, in place.
 
@@ -266,13 +265,14 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
         raise InvalidArgumentError("tick_() needs iterations >= 1", f"{iterations}", "Use 1 per step.")
     stacks: dict[Any, list[tuple[SpectralNorm, Tensor]]] = defaultdict(list)
     found = dict(_spectral_norms(model))
-    for norm, raw in found.items():
-        norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
-        if not norm._iterated_(raw, iterations):
-            stacks[norm.how, raw.device, raw.dtype].append((norm, raw))
-    for stack in stacks.values():
-        with full_precision(stack[0][1]):
-            _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
+    with torch.no_grad():
+        for norm, raw in found.items():
+            norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
+            if not norm._iterated_(raw, iterations):
+                stacks[norm.how, raw.device, raw.dtype].append((norm, raw))
+        for stack in stacks.values():
+            with full_precision(stack[0][1]):
+                _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
     return len(found)
 
 
@@ -304,17 +304,18 @@ def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
-    left, seen = [model], set()
+    left: list[nn.Module | None] = [model]
+    seen = set()
     while left:  # as `model.modules()`, whose nested generators take a fifth of the tick of a small network
         module = left.pop()
-        if module in seen:
+        if module is None or module in seen:
             continue
         seen.add(module)
-        left += [child for child in module._modules.values() if child is not None]
+        left += module._modules.values()
         if not isinstance(module, Parametrized):
             continue
         for name in module.parametrized_names:
-            found, raw = parametrization_of(module, name), module._parameters.get(name)
+            found, raw = module._modules[child_name(name)], module._parameters.get(name)
             if isinstance(found, SpectralNorm) and raw is not None:
                 yield found, whole(raw)  # each process stores the vectors of the whole weight
 
