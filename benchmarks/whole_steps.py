@@ -2,13 +2,15 @@
 
 A step is forward, backward and SGD. Three networks: a ResNet-18 with a 3×3 stem on two threads, where large products
 dominate; the digits network of the built-in study on one thread, where the number of operations decides; a
-transformer of two layers. "usual" is what a user would write with autograd in ten lines, "torch" is torch's own form.
+transformer of two layers. The digits network is measured compiled by ``torch.compile`` as well: its forward and
+backward, not what comes before and after them. "usual" is what a user would write with autograd in ten lines, "torch"
+is torch's own form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ class Network:
     inputs: Callable[[torch.Generator], Tensor]
     where: type[nn.Module]  # the layers that a method acts on
     threads: int
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,13 @@ def step_of(network: Network, prepare: Prepare, *, steps: int = 1) -> Operation:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     draw = torch.Generator().manual_seed(1)
     inputs = network.inputs(draw)
-    labels = torch.randint(10, tuple(model(inputs).shape[:-1]), generator=draw)
+    with torch.no_grad():
+        labels = torch.randint(10, tuple(model(inputs).shape[:-1]), generator=draw)
+    call = torch.compile(model) if network.compiled else model
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+        loss = F.cross_entropy(call(inputs).flatten(0, -2), labels.flatten())
         if prepared.penalty is not None:
             loss = loss + prepared.penalty()
         loss.backward()
@@ -206,18 +211,23 @@ def plain(model: nn.Module, where: type[nn.Module]) -> Prepared:
 
 
 def rows(*, quick: bool) -> Iterator[Row]:
-    for network in networks(quick=quick):
+    all_networks = networks(quick=quick)
+    compiled = () if quick else (replace(all_networks[1], name="digits network compiled", compiled=True),)
+    for network in (*all_networks, *compiled):
         types = {type(module) for module in network.build().modules()}
         for method in METHODS:
             if method.needs and not types & set(method.needs):
                 continue
+            if network.compiled:
+                torch._dynamo.reset()
+                torch._dynamo.config.skip_nnmodule_hook_guards = False  # models of one class differ in their hooks
             ways = {"gonio": method.ours, "usual": method.usual, "torch": method.torch}
             candidates = [
-                Candidate(name, lambda n=network, prepare=prepare: step_of(n, prepare))
+                Candidate(name, lambda n=network, prepare=prepare: step_of(n, prepare), compiled=network.compiled)
                 for name, prepare in ways.items()
                 if prepare is not None
             ]
-            floor = Candidate("plain step", lambda n=network: step_of(n, plain))
+            floor = Candidate("plain step", lambda n=network: step_of(n, plain), compiled=network.compiled)
             yield Row(method.name, "step", floor, tuple(candidates), network.name.replace(" ", "-"))
     for every, regularizer in CHEAP:
         steps = 2 if quick else every
