@@ -18,11 +18,11 @@ STRENGTH = 1e-4
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a method adds to a step: a term of the loss, calls before and after the optimizer's step."""
+    """What a method adds to a step: a term of the loss, calls before the forward and before the optimizer's step."""
 
     penalty: Callable[[], Tensor] | None = None
     before_step: Callable[[], object] | None = None
-    after_step: Callable[[], object] | None = None
+    before_forward: Callable[[], object] | None = None  # compiled with the model, where that is compiled
 
 
 Prepare = Callable[[nn.Module, type[nn.Module]], Prepared]

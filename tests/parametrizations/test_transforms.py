@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from catalog import seeded
@@ -130,6 +130,33 @@ def test_training_with_ticks_is_one_graph_compiled_once(member: str) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
     for (name, mine), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, other, msg=name, **close(torch.float32))
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_tick_in_a_compiled_function_is_part_of_its_graph(view: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.ConvTranspose2d(6, 4, 3, groups=2))
+    for layer in (model[0], model[2]):
+        P.attach(layer, "weight", P.SpectralNorm(view=view))
+    twin, start = copy.deepcopy(model), model[0].weight_parametrization.u.clone()
+
+    def trained(model: nn.Module, how: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]) -> None:
+        def forward(x: Tensor) -> Tensor:
+            P.tick_(model)
+            return model(x)
+
+        call, optimizer = how(forward), torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(4):
+            optimizer.zero_grad()
+            call(seeded(5, 3, 6, 6, seed=seed)).square().mean().backward()
+            optimizer.step()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trained(model, lambda forward: torch.compile(forward, fullgraph=True, backend="aot_eager"))
+    trained(twin, lambda forward: forward)
+    for (name, mine), other in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        torch.testing.assert_close(mine, other[1], msg=name, **close(torch.float32))
+    assert not torch.allclose(model[0].weight_parametrization.u, start, **close(torch.float32)), "a tick moves it"
 
 
 def test_fx_sees_one_layer() -> None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager
-from gonio.geometry.norms import full_precision, normalize, safe_norm, whole, widen
+from gonio.geometry.norms import full_precision, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, iterate_, matrix_of
 from gonio.parametrizations.mechanism import Parametrized, child_name
@@ -228,14 +228,19 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
 
     The vectors are constants, and need not be of unit length (averaged or half-precision buffers are not).
     """
-    right = normalize(v.detach().to(matrices.dtype), (1, 2))
-    if length is not None:
-        right = right * length.detach().to(matrices.dtype)[:, None, None]
-    left = normalize(u.detach().to(matrices.dtype), (1, 2))
-    image = right @ matrices.mT  # (groups, parts, rows)
-    stale = (left * image).sum((1, 2)) < STALE * safe_norm(image, (1, 2))
-    left = torch.where(stale[:, None, None], normalize(image, (1, 2)), left).detach()
-    return (left * image).sum((1, 2)).amax(0)
+    u, v = (x.detach().to(matrices.dtype) for x in (u, v))
+    image = v @ matrices.mT  # (groups, parts, rows)
+    of_u, of_v, of_image = (_size(x) for x in (u, v, image.detach()))
+    stale = (u * image.detach()).sum((1, 2)) / of_u < STALE * of_image
+    left = torch.where(stale[:, None, None], image.detach(), u)
+    scale = 1 / (of_v * torch.where(stale, of_image, of_u))
+    scale = scale if length is None else scale * length.detach().to(scale.dtype)
+    return ((left * image).sum((1, 2)) * scale).amax(0)
+
+
+def _size(x: Tensor) -> Tensor:
+    """The norm of each group's vector, above 0."""
+    return torch.linalg.vector_norm(x, dim=(1, 2)).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 # --- ticks: power iterations, once per optimizer step and nowhere else -----------------------------
@@ -246,7 +251,8 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
 
     Call it after each optimizer step; :func:`tick_on_step` does so. One that several layers share is advanced once.
     Nothing else changes: no weight, no other buffer, no random generator. After a large change, such as averaging
-    weights, more than one of the `iterations` of the power method is needed.
+    weights, more than one of the `iterations` of the power method is needed. With ``torch.compile``, a call at the
+    start of the compiled function, before the model's, becomes a part of its graph and costs less than one outside.
 
     Returns: The number of parametrizations that were advanced.
     Raises: InvalidArgumentError if `iterations` is below 1.
