@@ -174,11 +174,11 @@ class SpectralNorm(Parametrization):
         return original
 
     def _iterated_(self, raw: Tensor, iterations: int) -> bool:
-        """Advance by the fast form; False where it does not apply."""
+        """Advance an ordinary eager tensor by the fast form; False where it does not apply."""
         u, v, how = self._buffers["u"], self._buffers["v"], self.how
         if u is None or v is None or not isinstance(how, FilterView) or not raw.is_cpu or u.shape[0] != 1:
             return False
-        if not u.dtype is v.dtype is raw.dtype or not ordinary_eager(raw, u, v) or autocast_is_on(raw):
+        if not u.dtype is v.dtype is raw.dtype or autocast_is_on(raw):
             return False
         iterate_(matrix_of(raw, how), u.view(-1), v.view(-1), iterations)
         return True
@@ -271,10 +271,11 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
         raise InvalidArgumentError("tick_() needs iterations >= 1", f"{iterations}", "Use 1 per step.")
     stacks: dict[Any, list[tuple[SpectralNorm, Tensor]]] = defaultdict(list)
     found = dict(_spectral_norms(model))
+    eager = ordinary_eager(*found.values())
     with torch.no_grad():
         for norm, raw in found.items():
             norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
-            if not norm._iterated_(raw, iterations):
+            if not (eager and norm._iterated_(raw, iterations)):
                 stacks[norm.how, raw.device, raw.dtype].append((norm, raw))
         for stack in stacks.values():
             with full_precision(stack[0][1]):
