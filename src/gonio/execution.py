@@ -44,7 +44,7 @@ def ordinary_eager(*tensors: Tensor) -> bool:
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply`` of tensors that :func:`ordinary_eager` accepts, without what it does for other tensors.
 
-    That is to look for transforms and to unwrap what they left over: with three calls 1 % of a small network's step.
+    That is to look for transforms and to unwrap what they left over, which takes a few microseconds per call.
     """
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 

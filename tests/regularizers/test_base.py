@@ -88,6 +88,17 @@ def test_gradients_added_in_place_are_those_of_autograd(
     assert added.terms.keys() == evaluation.terms.keys()
 
 
+@OVER_WEIGHTS
+def test_the_gradient_of_stacked_blocks_is_that_of_each_in_plain_operations(regularizer: R.WeightRegularizer) -> None:
+    weight = seeded(8, 6, dtype=torch.float64)
+    blocks = [block.clone().requires_grad_() for block in weight.chunk(2)]
+    values = [regularizer._evaluate(block, Layout(), None).value for block in blocks]
+    grad = torch.zeros_like(weight)
+    added = regularizer.add_gradient_(grad, weight, Layout(blocks=2), factor=1.0)
+    torch.testing.assert_close(grad, torch.cat(torch.autograd.grad(sum(values), blocks)), **close(torch.float64))
+    torch.testing.assert_close(added.value, sum(values).detach(), **close(torch.float64))
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "channels last", "mixed formats"])
 @OVER_WEIGHTS
 def test_gradients_are_added_to_any_layout(regularizer: R.WeightRegularizer, kind: str) -> None:

@@ -313,7 +313,7 @@ def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:
     """Each bound spectral norm with its raw tensor; a shared one may occur several times."""
     left: list[nn.Module | None] = [model]
     seen = set()
-    while left:  # as `model.modules()`, whose nested generators take a fifth of the tick of a small network
+    while left:  # as `model.modules()`, without its nested generators: 10 µs of the 160 µs of a small network's tick
         module = left.pop()
         if module is None or module in seen:
             continue

@@ -70,7 +70,7 @@ def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
     elif wide:
         defect.diagonal(dim1=-2, dim2=-1).zero_()
     value = _squared_norm(defect)
-    if w.dim() == 2:
+    if w.dim() == 2:  # one operation instead of two
         gradient = torch.addmm(w, *((defect, w) if wide else (w, defect)), beta=0, alpha=4)
     else:
         defect.mul_(4)
