@@ -230,3 +230,12 @@ def test_the_strength_at_each_step(regularizer: R.Regularizer, expected: list[fl
 def test_arguments_out_of_range(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):
         make()
+
+
+def test_a_scale_shift_of_an_almost_zero_weight_has_no_direction() -> None:
+    """Below a norm of 1e-19 its square is no normal number of float32; 1/norm would be a gradient of that size."""
+    regularizer, weight = R.ScaleShift(1.0, direction_strength=1.0, floor=1e-3), 1e-25 * seeded(3, 4).float()
+    grad = torch.zeros_like(weight)
+    added = regularizer.add_gradient_(grad, weight, Layout(), factor=1.0)
+    assert not grad.any()
+    assert added.value == regularizer._evaluate(weight, Layout(), None).value == pytest.approx(math.log(1e-3))

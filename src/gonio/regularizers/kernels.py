@@ -139,7 +139,7 @@ def log_norm(square: Tensor, absolute: Tensor, least: Any, share: Any) -> tuple[
     From ‖x‖² and ‖x‖₁; `least` and `share` are numbers, or tensors for a compiler.
     """
     scale = square.clamp_min(least).sqrt_().log_()
-    inverse = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt_()
+    inverse = square.rsqrt().masked_fill_(square <= torch.finfo(square.dtype).tiny, 0)
     on_sign = inverse * share
     direction = absolute * on_sign
     negated = torch.add(direction, square > least, alpha=-1)

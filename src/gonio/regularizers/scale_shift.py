@@ -217,7 +217,8 @@ def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
     """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖."""
     square = (x * x).sum()
     scale = 0.5 * square.clamp_min(least).log()
-    return scale, share * x.abs().sum() * square.clamp_min(torch.finfo(x.dtype).tiny).rsqrt()
+    zero = square <= torch.finfo(x.dtype).tiny
+    return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
 
 
 def _with_gradient(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
