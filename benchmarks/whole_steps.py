@@ -191,6 +191,9 @@ def step_of(network: Network, prepare: Prepare, *, steps: int = 1) -> Operation:
         out: Tensor = model(inputs)
         return out
 
+    # A code object of its own: torch looks for the compiled form among all that were made of a code object, so that
+    # the candidates of a row would pass through each other's guards.
+    forward.__code__ = forward.__code__.replace()
     call = torch.compile(forward) if network.compiled else forward
 
     def step() -> None:

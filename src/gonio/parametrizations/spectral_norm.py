@@ -220,7 +220,8 @@ def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: Spe
     """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
     sigma = _sigma(view.matrices(raw), u, v, length)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
-    return raw * torch.where(zero, 1.0, norm / sigma.masked_fill(zero, 1))
+    # A division, whose gradient needs the quotient, which the layer keeps anyway: compiled, a product keeps `raw` too.
+    return raw / torch.where(zero, 1.0, sigma / norm)
 
 
 def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Tensor:
@@ -229,13 +230,13 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
     The vectors are constants, and need not be of unit length (averaged or half-precision buffers are not).
     """
     u, v = (x.detach().to(matrices.dtype) for x in (u, v))
-    image = v @ matrices.mT  # (groups, parts, rows)
+    image = torch.bmm(v, matrices.mT)  # (groups, parts, rows); as in a tick, so that a compiler computes it once
     of_u, of_v, of_image = (_size(x) for x in (u, v, image.detach()))
     stale = (u * image.detach()).sum((1, 2)) / of_u < STALE * of_image
-    left = torch.where(stale[:, None, None], image.detach(), u)
     scale = 1 / (of_v * torch.where(stale, of_image, of_u))
     scale = scale if length is None else scale * length.detach().to(scale.dtype)
-    return ((left * image).sum((1, 2)) * scale).amax(0)
+    left = torch.where(stale[:, None, None], image.detach(), u) * scale[:, None, None]
+    return (left * image).sum((1, 2)).amax(0)
 
 
 def _size(x: Tensor) -> Tensor:
@@ -276,7 +277,9 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
         for norm, raw in found.items():
             norm.__dict__["_unticked"] = 0  # itself: `nn.Module.__setattr__` is a slow search
             if not (eager and norm._iterated_(raw, iterations)):
-                stacks[norm.how, raw.device, raw.dtype].append((norm, raw))
+                # Compiled, each is a stack of its own: a view as a key would make each of its fields a guard.
+                key = norm if torch.compiler.is_compiling() else (norm.how, raw.device, raw.dtype)
+                stacks[key].append((norm, raw))
         for stack in stacks.values():
             with full_precision(stack[0][1]):
                 _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
