@@ -14,7 +14,7 @@ from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.measuring import measure
-from gonio.parametrizations import spectral_views
+from gonio.parametrizations import spectral_norm, spectral_views
 from parametrizations.layers import LAYERS, make, sample
 from tolerances import close
 
@@ -318,3 +318,18 @@ def test_torchs_vectors_are_taken_over(form: str, name: str) -> None:
     assert torch.equal(target._parameters["weight"], original)
     x = sample(source)
     torch.testing.assert_close(target(x), source.eval()(x))
+
+
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_vectors_of_zeros_leave_the_weight_as_it_is(view: str, size: int) -> None:
+    """Also in plain operations, where two factors of 1e19 and a length of 5 would overflow."""
+    layer = nn.Conv2d(3, 4, size)
+    norm = P.attach(layer, "weight", P.SpectralNorm(view=view))
+    norm.v.zero_()
+    raw, how = layer._parameters["weight"], norm.how
+    plain = spectral_norm._divided(raw, norm.u, norm.v, norm.length, how, norm.norm / how.margin)
+    for weight in (layer.weight, plain):
+        (grad,) = torch.autograd.grad(weight.sum(), raw)
+        assert torch.equal(weight, raw)
+        assert torch.equal(grad, torch.ones_like(raw))

@@ -233,9 +233,9 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
     image = torch.bmm(v, matrices.mT)  # (groups, parts, rows); as in a tick, so that a compiler computes it once
     of_u, of_v, of_image = (_size(x) for x in (u, v, image.detach()))
     stale = (u * image.detach()).sum((1, 2)) / of_u < STALE * of_image
-    scale = 1 / (of_v * torch.where(stale, of_image, of_u))
-    scale = scale if length is None else scale * length.detach().to(scale.dtype)
-    left = torch.where(stale[:, None, None], image.detach(), u) * scale[:, None, None]
+    left, of_left = torch.where(stale[:, None, None], image.detach(), u), torch.where(stale, of_image, of_u)
+    length = torch.ones_like(of_v) if length is None else length.detach().to(of_v.dtype)
+    left = left / of_left[:, None, None] * (length / of_v)[:, None, None]  # one factor for both would overflow
     return (left * image).sum((1, 2)).amax(0)
 
 
