@@ -122,6 +122,23 @@ def test_order_is_shuffled_and_repeatable() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+def test_candidates_are_made_anew_and_each_making_counts() -> None:
+    """The second making of a candidate is three times as slow, as memory in another place might be."""
+    time = Time()
+    made: list[str] = []
+
+    def making(name: str, seconds: float) -> Operation:
+        made.append(name)
+        return time.operation(seconds * (3 if name == "slow" and made.count(name) > 1 else 1))
+
+    floor, slow = (Candidate(name, lambda n=name: making(n, 0.001)) for name in ("floor", "slow"))
+    found = measure(Row("case", "F", floor, (slow,)), time.settings(rounds=7, fresh=3))
+    assert [sorted(made[i : i + 2]) for i in (0, 2, 4)] == [["floor", "slow"]] * 3 and len(made) == 6
+    assert found.rounds == 7 and found.floor.name == "floor"
+    assert found.candidates[0].wall.low == pytest.approx(1) and found.candidates[0].wall.high == pytest.approx(3)
+    assert len({tuple(made[i : i + 2]) for i in (0, 2, 4)}) == 2, "the order of making is the same each time"
+
+
 def test_quartiles() -> None:
     assert Ratio.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Ratio(3.0, 2.0, 4.0)
     assert Ratio.of([1.5]) == Ratio(1.5, 1.5, 1.5)

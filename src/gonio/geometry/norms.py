@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 
@@ -19,6 +19,7 @@ WIDE = (torch.float32, torch.float64)  # the dtypes in which geometry computes; 
 # and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction
 # and their intermediates (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
 SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
+_ORDINARY = (Tensor, nn.Parameter)
 _UNCHANGED = nullcontext()
 
 
@@ -108,7 +109,7 @@ def widen(x: Tensor) -> Tensor:
 
 def whole(x: Tensor) -> Tensor:
     """A sharded tensor gathered on every rank, differentiably; any other tensor unchanged."""
-    gather = getattr(x, "full_tensor", None)
+    gather = None if type(x) in _ORDINARY else getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
 

@@ -221,7 +221,8 @@ def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: Spe
     sigma = _sigma(view.matrices(raw), u, v, length)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
     # A division, whose gradient needs the quotient, which the layer keeps anyway: compiled, a product keeps `raw` too.
-    return raw / torch.where(zero, 1.0, sigma / norm)
+    # A sum, where the norm is 0 and 1 is added: a choice of the two would be kept for the gradient.
+    return raw / (sigma / norm + zero)
 
 
 def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Tensor:
@@ -236,7 +237,8 @@ def _sigma(matrices: Tensor, u: Tensor, v: Tensor, length: Tensor | None) -> Ten
     left, of_left = torch.where(stale[:, None, None], image.detach(), u), torch.where(stale, of_image, of_u)
     length = torch.ones_like(of_v) if length is None else length.detach().to(of_v.dtype)
     left = left / of_left[:, None, None] * (length / of_v)[:, None, None]  # one factor for both would overflow
-    return (left * image).sum((1, 2)).amax(0)
+    norms = (left * image).sum((1, 2))
+    return norms.amax(0) if len(norms) > 1 else norms[0]
 
 
 def _size(x: Tensor) -> Tensor:
@@ -336,8 +338,8 @@ def _advance_(norms: list[SpectralNorm], raws: list[Tensor], iterations: int) ->
     if how is None:
         return
     matrices = _stacked([how.matrices(widen(raw)) for raw in raws])
-    buffers = [{name: b for name, b in norm._buffers.items() if b is not None} for norm in norms]
-    state = {name: _stacked([each[name].to(matrices.dtype) for each in buffers]) for name in buffers[0]}
+    buffers: list[dict[str, Any]] = [norm._buffers for norm in norms]
+    state = {name: _stacked([each[name].to(matrices.dtype) for each in buffers]) for name in how.state}
     for _ in range(iterations):
         state = how.step(matrices, state)
     for name, value in state.items():

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi, prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class SpectralView(ABC):
     shape: torch.Size
     margin: float  # the factor by which the operator's norm may exceed the norm that converged vectors show
     flat: bool = True  # whether the matrix of a weight without groups is `weight.flatten(1)`
+
+    state: ClassVar[tuple[str, ...]] = ("u", "v")
 
     @classmethod
     @abstractmethod
@@ -72,13 +74,14 @@ class FilterView(SpectralView):
 
     @classmethod
     def of(cls, layout: Layout, shape: torch.Size) -> Self:
-        return cls(layout, shape, 1.0, flat=not layout.transposed)
+        return cls(layout, shape, 1.0, flat=layout.matrices == 1 and not layout.transposed)
 
     def measured(self, weight: Tensor) -> float:
         return float(spectral_norm(self.matrices(weight)).amax())
 
     def matrices(self, weight: Tensor) -> Tensor:
-        return matrices_of(weight, self.layout)
+        # The layout is looked at last: compiled, every attribute that is read is a guard of every call.
+        return weight.flatten(1).unsqueeze(0) if self.flat else matrices_of(weight, self.layout)
 
     def weight_of(self, matrices: Tensor) -> Tensor:
         return from_matrices(matrices, self.shape, self.layout)
@@ -108,6 +111,8 @@ class ConvolutionView(SpectralView):
     Every frequency has its own right singular vector (state `basis`), and two matrix products per step
     improve all of them; `u` and `v` belong to the frequency with the largest norm.
     """
+
+    state = ("u", "v", "length", "basis")
 
     @classmethod
     def of(cls, layout: Layout, shape: torch.Size) -> Self:
