@@ -133,9 +133,9 @@ def test_candidates_are_made_anew_and_each_making_counts() -> None:
 
     floor, slow = (Candidate(name, lambda n=name: making(n, 0.001)) for name in ("floor", "slow"))
     found = measure(Row("case", "F", floor, (slow,)), time.settings(rounds=7, fresh=3))
-    assert [sorted(made[i : i + 2]) for i in (0, 2, 4)] == [["floor", "slow"]] * 3 and len(made) == 6
-    assert found.rounds == 7 and found.floor.name == "floor"
-    assert found.candidates[0].wall.low == pytest.approx(1) and found.candidates[0].wall.high == pytest.approx(3)
+    assert [sorted(made[i : i + 2]) for i in (0, 2, 4)] == [["floor", "slow"]] * 3
+    assert (len(made), found.rounds, found.floor.name) == (6, 7, "floor")
+    assert [found.candidates[0].wall.low, found.candidates[0].wall.high] == pytest.approx([1, 3])
     assert len({tuple(made[i : i + 2]) for i in (0, 2, 4)}) == 2, "the order of making is the same each time"
 
 
