@@ -59,7 +59,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.history
@@ -86,6 +86,10 @@ $(VENV)/.lab: pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(INSTALL) -e . --group dev
 	touch $@ $(VENV)/.lab
+
+$(VENV)/.bench: pyproject.toml constraints.txt
+	$(INSTALL) -e . --group bench
+	touch $@ $(VENV)/.dev $(VENV)/.lab
 
 $(VENV)/.docs: pyproject.toml constraints.txt
 	$(INSTALL) -e . --group docs

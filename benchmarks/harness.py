@@ -4,7 +4,7 @@ Candidates run interleaved, in shuffled order, inside one process; one *round* t
 for about 60 ms. The ratio to the floor is taken within a round, so that whatever slows a machine for
 seconds slows both. A sample during which other processes used more than 30 % of a core is taken
 again, and a round that stays disturbed is dropped. Reported is the median ratio over rounds with its
-quartiles. After 27 rounds the candidates are made anew, in another order: where their memory lies
+quartiles. After 12 rounds the candidates are made anew, in another order: where their memory lies
 changes the time of the same code by 1 to 2 %, which rounds do not average.
 """
 
@@ -92,7 +92,7 @@ class Settings:
     """
 
     rounds: int = 11
-    fresh: int = 27
+    fresh: int = 12
     sample_seconds: float = 0.06
     quiet: float = 0.3
     retries: int = 4

@@ -226,7 +226,9 @@ def rows(*, quick: bool) -> Iterator[Row]:
         for method in METHODS:
             if method.needs and not types & set(method.needs):
                 continue
-            ways = {"gonio": method.ours, "usual": method.usual, "torch": method.torch}
+            # Torch's orthogonal weights compile for minutes on the larger networks, and then take 5 to 50 plain steps.
+            too_long = network.compiled and network.threads > 1 and method.name == "orthogonal"
+            ways = {"gonio": method.ours, "usual": method.usual, "torch": None if too_long else method.torch}
             candidates = [
                 Candidate(name, lambda n=network, prepare=prepare: step_of(n, prepare), compiled=network.compiled)
                 for name, prepare in ways.items()
