@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.kernels import applies_to
 from gonio.geometry.kernels import rescaled as rescaled_by_kernel
-from gonio.geometry.norms import safe_norm
+from gonio.geometry.norms import least_norm, safe_norm
 from gonio.geometry.views import Layout
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -174,6 +174,6 @@ def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None
             return found
     filters, dims = by_filter(raw, layout)
     each = [1 if d in dims else n for d, n in enumerate(filters.shape)]
-    norm = safe_norm(filters, dims, keepdim=True)
-    zero = norm == 0 if floor is None else (norm == 0) | (norm <= floor.view(each))
-    return (filters * (norms.view(each) * norm.masked_fill(zero, torch.inf).reciprocal())).view_as(raw)
+    square, least = (filters * filters).sum(dims, keepdim=True), least_norm(raw.dtype)
+    zero = square < least**2 if floor is None else square <= floor.view(each).clamp_min(least).square()
+    return (filters * (norms.view(each) / square.masked_fill(zero, torch.inf).sqrt())).view_as(raw)
