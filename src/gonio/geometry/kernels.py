@@ -20,21 +20,19 @@ def applies_to(*tensors: Tensor) -> bool:
     return tensors[0].is_cpu and tensors[0].dtype in _LEAST and ordinary_eager(*tensors)
 
 
-def rescaled(raw: Tensor, norms: Tensor, floor: Tensor | None = None) -> Tensor | None:
+def rescaled(raw: Tensor, norms: Tensor) -> Tensor | None:
     """Filters on dim 0 scaled to `norms` by torch's kernel, which reads the weight once; None if a filter is zero.
 
-    A filter is zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most its floor.
-    The kernel is NaN there, and its second derivative treats the norms as constants (gradgradcheck fails, torch
+    A filter is zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`. The kernel is NaN there, and its second derivative treats the norms as constants (gradgradcheck fails, torch
     2.13): gradients that will be differentiated again are replaced by those of the formula.
     """
     if raw.dim() == 4 and not raw.is_contiguous():  # channels_last: the order of a filter's entries does not matter
-        found = rescaled(raw.permute(0, 2, 3, 1).contiguous(), norms, floor)
+        found = rescaled(raw.permute(0, 2, 3, 1).contiguous(), norms)
         return None if found is None else found.permute(0, 3, 1, 2)
     raw = raw.contiguous()
     each = norms.view(-1, *(1,) * (raw.dim() - 1))
     weight, found = torch._weight_norm_interface(raw, each, 0)
-    excess = found if floor is None else found - floor.view_as(found)
-    if not (excess.numel() and excess.min().item() > _LEAST[raw.dtype]):
+    if not (found.numel() and found.min().item() > _LEAST[raw.dtype]):
         return None
     if weight.grad_fn is not None:
         weight.grad_fn.register_hook(_Differentiable(raw, each))

@@ -162,21 +162,24 @@ def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor
     return filters.transpose(1, 2).reshape(shape)
 
 
-def rescaled(raw: Tensor, norms: Tensor, layout: Layout, *, floor: Tensor | None = None) -> Tensor:
+def rescaled(raw: Tensor, norms: Tensor, layout: Layout) -> Tensor:
     r"""Filters of given norms, :math:`w_i = g_i v_i / \lVert v_i \rVert`; a zero filter stays zero, with gradient 0.
 
-    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`, or if its norm is at most its
-    floor: norms up to there are rounding errors. There is one number per filter, in the order of the matrix view.
+    A filter counts as zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`. There is one norm per filter,
+    in the order of the matrix view.
     """
     if not layout.transposed and applies_to(raw, norms):
-        found = rescaled_by_kernel(raw, norms, floor)
+        found = rescaled_by_kernel(raw, norms)
         if found is not None:
             return found
     filters, dims = by_filter(raw, layout)
-    each = [1 if d in dims else n for d, n in enumerate(filters.shape)]
-    square, least = (filters * filters).sum(dims, keepdim=True), least_norm(raw.dtype)
-    zero = square < least**2 if floor is None else square <= floor.view(each).clamp_min(least).square()
+    square = (filters * filters).sum(dims, keepdim=True)
+    return divided(filters, square, square < least_norm(raw.dtype) ** 2, norms).view_as(raw)
+
+
+def divided(filters: Tensor, square: Tensor, zero: Tensor, norms: Tensor) -> Tensor:
+    """`filters` divided by the root of `square` times `norms`; those counted as zero are 0, with gradient 0."""
     # Added and not filled in: 1/inf makes every derivative 0, and compiled code stores no mask for the gradient.
     # Compiled code divides once per entry in either order; a scale g/|v| per filter takes 1 % of a step longer.
     norm = (square + torch.zeros_like(square).masked_fill(zero, torch.inf)).sqrt()
-    return (norms.view(each) * (filters / norm)).view_as(raw)
+    return norms.view_as(square) * (filters / norm)

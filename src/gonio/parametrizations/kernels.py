@@ -108,7 +108,10 @@ def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:
 
     None if a filter is constant up to `rounding` roundings of its mean, or counts as zero.
     """
-    rows = raw.view(1, raw.shape[0], -1)
+    if raw.dim() == 4 and not raw.is_contiguous():  # channels_last: the order of a filter's entries does not matter
+        found = standardized(raw.permute(0, 2, 3, 1).contiguous(), stds, rounding)
+        return None if found is None else found.permute(0, 3, 1, 2)
+    rows = raw.reshape(1, raw.shape[0], -1)
     out, mean, inverse = torch.native_batch_norm(rows, stds, None, None, None, True, 0.0, 0.0)
     inexact = rounding * _EPS[raw.dtype] * _norm(mean, torch.inf).item()
     least = _LEAST[raw.dtype] / rows.shape[2] ** 0.5

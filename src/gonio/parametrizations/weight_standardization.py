@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.kernels import applies_to
-from gonio.geometry.norms import safe_norm, widen
+from gonio.geometry.norms import least_norm, safe_norm, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.filters import by_filter, filter_size, rescaled
+from gonio.parametrizations.filters import by_filter, divided, filter_size
 from gonio.parametrizations.kernels import standardized
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -91,7 +91,7 @@ class WeightStandardization(Parametrization):
     def weight_of(self, raw: Tensor) -> Tensor:
         layout = self.bound_layout
         size = filter_size(raw, layout)
-        if not layout.transposed and raw.is_contiguous() and applies_to(raw):
+        if not layout.transposed and applies_to(raw):
             found = standardized(raw, self._per_filter(raw, size, (size - 1) / size), ROUNDING)
             if found is not None:
                 return found
@@ -106,10 +106,11 @@ class WeightStandardization(Parametrization):
     def _standardized(self, raw: Tensor, size: int) -> Tensor:
         """The plain form."""
         filters, dims = by_filter(raw, self.bound_layout)
-        mean, norms = filters.mean(dims, keepdim=True), self._per_filter(raw, size, size - 1)
+        var, mean = torch.var_mean(filters, dims, keepdim=True)
         # A constant filter minus its mean is a rounding error and has no direction.
-        floor = mean.detach().abs().flatten() * (ROUNDING * size**0.5 * torch.finfo(raw.dtype).eps)
-        return rescaled((filters - mean).view_as(raw), norms, self.bound_layout, floor=floor)
+        inexact = mean.detach().abs() * (ROUNDING * torch.finfo(raw.dtype).eps)
+        zero = var <= inexact.clamp_min(least_norm(raw.dtype) / (size - 1) ** 0.5).square()
+        return divided(filters - mean, var, zero, self._per_filter(raw, size, 1)).view_as(raw)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether every filter has mean 0 and, unless gains are learned, its standard deviation within 1 %."""
