@@ -23,8 +23,9 @@ def applies_to(*tensors: Tensor) -> bool:
 def rescaled(raw: Tensor, norms: Tensor) -> Tensor | None:
     """Filters on dim 0 scaled to `norms` by torch's kernel, which reads the weight once; None if a filter is zero.
 
-    A filter is zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`. The kernel is NaN there, and its second derivative treats the norms as constants (gradgradcheck fails, torch
-    2.13): gradients that will be differentiated again are replaced by those of the formula.
+    A filter is zero as in Note [Zero vectors] of :mod:`gonio.geometry.norms`. The kernel is NaN there, and its second
+    derivative treats the norms as constants (gradgradcheck fails, torch 2.13): gradients that will be differentiated
+    again are replaced by those of the formula.
     """
     if raw.dim() == 4 and not raw.is_contiguous():  # channels_last: the order of a filter's entries does not matter
         found = rescaled(raw.permute(0, 2, 3, 1).contiguous(), norms)
