@@ -16,6 +16,7 @@ MAGNITUDES = (
     magnitude.Sphere(alpha=1.3),
     magnitude.Ball(alpha=1.3, radius=0.9, learn_radius=True),
     magnitude.Tanh(alpha=1.2, radius=0.7),
+    magnitude.Tanh(alpha=1.2, radius=0.7, learn_radius=True),
     magnitude.Tanh(alpha=1.2, radius=0.7, learn_radius=True, learn_alpha=True),
     magnitude.Tanh(alpha=1.2, radius=3.0, radius_in="absolute"),
     magnitude.Linear(alpha=0.7),

@@ -71,6 +71,7 @@ def test_second_derivatives(kind: Any, arguments: Any, shape: Any, large: int, m
     monkeypatch.setattr(kernels, "LARGE", large)
     for options in (
         {},
+        {"magnitude": magnitude.Tanh(learn_radius=True)},
         {"magnitude": magnitude.Ball(learn_radius=True)},
         {"magnitude": magnitude.Sphere(), "angular": angular.Sigmoid()},
         {"magnitude": magnitude.Mixed(learn_beta=True), "angular": angular.SquaredCosine(), "weighted": "linear"},

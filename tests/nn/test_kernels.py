@@ -40,11 +40,12 @@ def test_scaling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), shift + scale * x.double(), **close(dtype))
 
 
+@pytest.mark.parametrize("name", ["Ball", "Tanh"])
 def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_product(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a learned radius, where the slope is as large as the product."""
-    layer = gnn.DecoupledConv2d(4, 32, 3, magnitude=gnn.magnitude.Tanh(learn_radius=True))
+    """Also with a learned radius, where the slope is as large as the product; for a tanh of it on small maps too."""
+    layer = gnn.DecoupledConv2d(4, 32, 3, magnitude=getattr(gnn.magnitude, name)(learn_radius=True))
     x = seeded(2, 4, 9, 9).requires_grad_()
 
     def large_tensors_kept() -> int:
@@ -58,9 +59,25 @@ def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_produc
             output = layer(x)
         return sum(size == output.numel() for size in kept.values())
 
-    assert large_tensors_kept() > 1, "a control: the plain form keeps the product too"
+    assert (large_tensors_kept() > 1) is (name == "Ball"), "a control: the plain form keeps the product too"
     monkeypatch.setattr(kernels, "LARGE", 0)
     assert large_tensors_kept() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_slope_of_tanh_and_its_elasticity(dtype: torch.dtype) -> None:
+    """From norms that count as 0 to the flat end, against derivatives in float64; finite where tanh underflows."""
+    norm = torch.logspace(-9, 3, 25, dtype=dtype)
+    slope, elasticity = kernels.tanh_slope(norm, 0.5, torch.tensor(2.0, dtype=dtype))
+    exact = norm.double().requires_grad_()
+    value = 0.5 * torch.tanh(exact / 2)
+    value.sum().backward()
+    torch.testing.assert_close(slope.double(), (value / exact).detach(), **close(dtype))
+    expected = exact.grad * exact.detach() / value.detach()
+    # 1 - t² is 0 where tanh rounds to 1: an error of its rounding times ‖x‖/ρ
+    torch.testing.assert_close(elasticity.double(), expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
+    _, at_zero = kernels.tanh_slope(torch.tensor([1e-9], dtype=dtype), 1.0, torch.tensor(1e38, dtype=dtype))
+    torch.testing.assert_close(at_zero, torch.ones_like(at_zero))
 
 
 def test_second_forms_are_for_eager_execution_alone() -> None:

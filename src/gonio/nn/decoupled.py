@@ -312,8 +312,9 @@ class Decoupled(RunningStatistics):
                 found = found if isinstance(found, Tensor) else torch.full_like(norm, found)
                 return found if self.magnitude.continuous_at_zero else found * (norm > shortest)
 
-            if ordinary_eager(product) and product.numel() >= kernels.LARGE and not self._needs_product:
-                return kernels.scale_(product, norm, (c.alpha, c.beta, c.radius), slope, patches.group).to(x.dtype)
+            if ordinary_eager(product) and product.numel() >= self._large and not self._needs_product:
+                numbers, closed = (c.alpha, c.beta, c.radius), self.magnitude.closed
+                return kernels.scale_(product, norm, numbers, slope, closed, patches.group).to(x.dtype)
             ratio = slope(norm, c.alpha, c.beta, c.radius)
             out = y * ratio if self.angular.is_cosine else self.angular.combine(y, norm, ratio)
             if self.weighted == "linear" and not self._length_cancels:
@@ -332,6 +333,11 @@ class Decoupled(RunningStatistics):
     def _is_linear(self) -> bool:
         """Whether the input's norm cancels: the operator is α·⟨w, x⟩ or α·⟨w, x⟩/‖w‖."""
         return self.magnitude.is_linear and self.angular.is_cosine
+
+    @property
+    def _large(self) -> int:
+        """Entries of a product from which it is scaled in place; learned radii make slopes as large as the product."""
+        return kernels.LARGE if self.log_radius is None or self.magnitude.closed is None else 0
 
     @property
     def _needs_product(self) -> bool:

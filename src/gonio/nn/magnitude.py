@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.nn import kernels
 from gonio.nn.angular import Angular
 from gonio.plots import magnitude as draw_magnitude
 from gonio.plots import operator as draw_operator
@@ -53,6 +55,7 @@ class Magnitude(ABC):
     bounded: ClassVar[bool]  # |h| ≤ alpha for every input
     is_linear: ClassVar[bool] = False  # h = alpha·‖x‖
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
+    closed: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None  # of a function of ‖x‖/ρ: see `kernels.scale_`
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -181,6 +184,7 @@ class Tanh(_WithRadius):
     """
 
     bounded = True
+    closed = staticmethod(kernels.tanh_slope)
 
     def value(self, norm: Tensor, c: Coefficients) -> Tensor:
         return scaled(torch.tanh(norm / c.radius), c.alpha)
