@@ -176,12 +176,14 @@ def deviation(result: Sequence[Tensor], reference: Sequence[Tensor]) -> float | 
 
 
 def _summary(
-    name: str, floor: str, rounds: list[dict[str, Sample]], operation: Operation, differs: float | None
+    name: str, row: Row, rounds: list[dict[str, Sample]], operation: Operation, differs: float | None
 ) -> Measured:
+    floor, first = row.floor.name, row.candidates[0].name
     walls = [r[name].wall / r[floor].wall for r in rounds]
     cpus = [r[name].cpu / max(r[floor].cpu, 1e-9) for r in rounds]
     milliseconds = 1e3 * statistics.median(r[name].wall for r in rounds)
-    return Measured(name, Ratio.of(walls), Ratio.of(cpus), milliseconds, peak_mib(operation), differs)
+    beside = None if name in (floor, first) else Ratio.of([r[first].wall / r[name].wall for r in rounds])
+    return Measured(name, Ratio.of(walls), Ratio.of(cpus), milliseconds, peak_mib(operation), differs, beside)
 
 
 def measure(row: Row, settings: Settings) -> RowResult:
@@ -199,9 +201,7 @@ def measure(row: Row, settings: Settings) -> RowResult:
     clean = [r for r in rounds if all(s.quiet for s in r.values())]
     disturbed = len(clean) < min(settings.least, settings.rounds)
     kept = rounds if disturbed else clean
-    floor, *candidates = (
-        _summary(name, row.floor.name, kept, operation, differs[name]) for name, operation in operations.items()
-    )
+    floor, *candidates = (_summary(name, row, kept, operation, differs[name]) for name, operation in operations.items())
     dropped = len(rounds) - len(kept)
     return RowResult(row.case, row.mode, row.table, floor, tuple(candidates), len(kept), dropped, disturbed)
 

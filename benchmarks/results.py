@@ -42,6 +42,7 @@ class Measured:
         milliseconds: elapsed time of one call, median over rounds; for orientation only.
         peak_mib: memory newly allocated at the worst moment of one call.
         deviation: largest difference of the results from the first candidate's, as a part of the largest entry.
+        beside: elapsed time of the first candidate as a ratio to this one's in the same round; None for the first.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Measured:
     milliseconds: float
     peak_mib: float
     deviation: float | None = None
+    beside: Ratio | None = None
 
 
 @dataclass(frozen=True)

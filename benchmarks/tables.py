@@ -17,34 +17,39 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks import fine_tuning, other_ways, planted_damage
-from benchmarks.results import FOLDER, Key, Measured, Report, RowResult, path_of, read
+from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- benchmark (?P<ask>[^>]+?) -->\n).*?(\n?<!-- /benchmark -->)", flags=re.S)
 MISSING = "*No such rows were measured: `make bench`.*"
-Cell = Callable[[Measured], str]
+Cell = Callable[[Measured, RowResult], str]
 
 
-def time_cell(measured: Measured) -> str:
-    """Median and quartiles of the ratio to the floor."""
-    wall = measured.wall
-    return f"{wall.median:.2f} ({wall.low:.2f}–{wall.high:.2f})"
+def ratio(found: Ratio) -> str:
+    """Median and quartiles."""
+    return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
-def memory_cell(measured: Measured) -> str:
-    return f"{measured.peak_mib:.1f}"
+def memory_cell(measured: Measured, row: RowResult) -> str:
+    """MiB, and the ratio to the floor where it has any."""
+    mib, floor = measured.peak_mib, row.floor.peak_mib
+    return f"{mib:.1f}" if measured is row.floor or not floor else f"{mib:.1f} (×{mib / floor:.2f})"
 
 
-def deviation_cell(measured: Measured) -> str:
+def deviation_cell(measured: Measured, row: RowResult) -> str:
     return "–" if measured.deviation is None else f"{measured.deviation:.1e}"
 
 
-CELLS: dict[str, Cell] = {"time": time_cell, "memory": memory_cell, "deviation": deviation_cell}
+CELLS: dict[str, Cell] = {
+    "time": lambda measured, row: ratio(measured.wall),
+    "memory": memory_cell,
+    "deviation": deviation_cell,
+}
 OWN = {
     module.RESULT.stem: module.table for module in (fine_tuning, other_ways, planted_damage)
 }  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
-    "time": ("floor ms", lambda floor: f"{floor.milliseconds:.2f}"),
+    "time": ("floor ms", lambda floor, row: f"{floor.milliseconds:.2f}"),
     "memory": ("floor MiB", memory_cell),
 }
 
@@ -54,27 +59,25 @@ def markdown(report: Report, *, table: str | None, what: str) -> str:
     rows = [row for row in report.rows if table in (None, row.table)]
     if not rows:
         return MISSING
-    all_goals = _goals(report.topic)
+    topic = import_module(f"benchmarks.{report.topic}")
+    all_goals: Mapping[Key, str] = getattr(topic, "GOALS", {})  # what rows are to reach, as ratios or as times
+    peer: str | None = getattr(topic, "PEER", None) if what == "time" else None  # beside which gonio is held
     names = list(dict.fromkeys(m.name for row in rows for m in row.candidates))
     goals = {row.key: goal for row in rows if what == "time" and (goal := all_goals.get(row.key))}
     titles = [FLOORS[what][0], *names] if what in FLOORS else names
-    titles = [*titles, "goal"] if goals else titles
+    titles = [*titles, *([f"gonio / {peer}"] if peer else []), *(["goal"] if goals else [])]
     head = [f"| | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
-    return "\n".join([*head, *(_line(row, names, what, goals) for row in rows), "", _caption(report, rows, what)])
+    lines = (_line(row, names, what, goals, peer) for row in rows)
+    return "\n".join([*head, *lines, "", _caption(report, rows, what)])
 
 
-def _goals(topic: str) -> Mapping[Key, str]:
-    """What the rows of a topic are to reach, as ratios or as times, if it says so."""
-    goals: Mapping[Key, str] = getattr(import_module(f"benchmarks.{topic}"), "GOALS", {})
-    return goals
-
-
-def _line(row: RowResult, names: Sequence[str], what: str, goals: Mapping[Key, str]) -> str:
-    found = {measured.name: CELLS[what](measured) for measured in row.candidates}
-    floor = [FLOORS[what][1](row.floor)] if what in FLOORS else []
+def _line(row: RowResult, names: Sequence[str], what: str, goals: Mapping[Key, str], peer: str | None) -> str:
+    found = {measured.name: CELLS[what](measured, row) for measured in row.candidates}
+    floor = [FLOORS[what][1](row.floor, row)] if what in FLOORS else []
     mark = " ¹" if row.disturbed else ""
+    paired = [ratio(m.beside) if m.beside else "–" for m in row.candidates if m.name == peer] or ["–"] * bool(peer)
     goal = [goals.get(row.key, "–")] if goals else []
-    cells = [*floor, *(found.get(name, "–") for name in names), *goal]
+    cells = [*floor, *(found.get(name, "–") for name in names), *paired, *goal]
     return f"| {row.case}, {row.mode}{mark} | {' | '.join(cells)} |"
 
 

@@ -27,6 +27,8 @@ from gonio import regularizers as R
 
 TITLE = "A whole training step with each method"
 FLOOR = "the plain step: forward, backward and SGD"
+PEER = "usual"
+CONTROL = "no method"  # the plain step in every column: what a difference must exceed to be one
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def rows(*, quick: bool) -> Iterator[Row]:
     compiled = () if quick else (replace(n, name=f"{n.name} compiled", compiled=True) for n in all_networks)
     for network in (*all_networks, *compiled):
         types = {type(module) for module in network.build().modules()}
-        for method in METHODS:
+        for method in (*METHODS, Method(CONTROL, (1.0, 1.0), plain, plain)):
             if method.needs and not types & set(method.needs):
                 continue
             # Torch's orthogonal weights compile for minutes on the larger networks, and then take 5 to 50 plain steps.

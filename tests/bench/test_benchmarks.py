@@ -133,7 +133,14 @@ def test_tables(report: Report, tmp_path: Path) -> None:
     assert first.endswith("<!-- /benchmark -->\nAfter.\n")
     assert filled(first, tmp_path) == first
     table = report.rows[0].table
-    assert f"{report.rows[0].floor.peak_mib:.1f}" in markdown(report, table=table, what="memory")
+    row = report.rows[0]
+    memory = markdown(report, table=table, what="memory")
+    assert f"{row.floor.peak_mib:.1f}" in memory
+    if row.floor.peak_mib:
+        assert f"(×{row.candidates[0].peak_mib / row.floor.peak_mib:.2f})" in memory
+    if report.topic == "whole_steps":
+        beside = next(m.beside for m in row.candidates if m.name == "usual")
+        assert f"| {beside.median:.2f} (" in markdown(report, table=table, what="time")
     assert markdown(report, table="no such table", what="time") == MISSING
     errors = markdown(report, table=table, what="deviation")
     shown = report.rows[0].candidates[0].deviation

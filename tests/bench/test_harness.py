@@ -49,6 +49,9 @@ def test_ratios_are_those_of_the_times() -> None:
     found = measure(time.row(0.001, 0.002, 0.0005), time.settings())
     assert [m.wall.median for m in found.candidates] == pytest.approx([2.0, 0.5])
     assert found.floor.wall.median == 1.0
+    first, second = found.candidates
+    assert (found.floor.beside, first.beside) == (None, None)
+    assert second.beside == Ratio(*[pytest.approx(4.0)] * 3)
     assert found.floor.milliseconds == pytest.approx(1.0)
     assert (found.rounds, found.dropped, found.disturbed) == (5, 0, False)
 
@@ -157,6 +160,13 @@ def test_peak_memory_counts_what_is_alive_together() -> None:
     assert peak_mib(lambda: x + 1) == pytest.approx(1.0, abs=0.01)
     assert peak_mib(lambda: (x + 1) + 1) == pytest.approx(2.0, abs=0.01)
     assert peak_mib(lambda: x.add_(1)) == pytest.approx(0.0, abs=0.01)
+    held = [torch.ones(mib)]
+
+    def replaced() -> None:  # what it holds is released first, and was allocated before the profiler ran
+        held.clear()
+        held.append(x + 1)
+
+    assert peak_mib(replaced) == pytest.approx(0.0, abs=0.01)
 
 
 def test_operations_return_output_and_gradients() -> None:

@@ -153,6 +153,7 @@ def _by_elasticity(
     grad: Tensor, out: Tensor, norm: Tensor, radius: Number, slope: Tensor, elasticity: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients by the product, the norm and the radius, for slopes f(‖x‖/ρ)/‖x‖; all in the grouped layout."""
+    grad = grad.to(slope.dtype)
     by_product = slope.mul_(grad) if slope.shape == grad.shape else slope * grad
     share = (grad * out).sum_to_size(elasticity.shape)
     by_norm = -share.sum_to_size(norm.shape)
