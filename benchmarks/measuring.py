@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import gonio
 from benchmarks.harness import Candidate, Operation, Row
-from benchmarks.large_networks import ResNet50, VisionTransformer
+from benchmarks.large_networks import Layer, ResNet50, VisionTransformer
 from benchmarks.shapes import TINY, resnet50, weights
 from gonio.geometry import singular_values, spectral_norm
 from gonio.geometry.lanczos import largest_singular_value
@@ -35,6 +35,7 @@ FLOOR = (
     "matrix in float32"
 )
 SIDE = 4096
+PEER = "WeightWatcher"
 Shape = tuple[int, ...]
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -145,7 +146,11 @@ def pairs(*, quick: bool) -> Iterator[Row]:
 
 def models(*, quick: bool) -> Iterator[Row]:
     """Everything that is said of a model."""
-    cases: dict[str, Callable[[], nn.Module]] = {"ResNet-50": ResNet50, "ViT-B": VisionTransformer}
+    cases: dict[str, Callable[[], nn.Module]] = {
+        "ResNet-50": ResNet50,
+        "ViT-B": VisionTransformer,
+        "1 of 20 layers of a 1 B transformer": lambda: nn.Sequential(Layer(2048, 16)),
+    }
     if quick:
         cases = {"tiny ResNet": lambda: ResNet50(4, (1, 1), 3)}
     for case, build in cases.items():

@@ -61,8 +61,9 @@ def markdown(report: Report, *, table: str | None, what: str) -> str:
         return MISSING
     topic = import_module(f"benchmarks.{report.topic}")
     all_goals: Mapping[Key, str] = getattr(topic, "GOALS", {})  # what rows are to reach, as ratios or as times
-    peer: str | None = getattr(topic, "PEER", None) if what == "time" else None  # beside which gonio is held
     names = list(dict.fromkeys(m.name for row in rows for m in row.candidates))
+    peer: str | None = getattr(topic, "PEER", None)  # beside which gonio is held
+    peer = peer if what == "time" and peer in names else None
     goals = {row.key: goal for row in rows if what == "time" and (goal := all_goals.get(row.key))}
     titles = [FLOORS[what][0], *names] if what in FLOORS else names
     titles = [*titles, *([f"gonio / {peer}"] if peer else []), *(["goal"] if goals else [])]
