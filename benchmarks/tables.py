@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks import fine_tuning, other_ways, planted_damage
+from benchmarks import fine_tuning, other_ways, planted_damage, study
 from benchmarks.results import FOLDER, Key, Measured, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def deviation_cell(measured: Measured) -> str:
 
 CELLS: dict[str, Cell] = {"time": time_cell, "memory": memory_cell, "deviation": deviation_cell}
 OWN = {
-    module.RESULT.stem: module.table for module in (fine_tuning, other_ways, planted_damage)
+    module.RESULT.stem: module.table for module in (fine_tuning, other_ways, planted_damage, study)
 }  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
     "time": ("floor ms", lambda floor: f"{floor.milliseconds:.2f}"),
