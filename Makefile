@@ -61,6 +61,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.study
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.history
 

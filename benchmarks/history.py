@@ -72,13 +72,19 @@ def _name(row: RowResult) -> str:
 
 
 def append(report: Report, *, file: Path = FILE) -> None:
-    """Add a report at the present commit; an entry of the same commit and conditions is replaced."""
-    entry = entry_of(report, commit=_commit(), day=date.today().isoformat())
+    """Add a report at the present commit."""
+    add(entry_of(report, commit=commit(), day=date.today().isoformat()), file=file)
+
+
+def add(entry: Entry, *, file: Path = FILE) -> None:
+    """Add an entry; one of the same topic, commit and conditions is replaced."""
     key = (entry.topic, entry.commit, entry.conditions)
     write([*(old for old in read(file) if (old.topic, old.commit, old.conditions) != key), entry], file=file)
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The present commit; `+` follows if the tree has changes."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -42,6 +44,25 @@ def test_the_environment_of_the_parent_stays_as_it_was(monkeypatch: pytest.Monke
     monkeypatch.delenv("OMP_NUM_THREADS")
     Worker(sorted, []).result()
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_worker_collects_garbage_except_what_its_server_imported() -> None:
+    assert Worker(gc.isenabled).result()
+    assert Worker(gc.get_freeze_count).result() > 100_000
+
+
+def test_the_server_imports_what_it_is_given_beside_its_starter() -> None:
+    code = """if __name__ == "__main__":
+    import sys
+    from gonio import fork_server
+    with fork_server.running("colorsys"):
+        assert "torch" not in sys.modules
+    from gonio.compare.engines.local import Worker
+    for name in ("colorsys", "torch"):
+        print(Worker(eval, f"{name!r} in __import__('sys').modules").result())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,11 @@ def compare(
     """
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
+    if engine == "local" and not dry_run:
+        from gonio import fork_server
+
+        with fork_server.running("gonio.cli"):  # its imports take as long as those of this process
+            pass
     from gonio import compare as comparing
 
     devices = _devices(device, given)

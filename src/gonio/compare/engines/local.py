@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -20,12 +20,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from gonio import fork_server
 from gonio.errors import InvalidArgumentError
 
 KINDS = ("cpu", "cuda", "mps")
-# Imported once, in the server from which every worker is forked: a run then starts in 40 ms instead of 3 s.
-# torch.optim imports torch._dynamo when the first optimizer is made.
-_PRELOAD = ["torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.compare"]
 _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
 _POLL = 1.0  # seconds between two looks at a worker whose fork server is dead
 _PR_SET_CHILD_SUBREAPER = 36
@@ -194,7 +192,6 @@ class Worker:
     def __init__(self, function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> None:
         self.stopped = False
         context = get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
         for attempt in range(_ATTEMPTS):
             self._orphaned = False  # the server that has forked it is dead
             self.receiver, sender = context.Pipe(duplex=False)
@@ -202,8 +199,7 @@ class Worker:
                 target=_call, args=(sender, os.getcwd(), gpu, function, arguments)
             )
             try:
-                with _environment("OMP_NUM_THREADS", "1"), _without_interrupts(), sender:
-                    forkserver.ensure_running()
+                with fork_server.running(), sender:
                     self._process.start()
                 return
             except (OSError, EOFError):  # the server was killed meanwhile; the next attempt starts a new one
@@ -271,7 +267,7 @@ def _call(
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, which the fork server does not do
     os.setpgid(0, 0)  # a group of its own, so that processes which the function starts can be killed with it
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `_without_interrupts`, for a server that somebody else started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `fork_server.running`, for a server that somebody else started
     os.chdir(folder)  # so that relative names of user files mean the same as in the parent
     os.dup2(2, 1)  # output of user code goes to stderr; stdout is for results
     _adopt_orphans()
@@ -334,30 +330,3 @@ def _alive(pid: int) -> bool:
         return False
     except OSError:  # no /proc
         return True
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable while a process is started; the fork server keeps it for its workers."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT, which a terminal sends to every process and only the parent handles.
-
-    A process started in the block inherits this for good. In the parent a signal during the block arrives at its end.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
