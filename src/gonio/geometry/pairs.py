@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions
+from gonio.geometry.blocks import BLOCK, COSINE_WIDTH, CosineBlock, GramMatrix, row_directions
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -129,7 +129,7 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
         unit, order = unit[alive], order[alive]
     n, start = len(unit), 0
     while start < n - 1:  # with the factors in this order BLAS is faster, and entries below a square are contiguous
-        stop = min(n, start + max(1, min(512, PRODUCT // (n - start))))
+        stop = min(n, start + max(1, min(COSINE_WIDTH, PRODUCT // (n - start))))
         yield start, unit[start:] @ unit[start:stop].mT, order[start:]
         start = stop
 
@@ -160,7 +160,8 @@ class _Totals:
 
     def add(self, blocks: Iterable[CosineBlock], count: int, offset: int) -> None:
         """Add the cosines of `count` filters of one matrix, whose rows are counted from `offset` over all matrices."""
-        self.sums = torch.zeros(count if self.sampled else 0, dtype=torch.float64)  # of each filter's squared cosines
+        if self.sampled:
+            self.sums = torch.zeros(count, dtype=torch.float64)  # of each filter's squared cosines
         for start, cosines, rows in blocks:
             self._add_block(cosines, rows + offset if offset else rows, start)
         if self.sampled and count > 2:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import Change, GramMatrix, Stored, frobenius_norm, row_blocks, safe_scale
+from gonio.geometry.blocks import Change, GramMatrix, Stored, frobenius_norm, row_blocks, safe_scale, self_product
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import (
     check_finite,
@@ -95,7 +95,7 @@ class Spectrum:
         """See :func:`effective_rank`."""
         share = _relative(self.values)
         share = share / share.sum(-1, keepdim=True).clamp(min=1)  # 1 at least, but for a zero matrix
-        share = share.masked_fill(share == 0, 1)  # 0·ln 0 = 0 = 1·ln 1, with a finite gradient
+        share = share.clamp(min=torch.finfo(share.dtype).tiny)  # counts as 0·ln 0 = 0, with a gradient of 0
         return torch.special.entr(share).sum(-1).exp() * (self.values[..., 0] > 0)
 
     @property
@@ -292,8 +292,7 @@ def _values_by_blocks(matrix: Stored) -> Tensor:
     scale = safe_scale(matrix)
     gram = torch.zeros(min(n, d), min(n, d), dtype=torch.float64, device=matrix.device)
     for _, block in row_blocks(matrix if n > d else matrix.mT):
-        part = block.double() / scale
-        gram += part.mT @ part
+        gram += self_product((block.double() / scale).mT)
     return _eigenvalues(gram).clamp(min=0).sqrt() * scale
 
 
