@@ -172,8 +172,8 @@ class NormSummary:
 
     @classmethod
     def of(cls, norms: Tensor, dim: int) -> NormSummary:
-        """Summary of at least one finite norm, as :func:`row_norms` returns them, of filters of length `dim`."""
-        ordered = np.sort(norms.cpu().numpy())  # on short vectors NumPy takes a third of the time of torch
+        """Summary of at least one finite norm, from :func:`row_norms` and on the CPU, of filters of length `dim`."""
+        ordered = np.sort(norms.numpy())  # on short vectors NumPy takes a third of the time of torch
         n, most, zeros = len(ordered), float(ordered[-1]), int(ordered.searchsorted(0.0, "right"))
         scaled = ordered / (most or 1.0)  # the square of 1e200 overflows
         frobenius, mean = sqrt(scaled @ scaled) * most, float(scaled.sum()) / n

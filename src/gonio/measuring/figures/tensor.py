@@ -195,7 +195,7 @@ def _row(entry: Entry, **values: Any) -> TensorMeasurement:
 def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], *, deep: bool) -> dict[str, Any]:
     matrices = matrix_view(tensor, layout)
     groups, n, d = matrices.shape
-    norms = row_norms(matrices[0]) if groups == 1 else torch.cat([row_norms(matrix) for matrix in matrices])
+    norms = torch.cat([row_norms(matrix) for matrix in matrices]).cpu()
     fine = norms if isfinite(float(norms.sum())) else norms[torch.isfinite(norms)]
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
     if len(fine):
