@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, CosineBlock, GramMatrix, row_directions
+from gonio.geometry.blocks import BLOCK, COSINE_WIDTH, CosineBlock, GramMatrix, row_directions
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -74,13 +74,15 @@ def pair_statistics(
     n, d = matrices.shape[1:]
     most = n if n <= 2 * SAMPLE else SAMPLE
     drawn = n if deep else min(most, max(FEWEST, LENGTH // max(1, d)))
-    totals = _Totals()
+    totals = _Totals(sampled=drawn < n)
     for index, matrix in enumerate(matrices):
-        order = torch.arange(n, device=matrix.device)
+        if gram is not None and drawn == n and gram.has_cosines:
+            totals.add(gram.cosines(), n, index * n)
+            continue
+        order = torch.arange(n)
         if drawn < n:
-            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"))[:drawn].to(matrix.device)
-        known = gram if gram is not None and drawn == n and gram.has_cosines else None
-        totals.add(_cosines(matrix, order) if known is None else known.cosines(), len(order), index * n)
+            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"))[:drawn]
+        totals.add(_cosines(matrix, order.to(matrix.device)), drawn, index * n)
     if not totals.count:
         return None
     found = totals.statistics(d)
@@ -127,7 +129,7 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
         unit, order = unit[alive], order[alive]
     n, start = len(unit), 0
     while start < n - 1:  # with the factors in this order BLAS is faster, and entries below a square are contiguous
-        stop = min(n, start + max(1, min(512, PRODUCT // (n - start))))
+        stop = min(n, start + max(1, min(COSINE_WIDTH, PRODUCT // (n - start))))
         yield start, unit[start:] @ unit[start:stop].mT, order[start:]
         start = stop
 
@@ -146,45 +148,47 @@ def _cosines_of_long_rows(matrix: Tensor, order: Tensor) -> CosineBlock:
 
 
 class _Totals:
-    """Running sums over blocks of cosines, in float64."""
+    """Running sums over blocks of cosines, in float64; those for `error` only of a sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sampled: bool) -> None:
+        self.sampled = sampled
         self.count = self.near = self.opposite = self.matrices = 0
         self.angle = self.square_angle = self.square_cosine = self.fourth = self.coherence = 0.0
         self.closest = (0, 0)
-        self.histogram = torch.zeros(BINS + 1, dtype=torch.float64)
+        self.histogram = torch.zeros(BINS + 1, dtype=torch.long)
         self.spread = 0.0  # variance over filters of the mean square cosine with the others, summed over matrices
 
     def add(self, blocks: Iterable[CosineBlock], count: int, offset: int) -> None:
         """Add the cosines of `count` filters of one matrix, whose rows are counted from `offset` over all matrices."""
-        sums = torch.zeros(count, dtype=torch.float64)
+        if self.sampled:
+            self.sums = torch.zeros(count, dtype=torch.float64)  # of each filter's squared cosines
         for start, cosines, rows in blocks:
-            self._add_block(cosines, rows + offset, start, sums)
-        if count > 2:
-            self.spread += float((sums / (count - 1)).var())
+            self._add_block(cosines, rows + offset if offset else rows, start)
+        if self.sampled and count > 2:
+            self.spread += float((self.sums / (count - 1)).var())
         self.matrices += 1
 
-    def _add_block(self, cosines: Tensor, rows: Tensor, start: int, sums: Tensor) -> None:
+    def _add_block(self, cosines: Tensor, rows: Tensor, start: int) -> None:
         """Add the entries below the diagonal of a block whose first rows are also its columns."""
         width = cosines.shape[1]
         own = cosines[:width]
-        squares = own.square()
-        sums[start : start + width] += (squares.sum(0) - squares.diagonal()).double().cpu()
+        if self.sampled:
+            squares = own.square()
+            self.sums[start : start + width] += (squares.sum(0) - squares.diagonal()).double().cpu()
         if width > 1:
             places = _below_diagonal(width, own.device)
             below = own.reshape(-1).index_select(0, places)
-            self._count(below, below.square(), lambda at: divmod(int(places[at]), width), rows)
+            self._count(below, lambda at: divmod(int(places[at]), width), rows)
         step = max(1, PART // width)
         for top in range(width, len(cosines), step):
             part = cosines[top : top + step]
-            squares = part.square()
-            sums[start : start + width] += squares.sum(0).double().cpu()
-            sums[start + top : start + top + len(part)] += squares.sum(1).double().cpu()
-            self._count(part, squares, lambda at: divmod(at, width), rows, top)
+            if self.sampled:
+                squares = part.square()
+                self.sums[start : start + width] += squares.sum(0).double().cpu()
+                self.sums[start + top : start + top + len(part)] += squares.sum(1).double().cpu()
+            self._count(part, lambda at: divmod(at, width), rows, top)
 
-    def _count(
-        self, cosines: Tensor, squares: Tensor, place: Callable[[int], tuple[int, int]], rows: Tensor, top: int = 0
-    ) -> None:
+    def _count(self, cosines: Tensor, place: Callable[[int], tuple[int, int]], rows: Tensor, top: int = 0) -> None:
         """Count these cosines and overwrite them; `place` returns row, from `top` on, and column of one entry."""
         low, high = (float(v) for v in torch.aminmax(cosines))
         if max(-low, high) > 1:
@@ -199,14 +203,15 @@ class _Totals:
             self.near += int((cosines.abs() >= NEAR).sum())
             self.opposite += int((cosines <= -NEAR).sum())
         self.count += cosines.numel()
-        self.square_cosine += float(squares.sum())
-        self.fourth += float(torch.linalg.vector_norm(squares, dtype=torch.float64)) ** 2
+        self.square_cosine += float(torch.linalg.vector_norm(cosines, dtype=torch.float64)) ** 2
+        if self.sampled:
+            self.fourth += float(torch.linalg.vector_norm(cosines.square(), dtype=torch.float64)) ** 2
         shifted = torch.asin(cosines, out=cosines)  # π/2 − θ in radians, without the loss of digits of acos
         self.angle -= DEGREES * float(shifted.sum(dtype=torch.float64))
         self.square_angle += (DEGREES * float(torch.linalg.vector_norm(shifted, dtype=torch.float64))) ** 2
         degrees = torch.add(shifted.new_full((), 90.0), shifted, alpha=-DEGREES)
         # a fifth of the time of torch.histc on CPU; 180 is counted to the last bin
-        self.histogram += torch.bincount(degrees.flatten().to(torch.uint8), minlength=BINS + 1).double().cpu()
+        self.histogram += torch.bincount(degrees.flatten().to(torch.uint8), minlength=BINS + 1).cpu()
 
     def error(self, n: int, drawn: int) -> float:
         """Standard error of the mean square cosine of `drawn` of n filters: Hoeffding's two terms, estimated."""
@@ -218,7 +223,7 @@ class _Totals:
     def statistics(self, dim: int) -> PairStatistics:
         """The statistics of at least one pair."""
         shift = self.angle / self.count
-        *histogram, straight = self.histogram.long().tolist()
+        *histogram, straight = self.histogram.tolist()
         histogram[-1] += straight
         return PairStatistics(
             count=self.count,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,17 +195,17 @@ def _row(entry: Entry, **values: Any) -> TensorMeasurement:
 def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], *, deep: bool) -> dict[str, Any]:
     matrices = matrix_view(tensor, layout)
     groups, n, d = matrices.shape
-    norms = torch.cat([row_norms(matrix) for matrix in matrices])
-    fine = torch.isfinite(norms)
+    norms = torch.cat([row_norms(matrix) for matrix in matrices]).cpu()
+    fine = norms if isfinite(float(norms.sum())) else norms[torch.isfinite(norms)]
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
-    if bool(fine.any()):
-        found = NormSummary.of(norms[fine], d)
+    if len(fine):
+        found = NormSummary.of(fine, d)
         values |= {"rms": found.rms, "frobenius": found.frobenius, "norm_mean": found.mean, "norm_std": found.std}
         values |= {"norm_quantiles": found.quantiles, "norm_nonzero_min": found.nonzero_min}
         values["zero_filters"] = found.zeros
-    if not bool(fine.all()):
-        notes = (*notes, f"{int((~fine).sum())} filters with non-finite entries left out")
-    whole = bool(fine.all()) and bool((norms > 0).any())
+    if len(fine) < len(norms):
+        notes = (*notes, f"{len(norms) - len(fine)} filters with non-finite entries left out")
+    whole = len(fine) == len(norms) > values["zero_filters"]
     gram = shared_gram(matrices) if whole else None
     pairs = pair_statistics(matrices, name=name, gram=gram, deep=deep)
     values |= _angles(pairs, n, d) if pairs else {"pairs": 0}
@@ -250,11 +251,12 @@ def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> d
     }
     if found.values is None:
         return values
-    steps = torch.linspace(0, 1, 33, dtype=torch.float64)
+    ordered = found.values.cpu().numpy()
+    places = np.arange(33) * ((len(ordered) - 1) / 32)
     values |= {
-        "sigma_min": float(found.values.min()),
+        "sigma_min": float(ordered[0]),
         "effective_rank": found.effective_rank,
-        "spectrum_quantiles": tuple(found.values.double().flatten().quantile(steps).tolist()),
+        "spectrum_quantiles": tuple(np.interp(places, np.arange(len(ordered)), ordered).tolist()),
     }
     deviation = chance.spectrum_deviation(found.values, n, d)
     if deviation is None:
