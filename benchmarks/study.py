@@ -40,11 +40,11 @@ SECONDS, PERCENT = "{:.2f} s", "{:.1f} %"
 FIGURES = {  # how each is shown, and its goal
     "imports alone": (SECONDS, "–"),
     "from the command to the first run, without imports": (SECONDS, "1.5 s"),
-    "cores without a run, from the first run to the last": (PERCENT, "3 %"),
-    "cores with other work meanwhile": (PERCENT, "–"),
+    "idle cores, from the first run to the last": (PERCENT, "3 %"),
+    "cores with other work than runs meanwhile": (PERCENT, "–"),
     "step time and memory": (SECONDS, "–"),
     "results and page": (SECONDS, "3 s"),
-    "whole command above its runs": (PERCENT, "10 %"),
+    "whole command above its runs on all cores": (PERCENT, "10 %"),
     "whole command": (SECONDS, "–"),
 }
 Span = tuple[float, float]
@@ -68,7 +68,7 @@ def figures(times: Times, runs: Sequence[float], *, workers: int, imports: float
     values = (
         imports,
         times.first_run - imports,
-        100 * (1 - share / elapsed),
+        100 * (1 - times.busy / workers / elapsed),
         100 * (times.busy / workers - share) / elapsed,
         times.costs - times.last_run,
         times.end - times.costs,
