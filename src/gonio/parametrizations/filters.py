@@ -174,12 +174,12 @@ def rescaled(raw: Tensor, norms: Tensor, layout: Layout) -> Tensor:
             return found
     filters, dims = by_filter(raw, layout)
     square = (filters * filters).sum(dims, keepdim=True)
-    return divided(filters, square, square < least_norm(raw.dtype) ** 2, norms).view_as(raw)
-
-
-def divided(filters: Tensor, square: Tensor, zero: Tensor, norms: Tensor) -> Tensor:
-    """`filters` divided by the root of `square` times `norms`; those counted as zero are 0, with gradient 0."""
-    # Added and not filled in: 1/inf makes every derivative 0, and compiled code stores no mask for the gradient.
+    norm = infinite_where(square < least_norm(raw.dtype) ** 2, square).sqrt()
     # Compiled code divides once per entry in either order; a scale g/|v| per filter takes 1 % of a step longer.
-    norm = (square + torch.zeros_like(square).masked_fill(zero, torch.inf)).sqrt()
-    return norms.view_as(square) * (filters / norm)
+    return (norms.view_as(square) * (filters / norm)).view_as(raw)
+
+
+def infinite_where(zero: Tensor, squares: Tensor) -> Tensor:
+    """`squares`, but infinite where filters count as zero: their inverse roots are 0, and so is every derivative."""
+    # Added and not filled in: compiled code stores no mask for the gradient.
+    return squares + torch.zeros_like(squares).masked_fill(zero, torch.inf)
