@@ -18,6 +18,7 @@ from gonio.geometry.norms import computed_in, least_norm, matrix_vector, normali
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
 LARGE = 1e15  # entries above it have squares whose sums overflow in float32
+HALVED_FROM, GRAM_PARTS = 512, 4  # rows from which half of a Gram matrix is computed, and its blocks of rows
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
 CosineBlock = tuple[int, Tensor, Tensor]
@@ -176,13 +177,13 @@ class NormSummary:
         ordered = np.sort(norms.numpy())  # on short vectors NumPy takes a third of the time of torch
         n, most, zeros = len(ordered), float(ordered[-1]), int(ordered.searchsorted(0.0, "right"))
         scaled = ordered / (most or 1.0)  # the square of 1e200 overflows
-        frobenius, mean = sqrt(scaled @ scaled) * most, float(scaled.sum()) / n
+        frobenius, mean = sqrt(np.square(scaled).sum()) * most, float(scaled.mean())
         scaled -= mean
         return cls(
             rms=frobenius / sqrt(n * dim),
             frobenius=frobenius,
             mean=mean * most,
-            std=sqrt(scaled @ scaled / n) * most,
+            std=sqrt(np.square(scaled).mean()) * most,
             quantiles=tuple(float(ordered[round(quarter / 4 * (n - 1))]) for quarter in range(5)),
             nonzero_min=float(ordered[zeros]) if zeros < n else None,
             zeros=zeros,
@@ -213,18 +214,22 @@ def safe_scale(matrix: Stored) -> float:
 
 
 def self_product(matrix: Tensor) -> Tensor:
-    """W Wᵀ; on the CPU by NumPy, which computes half of it in about half of the time of torch."""
-    if not matrix.is_cpu:
+    """W Wᵀ, of large matrices only the lower triangle: of NumPy's half product the threads disturb those of torch."""
+    n = len(matrix)
+    if n < HALVED_FROM:
         return matrix @ matrix.mT
-    rows = matrix.numpy()
-    return torch.from_numpy(rows @ rows.T)
+    lower, size = matrix.new_zeros(n, n), -(-n // GRAM_PARTS)
+    for top in range(0, n, size):
+        rows = matrix[top : top + size]
+        torch.mm(rows, matrix[: top + len(rows)].mT, out=lower[top : top + len(rows), : top + len(rows)])
+    return lower
 
 
 @dataclass(frozen=True)
 class GramMatrix:
     """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines."""
 
-    values: Tensor
+    values: Tensor  # correct in its lower triangle, which is all that `eigvalsh` reads
     scale: float  # :func:`safe_scale` of W
     of_filters: bool  # whether it is W Wᵀ
     dtype: torch.dtype  # in which figures of W are computed otherwise

@@ -268,7 +268,7 @@ def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviatio
         distance=_kolmogorov_distance(squares, small / large),
         outliers=len(outlying),
         outlier_share=float(outlying.sum() / len(squares)),
-        defect=float(np.linalg.norm(squares - 1)) / sqrt(len(squares)),
+        defect=sqrt(np.square(squares - 1).mean()),
     )
 
 
