@@ -110,11 +110,9 @@ class WeightStandardization(Parametrization):
         # A constant filter minus its mean is a rounding error and has no direction.
         inexact = mean.detach().abs() * (ROUNDING * torch.finfo(raw.dtype).eps)
         zero = var <= inexact.clamp_min(least_norm(raw.dtype) / (size - 1) ** 0.5).square()
-        # A factor per filter: in compiled code it saves 1 % of a ResNet-18's step over a division per entry. It is
-        # 1/std, seen as constant, times the inverse root of a number that is 1: no derivative takes a power of a std.
-        constant = infinite_where(zero, var.detach()).rsqrt()
-        one = infinite_where(zero, var * constant * constant)
-        scale = constant * self._per_filter(raw, size, 1).view_as(var) * one.rsqrt()
+        # A factor per filter: in compiled code it saves 1 % of a ResNet-18's step over a division per entry. The
+        # derivative of an inverse root would take the third power of a deviation, which leaves the range of float32.
+        scale = self._per_filter(raw, size, 1).view_as(var) / infinite_where(zero, var).sqrt()
         return ((filters - mean) * scale).view_as(raw)
 
     def holds(self, weight: Tensor) -> bool:
