@@ -393,6 +393,13 @@ WAYS |= {
         "plain": _patched("weight norm", **_NO_KERNEL),
         "a function around the kernel": _step(_computed(lambda m: _Rescaled.apply(m.weight, m.gain), _with_gain)),
     },
+    ("digits network", "sphere"): {
+        "usual": USUAL["sphere"],
+        "plain": _patched("sphere", **_NO_KERNEL),
+        "a function around the kernel": _step(
+            _computed(lambda m: _Rescaled.apply(m.weight, m.weight.new_ones(len(m.weight))))
+        ),
+    },
     ("digits network", "weight standardisation"): {
         "usual": USUAL["weight standardisation"],
         "plain": _patched(
