@@ -137,6 +137,21 @@ class Decoupled(nn.Conv2d):
         return F.conv2d(x, weight, None, self.stride, self.padding) / norm * torch.tanh(norm)
 
 
+class LearnedDecoupled(nn.Conv2d):
+    """As `Decoupled`, with a learned radius per filter in units of the mean norm."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.log_radius = nn.Parameter(torch.zeros(self.out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight / (self.weight.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 1e-8)
+        ones = torch.ones(1, *self.weight.shape[1:])
+        norm = (F.conv2d(x * x, ones, None, self.stride, self.padding) + 1e-8).sqrt()
+        radius = norm.mean() * self.log_radius.exp().view(1, -1, 1, 1)
+        return F.conv2d(x, weight, None, self.stride, self.padding) / norm * torch.tanh(norm / radius)
+
+
 class SwitchableNorm(nn.Module):
     """The formulation of the paper's code."""
 
@@ -150,6 +165,7 @@ class SwitchableNorm(nn.Module):
 
 
 decoupled = replaced(nn.Conv2d, in_the_place_of(Decoupled))
+learned_decoupled = replaced(nn.Conv2d, in_the_place_of(LearnedDecoupled))
 switchable_norm = replaced(nn.BatchNorm2d, SwitchableNorm)
 
 

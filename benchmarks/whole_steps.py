@@ -48,7 +48,7 @@ class Method:
     """One line of the table. `torch` is None where torch has no form of its own."""
 
     name: str
-    goals: tuple[float, float]  # of the ResNet-18 and of the digits network
+    goals: tuple[float, float] | None  # of the ResNet-18 and of the digits network
     ours: Prepare
     usual: Prepare
     torch: Prepare | None = None
@@ -84,15 +84,13 @@ def _penalised(regularizer: R.Regularizer, *, in_place: bool) -> Prepare:
     return prepare
 
 
-def _decoupled(model: nn.Module, where: type[nn.Module]) -> Prepared:
-    gonio.swap_(
-        model,
-        gnn.DecoupledConv2d.from_conv,
-        where=nn.Conv2d,
-        magnitude=gnn.magnitude.Tanh(),
-        angular=gnn.angular.Cosine(),
-    )
-    return Prepared()
+def _decoupled(magnitude: gnn.magnitude.Magnitude) -> Prepare:
+    def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
+        new, angular = gnn.DecoupledConv2d.from_conv, gnn.angular.Cosine()
+        gonio.swap_(model, new, where=nn.Conv2d, magnitude=magnitude, angular=angular)
+        return Prepared()
+
+    return prepare
 
 
 def _switchable(model: nn.Module, where: type[nn.Module]) -> Prepared:
@@ -151,7 +149,20 @@ METHODS = (
         usual.scale_shift,
     ),
     Method("switchable norm", (1.03, 1.5), _switchable, usual.switchable_norm, needs=(nn.BatchNorm2d,)),
-    Method("decoupled (tanh, cosine)", (1.12, 1.5), _decoupled, usual.decoupled, needs=(nn.Conv2d,)),
+    Method(
+        "decoupled (tanh, cosine)",
+        (1.12, 1.5),
+        _decoupled(gnn.magnitude.Tanh()),
+        usual.decoupled,
+        needs=(nn.Conv2d,),
+    ),
+    Method(
+        "decoupled (tanh, cosine), learned radii",
+        None,
+        _decoupled(gnn.magnitude.Tanh(learn_radius=True)),
+        usual.learned_decoupled,
+        needs=(nn.Conv2d,),
+    ),
     Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), usual.weight_norm, _torchs(_TORCH.weight_norm)),
     Method("spectral norm", (1.05, 1.2), _spectral, usual.spectral_norm, _torchs(_TORCH.spectral_norm)),
     Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization), usual.weight_standardization),
@@ -163,6 +174,7 @@ METHODS = (
 GOALS = {
     (network, method.name, "step"): f"{goal:.2f}"
     for method in METHODS
+    if method.goals
     for network, goal in zip(("ResNet-18", "digits-network"), method.goals, strict=True)
 }
 
@@ -225,7 +237,7 @@ def rows(*, quick: bool) -> Iterator[Row]:
     compiled = () if quick else (replace(n, name=f"{n.name} compiled", compiled=True) for n in all_networks)
     for network in (*all_networks, *compiled):
         types = {type(module) for module in network.build().modules()}
-        for method in (*METHODS, Method(CONTROL, (1.0, 1.0), plain, plain)):
+        for method in (*METHODS, Method(CONTROL, None, plain, plain)):
             if method.needs and not types & set(method.needs):
                 continue
             # Torch's orthogonal weights compile for minutes on the larger networks, and then take 5 to 50 plain steps.

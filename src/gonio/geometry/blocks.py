@@ -214,7 +214,10 @@ def safe_scale(matrix: Stored) -> float:
 
 
 def self_product(matrix: Tensor) -> Tensor:
-    """W Wᵀ, of large matrices only the lower triangle: of NumPy's half product the threads disturb those of torch."""
+    """W Wᵀ; for many rows only its lower triangle, with zeros above the blocks that contain it.
+
+    NumPy's product of this kind is faster on one core. On several its threads and those of torch disturb each other.
+    """
     n = len(matrix)
     if n < HALVED_FROM:
         return matrix @ matrix.mT
