@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gonio.lab.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
 from gonio.lab.showing.claims import (
-    arm_rows,
+    arm_table,
     claim_picture,
     claimed_text,
     claims_json,
@@ -27,6 +27,7 @@ from gonio.lab.showing.claims import (
     cost_text,
     effect_text,
 )
+from gonio.pages import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"
@@ -42,13 +43,6 @@ METHODS = (
     ("`balance_`", "int8-balance", None),
     ("group norm at batch size 2", "bn-batch-2", None),
 )
-STYLE = re.compile(r"var\(--(\w+)\)")
-# The page's colours for a light background, which a picture of its own needs.
-LIGHT = {
-    "ink": "#1b1d22", "muted": "#595d66", "rule": "#c9c9c4", "base": "#6b6f78", "band": "#d9d7d0", "paper": "#fbfaf7",
-    "c1": "#0072b2", "c2": "#d55e00", "c3": "#00835f", "c4": "#b3588f", "c5": "#a86f00", "c6": "#2d86b8",
-    "c7": "#5a4fb0",
-}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
@@ -127,9 +121,8 @@ def _section(claim: Claim, one: Finding | None) -> list[str]:
     if one:
         lines[-1] += f": {effect_text(one)}. {one.judgement.reason}"
         lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
-        unit = f", {one.unit}" if one.unit else ""
-        lines += [f"| arm | mean{unit} | range of {one.judgement.n} seeds |", "|---|---|---|"]
-        lines += [f"| {name} | {mean} | {span} |" for name, mean, span in arm_rows(one)]
+        arms = arm_table(one)
+        lines += [f"| {' | '.join(arms.head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in arms.rows)]
         terms = contrast_text(one.setting.decisive) if one.setting else ""
         lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
     else:
@@ -145,11 +138,8 @@ def _section(claim: Claim, one: Finding | None) -> list[str]:
 
 def _svg(one: Finding | None) -> str:
     """The picture as a file of its own."""
-    picture = str(claim_picture(one, name="p")) if one else ""
-    if not picture:
-        return ""
-    coloured = STYLE.sub(lambda match: LIGHT[match[1]], picture)
-    return coloured.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1) + "\n"
+    picture = claim_picture(one) if one else ""
+    return standalone(picture) + "\n" if picture else ""
 
 
 def _counts(found: dict[str, Finding]) -> str:

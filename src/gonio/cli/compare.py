@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     from gonio.lab import Plan
@@ -289,8 +288,6 @@ def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None) 
     from gonio import lab
     from gonio.lab.showing import text, write_html
 
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("the page of a study", "matplotlib", "lab")
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = lab.watcher_for(sys.stderr)
