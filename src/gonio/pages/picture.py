@@ -134,8 +134,7 @@ def ticks(low: float, high: float, *, log: bool = False, whole: bool = False, mo
     """
     if log and high / low >= 10:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-        step = max(1, math.ceil((last - first) / most))
-        powers = [10.0**power for power in range(first, last + 1, step)]
+        powers = [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / most)))]
         if len(powers) > 2:
             return powers
         return [v for v in (m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)) if low <= v <= high]
@@ -250,7 +249,7 @@ def bare(picture: Picture, width: int, height: int, *, digits: int = 0) -> Any:
         style = Markup(' style="{}"').format(style) if style else style
         drawn += Markup('<path class="{}"{} d="{}"/>').format(css, style, _shape(mark, frame))
     head = '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}" data-ends="{}">'
-    return Markup(head).format(width, height, redact(picture.title), picture.ends) + drawn + Markup("</svg>")
+    return Markup(head).format(width, height, redact(picture.title), redact(picture.ends)) + drawn + Markup("</svg>")
 
 
 def spark(picture: Picture | None) -> Any:

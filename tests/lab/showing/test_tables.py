@@ -7,13 +7,11 @@ import io
 from dataclasses import replace
 
 import pytest
-from matplotlib.axes import Axes
 
 from gonio.lab import AttackConfig
 from gonio.lab.judging.results import UNTRAINED, Amount, Further, Reach, Robust, Tuned
 from gonio.lab.planning.plan import Tuning
 from gonio.lab.showing import html, text, to_csv, to_latex, to_markdown
-from gonio.lab.showing.figures import curve_charts
 from gonio.lab.showing.tables import (
     Scale,
     attacks,
@@ -178,18 +176,6 @@ def test_the_page_shows_the_evidence_and_curves_over_measured_times() -> None:
     assert page.count("at equal time") == 1
     assert page.count("over time, in epochs of the baseline:") == 1
     assert "at equal time" not in html(results(effects=(effect("orthogonal-init", step_time=None),)))
-
-
-def test_an_epoch_takes_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[float] = []
-    plot = Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *a, **k: drawn.append(max(x)) or plot(axes, x, y, *a, **k))
-    made = results(("orthogonal-init",))
-    curve_charts(made.runs, {"orthogonal-init": "c1"}, key="val_score", axis="score", paces={"orthogonal-init": 1.5})
-    assert drawn == [30, 45]
-    drawn.clear()
-    curve_charts(made.runs, {"orthogonal-init": "c1"}, key="val_score", axis="score")
-    assert drawn == [30, 30]
 
 
 def test_every_export_shows_attacks_and_confounding() -> None:
