@@ -214,7 +214,7 @@ def test_lanes_have_a_bar_per_layer_and_their_worst_level() -> None:
         Lane("norm", "n", [1.0, None, 3.0], [(0.5, 2.0), None, (2.0, 4.0)], [1.0, 1.0, None]), ["", "", "warn"]
     )
     assert lane is not None
-    assert (lane.top, lane.bottom) == ("4", "0")
+    assert (lane.top, lane.bottom) == ("4.00", "0")
     quiet, warned, *_ = paths(lane.svg)
     assert ("quiet" in (quiet["style"] or ""), "c5" in (warned["style"] or "")) == (True, True)
     ((x, top), *_, (_, bottom)) = points(warned["d"] or "")[0]

@@ -70,6 +70,7 @@ def standalone(picture: str) -> str:
     coloured = re.sub(r'"var\(--([\w-]+)\)"', lambda match: f'"{light[match[1]]}"', picture)
     head, _, body = coloured.partition(">")
     title = re.search(r'aria-label="([^"]*)"', head)
+    head = re.sub(r' (class|style)="[^"]*"', "", head)
     opening = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
     sheet = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
     return f"{opening}>{f'<title>{title[1]}</title>' if title else ''}{sheet}{body}"

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from gonio.pages.picture import Area, Axis, Line, Mark, Picture, Values, bare
+from gonio.pages.tables import number
 
 WIDTH, HEIGHT, MARKS = 1000, 56, 16  # of a lane, in units of its SVG; height of the marks of findings
 _LOG = 30.0  # ratio of the largest to the smallest value from which a lane is logarithmic
@@ -75,7 +76,7 @@ def depth_lane(lane: Lane, levels: Sequence[str]) -> DrawnLane | None:
     marks += [_ticks(lane.chance, "ink", 1.0, 0.0)] if lane.chance else []
     marks += [_ticks(other, ("c6", "c3", "c4", "c7")[i % 4], 3.0) for i, other in enumerate(lane.others, start=1)]
     marks += [_ticks(lane.middles, "ink", 2.0)] if lane.ranges else []
-    top, bottom = f"{y.high:.3g}", f"{y.low:.3g}"
+    top, bottom = number(y.high), number(y.low)
     title = f"{lane.title} over depth: {lane.note}; from {bottom} to {top}"
     picture = Picture(title, Axis(0.0, len(levels)), y, tuple(marks))
     return DrawnLane(lane.title, lane.note, top, bottom, bare(picture, WIDTH, HEIGHT, digits=1))

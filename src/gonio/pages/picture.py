@@ -11,10 +11,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from gonio.escaping import redact, shorten
+from gonio.pages import environment
 
 Values = Sequence[float | None]
 Label = tuple[float, str]
@@ -62,7 +64,7 @@ class Axis:
         if self.ticks is not None:
             return self.ticks
         rounded = ticks(self.low, self.high, log=self.log, whole=self.whole)
-        return tuple((value, self.form.format(f"{value:.10g}".replace("-", "−"))) for value in rounded)
+        return tuple((value, self.form.format(f"{value:.12g}".replace("-", "−"))) for value in rounded)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def ticks(low: float, high: float, *, log: bool = False, whole: bool = False, mo
     if whole:
         sizes = [max(1.0, round(size)) for size in sizes]
     step = next((size for size in sizes if span / size <= most), sizes[-1])
-    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    first, last, digits = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9), 9 - math.floor(math.log10(step))
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def fitted(values: Iterable[float | None], *, pad: float = 0.06, log: bool = False) -> tuple[float, float]:
@@ -235,21 +238,16 @@ def bare(picture: Picture, width: int, height: int, *, digits: int = 0) -> Any:
 
     A thick line is what was measured, a thin one what is expected.
     """
-    from markupsafe import Markup
-
-    frame, drawn = _Frame(picture.x, picture.y, 0, width, 2, height - 1, digits), Markup()
+    frame, paths = _Frame(picture.x, picture.y, 0, width, 2, height - 1, digits), []
     for mark in picture.marks:
-        fine = isinstance(mark, Line) and mark.width < 2
-        css = "area" if isinstance(mark, Area) else "dots"
-        if isinstance(mark, Line) and fine:
-            css = "dash" if mark.dash else "law"
-        color, property_ = redact(mark.color), "fill" if css == "area" else "stroke"
-        style = "" if color == ("ink" if fine else "c1") else f"{property_}:var(--{color})"
+        kind, usual = ("area", "fill:var(--c1)") if isinstance(mark, Area) else ("dots", "stroke:var(--c1)")
+        if isinstance(mark, Line) and mark.width < 2:
+            kind, usual = "dash" if mark.dash else "law", "stroke:var(--ink)"
+        style = f"{usual.partition(':')[0]}:var(--{mark.color})"
+        style = "" if style == usual else style
         style += ";fill-opacity:1" if isinstance(mark, Area) and mark.opacity == 1 else ""
-        style = Markup(' style="{}"').format(style) if style else style
-        drawn += Markup('<path class="{}"{} d="{}"/>').format(css, style, _shape(mark, frame))
-    head = '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}" data-ends="{}">'
-    return Markup(head).format(width, height, redact(picture.title), redact(picture.ends)) + drawn + Markup("</svg>")
+        paths.append((kind, style, _shape(mark, frame)))
+    return _macros().bare(picture, width, height, paths)
 
 
 def spark(picture: Picture | None) -> Any:
@@ -265,8 +263,6 @@ def svg(picture: Picture, *, width: int, css: str = "fill", legend: bool = False
         css: classes of the element.
         legend: with the names of the lines above the picture.
     """
-    from markupsafe import Markup
-
     x, y, head = picture.x, picture.y, 8 + _LINE * bool(picture.x.opposite)
     named = [(mark, shorten(mark.label)) for mark in picture.marks if legend and isinstance(mark, Line) and mark.label]
     keys = list(_in_lines([28 + _wide(text) for _, text in named], width - 10))
@@ -277,21 +273,54 @@ def svg(picture: Picture, *, width: int, css: str = "fill", legend: bool = False
     lines = 1 + max((line for _, line, _ in below), default=-1)
     height = picture.height + top - head
     frame = _Frame(x, y, left, width - right, top, height - 6 - _LINE * lines - (_LINE + 2) * bool(x.label), 1)
-    grid = "".join(f"M{frame.left:g} {frame.up(value):g}H{frame.right:g}" for value, _ in y.labels) if y.grid else ""
-    drawn = [_stroke(grid, "band", 0.6)] if grid else []
-    drawn += [*_clipped(picture.marks, frame), *_axes(picture, frame, below)]
-    for (mark, text), (at, line) in zip(named, keys, strict=True):
-        drawn.append(_stroke(f"M{at + 4:g} {_LINE * line + 10}h18", mark.color, mark.width, dash=mark.dash))
-        drawn.append(_text(at + 28, _LINE * line + 14, text, "start", "ink"))
-    size = Markup('width="{0}" height="{1}" viewBox="0 0 {0} {1}" style="--w:{0}px"').format(width, height)
-    if picture.series:
-        ends = {"left": frame.left, "right": width - frame.right, "low": x.low, "high": x.high, "over": x.label}
-        values = {**ends, "series": picture.series, "x": [*range(1, 1 + max(map(len, picture.series.values())))]}
-        size += Markup(' data-curve="{}"').format(json.dumps(values))
-    title, description = redact(picture.title), redact(picture.description)
-    said = Markup("<desc>{}</desc>").format(description) if description else Markup()
-    opening = Markup('<svg class="{}" role="img" aria-label="{}" font-size="12" {}>').format(css, title, size)
-    return opening + said + Markup("\n").join(drawn) + Markup("</svg>")
+    texts = [(at + 28, _LINE * line + 14.0, text, "start", "ink") for (_, text), (at, line) in
+             zip(named, keys, strict=True)]  # fmt: skip
+    texts += [(at, frame.bottom + 16 + _LINE * line, text, "middle", "muted") for at, line, text in below]
+    texts += _labels(picture, frame, frame.bottom + 18 + _LINE * lines)
+    ground = "".join(f"M{across(value):g} {frame.bottom:g}v4" for value, _ in x.labels)
+    return _macros().framed(
+        picture, css, width, height,
+        box=[left - 5, top - 5, frame.right - left + 10, frame.bottom - top + 10],
+        grid="".join(f"M{left:g} {frame.up(value):g}H{frame.right:g}" for value, _ in y.labels) if y.grid else "",
+        axis=f"M{left:g} {frame.bottom:g}H{frame.right:g}{ground}",
+        marks=[(_shape(mark, frame), mark, _stroke_width(mark)) for mark in picture.marks],
+        keys=[(f"M{at + 4:g} {_LINE * line + 10}h18", mark) for (mark, _), (at, line) in zip(named, keys, strict=True)],
+        texts=[text for text in texts if text[2]],
+        curve=_curve(picture, left, right),
+    )  # fmt: skip
+
+
+def _labels(picture: Picture, frame: _Frame, low: float) -> list[tuple[float, float, str, str, str]]:
+    """Place, text, anchor and colour of the labels of both axes but those of the ticks below the picture."""
+    x, y = picture.x, picture.y
+    left, right, shift = (frame.left, frame.right, -10) if y.inside else (frame.left - 8, frame.right + 10, 4)
+    near, far = ("start", "end") if y.inside else ("end", "start")
+    return [
+        ((frame.left + frame.right) / 2, low, x.label, "middle", "muted"),
+        (12.0, (frame.top + frame.bottom) / 2, y.label, "turned", "muted"),
+        *((frame.across(value), frame.top - 6, text, "middle", "muted") for value, text in x.opposite),
+        *((left, frame.up(value) + shift, text, near, "ink" if y.down else "muted") for value, text in y.labels),
+        *((right, frame.up(value) + shift, text, far, "muted") for value, text in y.opposite),
+    ]
+
+
+@cache
+def _macros() -> Any:
+    return environment("gonio.pages").get_template("picture.svg.j2").module
+
+
+def _stroke_width(mark: Mark) -> float:
+    """0 for a mark that is filled."""
+    return mark.width if isinstance(mark, Line) else 1.8 if isinstance(mark, Dots) and mark.shape == "cross" else 0.0
+
+
+def _curve(picture: Picture, left: float, right: float) -> str:
+    """The values under the pointer for the page's script: medians, margins and limits; empty without."""
+    if not picture.series:
+        return ""
+    series = {redact(name): values for name, values in picture.series.items()}
+    ends = {"left": left, "right": right, "low": picture.x.low, "high": picture.x.high, "over": picture.x.label}
+    return json.dumps({**ends, "series": series, "x": [*range(1, 1 + max(map(len, series.values())))]})
 
 
 def _wide(text: str) -> float:
@@ -324,63 +353,3 @@ def _placed(labels: Sequence[Label], width: float, *, named: bool) -> Iterator[t
             continue
         ends[line:] = [centre + half, *ends[line + 1 :]]
         yield centre, line, text
-
-
-def _axes(picture: Picture, frame: _Frame, below: Sequence[tuple[float, int, str]]) -> Iterator[Any]:
-    """Ticks and labels."""
-    x, y = picture.x, picture.y
-    marked = "".join(f"M{frame.across(value):g} {frame.bottom:g}v4" for value, _ in x.labels)
-    yield _stroke(f"M{frame.left:g} {frame.bottom:g}H{frame.right:g}{marked}", "rule", 0.8)
-    for at, line, text in below:
-        yield _text(at, frame.bottom + 16 + _LINE * line, text)
-    for value, text in y.labels:
-        at = frame.up(value)
-        place = (frame.left, at - 10, text, "start") if y.inside else (frame.left - 8, at + 4, text, "end")
-        yield _text(*place, color="ink" if y.down else "muted")
-    for value, text in y.opposite:
-        shift = -10 if y.inside else 4
-        yield _text(frame.right if y.inside else frame.right + 10, frame.up(value) + shift, text,
-                    "end" if y.inside else "start")  # fmt: skip
-    for value, text in x.opposite:
-        yield _text(frame.across(value), frame.top - 6, text)
-    if x.label:
-        low = frame.bottom + 18 + _LINE * (1 + max((line for _, line, _ in below), default=-1))
-        yield _text((frame.left + frame.right) / 2, low, x.label)
-    if y.label:
-        yield _text(12, (frame.top + frame.bottom) / 2, y.label, turned=True)
-
-
-def _clipped(marks: Sequence[Mark], frame: _Frame) -> Iterator[Any]:
-    """The marks, cut at the edges of the axes; an inner SVG needs no id for that."""
-    from markupsafe import Markup
-
-    box = [frame.left - 5, frame.top - 5, frame.right - frame.left + 10, frame.bottom - frame.top + 10]
-    size = Markup('x="{0:g}" y="{1:g}" width="{2:g}" height="{3:g}" viewBox="{0:g} {1:g} {2:g} {3:g}"').format(*box)
-    yield Markup('<svg aria-hidden="true" ') + size + Markup(">")
-    for mark in marks:
-        if not (data := _shape(mark, frame)):
-            continue
-        if isinstance(mark, Line):
-            yield _stroke(data, mark.color, mark.width, dash=mark.dash)
-        elif isinstance(mark, Dots) and mark.shape == "cross":
-            yield _stroke(data, mark.color, 1.8)
-        else:
-            filled = Markup('<path d="{}" fill="var(--{})" fill-opacity="{:g}"/>')
-            yield filled.format(data, redact(mark.color), mark.opacity)
-    yield Markup("</svg>")
-
-
-def _stroke(data: str, color: str, width: float, *, dash: bool = False) -> Any:
-    from markupsafe import Markup
-
-    dashes = Markup(' stroke-dasharray="4 3"') if dash else ""
-    made = Markup('<path d="{}" fill="none" stroke="var(--{})" stroke-width="{:g}"{}/>')
-    return made.format(data, redact(color), width, dashes)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "muted", *, turned: bool = False) -> Any:
-    from markupsafe import Markup
-
-    place = Markup('transform="rotate(-90 {0:g} {1:g})" ').format(x, y) if turned else ""
-    made = Markup('<text x="{:.4g}" y="{:.4g}" {}text-anchor="{}" fill="var(--{})">{}</text>')
-    return made.format(x, y, place, anchor, color, redact(text))

@@ -353,8 +353,11 @@ def pairs(scores: Mapping[str, Mapping[int, float]], *, label: str, title: str) 
     """The scores of each arm as dots with their mean; the dots of one seed are joined. Many arms are rows."""
     hues, means = colors(scores), {arm: statistics.fmean(values.values()) for arm, values in scores.items()}
     if len(scores) > _COLUMNS:
-        rows = [Interval(arm, hues[arm], means[arm], dots=tuple(values.values()), note=f"{means[arm]:.4g}")
-                for arm, values in scores.items()]  # fmt: skip
+        spans = {arm: (min(values.values()), max(values.values())) for arm, values in scores.items()}
+        rows = [
+            Interval(arm, hues[arm], means[arm], spans[arm], dots=tuple(values.values()), note=f"{means[arm]:.4g}")
+            for arm, values in scores.items()
+        ]
         return intervals(rows, label, title=title)
     marks: list[Mark] = []
     for (at, first), second in zip(enumerate(scores.values()), list(scores.values())[1:], strict=False):

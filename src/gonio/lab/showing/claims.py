@@ -186,8 +186,8 @@ def claim_picture(found: Finding) -> Any:
     if not scores:
         return ""
     means = ", ".join(f"{arm} {found.mean(arm):.3g}" for arm in scores)
-    title = f"{found.claim.measure} of each arm, mean over seeds in {found.unit or 'its own unit'}: {means}"
     label = f"{found.claim.measure.replace('_', ' ')}{f', {found.unit}' if found.unit else ''}"
+    title = f"{label}: mean over the seeds of {means}"
     if found.claim.picture == "angles":
         hues = colors(found.histograms)
         densities = {arm: (hues[arm], _density(counts)) for arm, counts in found.histograms.items()}
