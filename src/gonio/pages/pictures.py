@@ -26,7 +26,6 @@ _QUANTILES = 17  # of a spectrum
 _LOG = 8.0  # ratio of the largest to the smallest level from which their axis is logarithmic
 _WIDE = 30.0  # the same of norms
 _COLUMNS = 6  # arms that are shown beside each other, at most
-_HIDDEN = Axis(0.0, 1.0, ticks=())
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
@@ -40,7 +39,7 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 def angles(
     edges: Sequence[float], densities: Mapping[str, tuple[str, Sequence[float]]], *, dim: int = 0, title: str
 ) -> Picture:
-    """Histograms of the angles between filters, the first filled, and the law of random directions, dashed.
+    """Histograms of the angles between filters, the first of several filled, and the law of random directions.
 
     Args:
         edges: of the bins, in degrees.
@@ -48,12 +47,13 @@ def angles(
         dim: length of the filters; 0 leaves out the law.
     """
     marks: list[Mark] = []
+    alone = len(densities) == 1
     for name, (color, density) in densities.items():
         xs, ys = stairs(edges, density)
-        marks += [] if marks else [Area(xs, [0.0] * len(xs), ys, "band", 0.6)]
-        marks.append(Line(xs, ys, color, 1.8, label=name))
+        marks += [] if marks else [Area(xs, [0.0] * len(xs), ys, color if alone else "band", 0.4 if alone else 0.6)]
+        marks += [] if alone else [Line(xs, ys, color, 1.8, label=name)]
     law = random_shares(dim, tuple(edges)) if dim >= 2 else ()
-    marks += [Line(*stairs(edges, law), color="ink", width=1.3, dash=True, label="random directions")] if law else []
+    marks += [Line(*stairs(edges, law), "ink", 1.2, dash=not alone, label="random directions")] if law else []
     shown = [i for i, bins in enumerate(zip(*(d for _, d in densities.values()), strict=True)) if max(bins) > 1e-3]
     reach = max((abs(90 - edges[at]) for i in shown for at in (i, i + 1)), default=90.0)
     top = max((*law, *(value for _, density in densities.values() for value in density)), default=0.0) or 1.0
@@ -86,14 +86,11 @@ def layer_angles(row: Any) -> Picture | None:
     shares = [sum(counts[a:b]) / (row.pairs * (b - a)) for a, b in pairwise(edges)]
     beyond = sum(counts[:low]) + sum(counts[high:])
     title = f"angles {mean:.1f} ± {std:.1f}°, by chance 90 ± {chance:.1f}°"
-    title += f"; {beyond} pairs beyond the chart" if beyond else ""
-    xs, ys = stairs(edges, shares)
-    law = stairs(edges, random_shares(row.dim, tuple(edges)))
-    marks = (Area(xs, [0.0] * len(xs), ys, opacity=0.4), Line(*law, color="ink", width=1.0, label="random weights"))
-    top = 1.05 * max(*ys, *law[1])
+    title += f"; {beyond} pair{'s' if beyond > 1 else ''} beyond the chart" if beyond else ""
+    drawn = angles(edges, {"this layer": ("c1", shares)}, dim=row.dim, title=title)
     x = Axis(low, high, "angle between filters [°]")
-    ends = f"{low}°|{(low + high) / 2:g}°|{high}°"
-    return Picture(title, x, Axis(0.0, top, "share of pairs per degree"), marks, ends=ends)
+    y = Axis(0.0, drawn.y.high, "share of pairs per degree")
+    return replace(drawn, x=x, y=y, ends=f"{low}°|{(low + high) / 2:g}°|{high}°")
 
 
 def layer_spectrum(row: Any) -> Picture | None:
@@ -229,16 +226,11 @@ def effects(
 def layer_norms(five: Sequence[float], low: float, high: float) -> Picture:
     """Smallest, quartiles and largest norm of the filters of a layer, on an axis from `low` to `high`."""
     log = high > _WIDE * low > 0
-    row = Interval("", "c1", five[2], (five[0], five[-1]), (five[1], five[3]))
+    places = [max(value, low) for value in five] if log else five
+    row = Interval("", "c1", places[2], (places[0], places[-1]), (places[1], places[3]))
     title = "minimum, quartiles, maximum: " + ", ".join(number(value) for value in five)
-    drawn = intervals([row], "norm of a filter", title=title)
-    line, box, median = drawn.marks
-    thin = replace(line, width=1.0) if isinstance(line, Line) else line
-    marks: tuple[Mark, ...] = (box, thin, median)
-    if log:
-        marks = tuple(replace(mark, xs=[max(value, low) for value in mark.xs]) for mark in marks)
     x = Axis(low if log else 0.0, high, log=log)
-    return replace(drawn, x=x, marks=marks, ends=f"{number(x.low)}|{number(high)}")
+    return replace(intervals([row], "", title=title), x=x, ends=f"{number(x.low)}|{number(high)}")
 
 
 # --- lines over epochs, levels and steps ---------------------------------------------------------------

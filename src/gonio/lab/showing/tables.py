@@ -359,7 +359,7 @@ TABLE_WIDTH = 92  # columns below which a table would break words
 def text(results: Results) -> RenderableType:
     """The headline, missing runs and every recipe; print it with a rich Console or `rich.print`.
 
-    A table if the terminal is wide enough, otherwise three lines per recipe. Nothing in a name acts as markup or as
+    A table if the terminal is wide enough, otherwise a paragraph per recipe. Nothing in a name acts as markup or as
     an escape sequence.
 
     Example:
@@ -382,15 +382,16 @@ class _Verdicts:
         sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
         yield from (Text(said, style=style) for sentence, style in sentences if (said := sentence(results)))
         yield Text("")
+        table, marked, seen_ = verdicts(results), [_verdict(effect) for effect in results.effects], evidence(results)
         if options.max_width >= TABLE_WIDTH:
-            table = verdicts(results)
             head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
-            yield table.rich(head=head, verdicts=[_verdict(effect) for effect in results.effects])
-            yield Text("")
-            yield evidence(results).rich()
+            yield from (table.rich(head=head, verdicts=marked), Text(""), seen_.rich())
         else:
-            for effect in results.effects:
-                yield from _lines(effect, scale)
+            for verdict, row, evident in zip(marked, table.rows, seen_.rows, strict=True):
+                yield Text.assemble((plain(row[0]), "bold"), "  ", verdict)
+                named = [*zip(table.head, row, strict=True), *zip(seen_.head, evident, strict=True)]
+                yield Text("  " + ", ".join(f"{title} {cell}" for title, cell in named
+                                            if title not in ("recipe", "verdict") and cell not in ("", "–")))  # fmt: skip
         for table in (further(results), attacks(results)):
             if table.rows:
                 yield from (Text(""), Text(table.title, style="dim"), table.rich())
@@ -398,17 +399,6 @@ class _Verdicts:
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
         yield Text(_baseline(results, scale), style="dim")
-
-
-def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
-    """One recipe on a narrow terminal."""
-    yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
-    interval = scale.interval(e.low, e.high)
-    effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
-    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
-    correlation = "" if e.rho is None else f", correlation {rho(e)}"
-    detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
-    yield Text(f"  {counted(e.n, 'pair')}{correlation}{detectable}")
 
 
 def _verdict(e: Effect) -> Text:
