@@ -389,9 +389,9 @@ class _Verdicts:
         else:
             for verdict, row, evident in zip(marked, table.rows, seen_.rows, strict=True):
                 yield Text.assemble((plain(row[0]), "bold"), "  ", verdict)
-                named = [*zip(table.head, row, strict=True), *zip(seen_.head, evident, strict=True)]
-                yield Text("  " + ", ".join(f"{title} {cell}" for title, cell in named
-                                            if title not in ("recipe", "verdict") and cell not in ("", "–")))  # fmt: skip
+                cells = [*zip(table.head, row, strict=True), *zip(seen_.head, evident, strict=True)]
+                shown = [f"{title} {cell}" for title, cell in cells if cell not in ("", "–")]
+                yield Text(f"  {', '.join(said for said in shown if not said.startswith(('recipe ', 'verdict ')))}")
         for table in (further(results), attacks(results)):
             if table.rows:
                 yield from (Text(""), Text(table.title, style="dim"), table.rich())
