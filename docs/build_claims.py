@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gonio.lab.claims import SEEDS, Claim, ClaimResult, Evidence, from_data, judge, load_claims
+from gonio.lab.claims import SEEDS, VERDICTS, Claim, ClaimResult, as_data, from_data, load_claims
 from gonio.lab.showing.claims import (
     arm_rows,
     claim_picture,
@@ -96,8 +95,7 @@ def _methods(found: dict[str, ClaimResult]) -> str:
             else " · ".join(f"×{cost[table, case]:.2f}" for table in ("ResNet-18", "digits-network"))
         )
         link = f"[{one.claim.claim.rstrip('.')}](docs/claims/{one.claim.seed}.md#{name})"
-        effect = "equal" if one.claim.direction == "same" else effect_text(one)
-        lines.append(f"| {method} | {link} | {one.verdict} | {effect} | {step} |")
+        lines.append(f"| {method} | {link} | {one.verdict} | {effect_text(one)} | {step} |")
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +153,7 @@ def _svg(one: ClaimResult | None) -> str:
 def _counts(found: dict[str, ClaimResult]) -> str:
     counts = ", ".join(
         f"{count} {name}"
-        for name in ("reproduced", "contradicted", "no useful effect", "undecided")
+        for name in VERDICTS
         if (count := sum(one.verdict == name for one in found.values()))
     )
     tried = f"{len(load_claims())} claims; {len(found)} were tried: {counts}."
@@ -196,28 +194,14 @@ def _other_seeds() -> list[str]:
     return lines
 
 
-def judged_together(found: Sequence[ClaimResult]) -> list[ClaimResult]:
-    """The findings with the verdicts that their contrasts have in one run of all of them; nothing is trained."""
-    tried = [one for one in found if one.verdict != "not tried"]
-    seen = [
-        Evidence(
-            values=tuple(one.values.values()), direction=one.claim.direction, sesoi=one.claim.sesoi, unit=one.unit,
-            obstacle=one.evidence.reason if one.evidence.reason.startswith("No arm trains") else "",
-        )
-        for one in tried
-    ]  # fmt: skip
-    verdicts = {one.claim.name: verdict for one, verdict in zip(tried, judge(seen), strict=True)}
-    return [replace(one, judgement=verdicts.get(one.claim.name, one.evidence)) for one in found]
-
-
 def add(path: Path) -> None:
     """Put the claims of a run of their own into the results of the full run."""
     whole, new = (from_data(json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "full.json", path))
     if new.versions != whole.versions:
         sys.exit(f"{path} was made with {new.versions}, the full run with {whole.versions}: run the whole catalogue")
     of = {one.claim.name: one for one in (*whole.results, *new.results)}
-    findings = judged_together([of[claim.name] for claim in load_claims() if claim.name in of])
-    (RESULTS / "full.json").write_text(claims_json(replace(whole, findings=tuple(findings))) + "\n", encoding="utf-8")
+    together = replace(whole, results=tuple(of[claim.name] for claim in load_claims() if claim.name in of))
+    (RESULTS / "full.json").write_text(claims_json(from_data(as_data(together))) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from gonio.lab.running import scheduler
 from gonio.lab.running.engines import Local
 from gonio.lab.running.engines.local import Worker, _alive
 from gonio.lab.running.scheduler import Bar, Lines, Quiet
-from gonio.lab.running.training import execute_run
+from gonio.lab.running.scripts import execute_script
 from lab.own_training import noisy
 from lab.plans import OWN, TINY, Here
 from lab.processes import alive, continue_study, patience, wait_for_runs, wait_for_silence
@@ -136,7 +136,7 @@ def test_the_processes_of_a_run_end_with_it(
 
 def _with_journal(journal: str, plan: Plan, folder: Path) -> dict[str, Any]:
     os.environ["GONIO_TEST_JOURNAL"] = journal  # the fork server has the variables of its first use
-    return execute_run(plan, plan.baseline, plan.seeds[0], folder)
+    return execute_script(plan, plan.baseline, plan.seeds[0], folder)
 
 
 def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:

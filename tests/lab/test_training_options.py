@@ -24,9 +24,9 @@ from gonio.lab.running.training import (
     autocast,
     execute_run,
     fit,
-    judge,
     make_optimizer,
     make_schedule,
+    metrics_on,
 )
 from gonio.lab.tasks import resolve
 from lab.plans import TINY, plan_of
@@ -194,7 +194,7 @@ def test_autocast_computes_outputs_in_its_precision_and_keeps_the_weights(task: 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     for a, b in zip(model.parameters(), stepped(task, PLAIN), strict=True):
         torch.testing.assert_close(a.detach(), b, rtol=0.05, atol=0.01)  # 8 bits of mantissa
-    judge(model, task, task.validation, [task.metric])
+    metrics_on(model, task, task.validation, [task.metric])
     assert kinds[1:] == [torch.float32]
 
 
