@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import plain
-from gonio.lab.judging.results import Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.judging.statistics import counted
 from gonio.lab.plan import BASELINE
 
@@ -83,7 +83,7 @@ def rho(effect: Effect) -> str:
     return "–" if effect.rho is None else f"{effect.rho:.2f}".replace("-", "−")
 
 
-def lost(runs: Effect | Tuned) -> list[str]:
+def lost(runs: Effect | RecipeTuning) -> list[str]:
     """The numbers of failed and of diverged runs, where there are any."""
     return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
 
@@ -120,7 +120,7 @@ def added(amount: Amount | None) -> str:
     return f"{number}{share}".replace("-", "−")
 
 
-def reached(reach: Reach | None) -> str:
+def reached(reach: TimeToScore | None) -> str:
     """Time to the baseline's last validation score."""
     if reach is None:
         return "–"
@@ -298,7 +298,7 @@ def evidence(results: Results) -> Table:
 def further(results: Results) -> Table:
     """The metrics that decide nothing, each with the baseline first; without rows if there are none."""
 
-    def row(one: Further) -> tuple[str, ...]:
+    def row(one: SecondaryMetric) -> tuple[str, ...]:
         largest = max(abs(other.score or 0.0) for other in results.further if other.metric == one.metric)
         digits = 3 - math.floor(math.log10(largest)) if largest > 0 else 3  # four of the largest mean
         shown = Scale(one.unit, min(max(digits, 0), 6))
