@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gonio
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.pages import pictures, standalone
 from gonio.pages.charts import Lane, depth_lane, marks
 from gonio.pages.picture import Area, Axis, Dots, Line, Picture, bare, fitted, spark, stairs, svg, ticks

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing import html, write_html
 from html_reader import Page
 from lab.showing.samples import effect, geometry, plan, results, run

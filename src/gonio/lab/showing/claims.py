@@ -15,10 +15,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gonio.escaping import plain, redact
-from gonio.lab.claims import SEEDS, Finding, Findings, as_data
+from gonio.lab.claims import SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
-from gonio.lab.judging.filter_summary import ANGLE_EDGES
 from gonio.lab.judging.statistics import counted, points
+from gonio.lab.running.filter_summary import ANGLE_EDGES
 from gonio.lab.showing.page import environment, write_text
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.pages.picture import svg
@@ -31,11 +31,12 @@ _MARKS = {
     "contradicted": ("✗", "bad"),
     "no useful effect": ("=", "even"),
     "undecided": ("?", "even"),
+    "not a fair test": ("!", "even"),
     "not tried": ("–", "even"),
 }
 
 
-def claims_html(found: Findings) -> str:
+def claims_html(found: ClaimResults) -> str:
     """The claims as one self-contained page, which loads nothing.
 
     The headline counts the verdicts. Each claim has its sentence, verdict, effect with interval, picture, cost, what
@@ -52,58 +53,58 @@ def claims_html(found: Findings) -> str:
             "cost": cost_text(one),
             "claimed": claimed_text(one.claim),
         }
-        for one in found.findings
+        for one in found.results
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
-def write_claims_html(found: Findings, path: str | os.PathLike[str]) -> Path:
+def write_claims_html(found: ClaimResults, path: str | os.PathLike[str]) -> Path:
     """Write the page of :func:`claims_html` to a file, atomically."""
     return write_text(claims_html(found), path)
 
 
-def claims_json(found: Findings) -> str:
+def claims_json(found: ClaimResults) -> str:
     """Every claim with its verdict, statistics and the score of each run, as JSON."""
     return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def claims_table(found: Findings) -> TextTable:
+def claims_table(found: ClaimResults) -> TextTable:
     """One row per claim: name, verdict, effect, p, runs, seconds."""
     rows = tuple(
         (
             one.claim.name,
             one.verdict,
             effect_text(one) or "–",
-            p_value(one.judgement.p_holm),
-            str(one.judgement.n),
+            p_value(one.evidence.p_holm),
+            str(one.evidence.n),
             f"{one.seconds:.0f} s",
         )
-        for one in found.findings
+        for one in found.results
     )
     return TextTable("Claims", ("claim", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2))
 
 
-def claims_text(found: Findings) -> RenderableType:
+def claims_text(found: ClaimResults) -> RenderableType:
     """The headline, and a line per claim with the reason of its verdict."""
     return Group(*_lines(found))
 
 
-def _lines(found: Findings) -> Iterator[RenderableType]:
+def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text(found.headline, style="bold")
     yield Text("")
     table = claims_table(found)
-    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.verdict][1]]) for f in found.findings]
+    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.verdict][1]]) for f in found.results]
     yield table.rich(head=table.head, verdicts=tones)
     yield Text("")
-    for one in found.findings:
+    for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
-        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.judgement.reason)}")
+        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
 
 
-def effect_text(found: Finding) -> str:
+def effect_text(found: ClaimResult) -> str:
     """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one."""
-    seen = found.judgement
+    seen = found.evidence
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
     weights = found.setting.decisive.values() if found.setting else ()
@@ -136,7 +137,7 @@ def claimed_text(claim: Claim) -> str:
     return f"Confirmed by a {'positive' if claim.direction == 'larger' else 'negative'} effect of at least {least}."
 
 
-def arm_table(found: Finding) -> TextTable:
+def arm_table(found: ClaimResult) -> TextTable:
     """Mean and range of each arm's scores."""
     rows = tuple(
         (arm, f"{found.mean(arm):.4g}", f"{min(values.values()):.4g} to {max(values.values()):.4g}")
@@ -144,10 +145,10 @@ def arm_table(found: Finding) -> TextTable:
         if values
     )
     mean = f"mean, {found.unit}" if found.unit else "mean"
-    return TextTable("Scores", ("arm", mean, f"range of {counted(found.judgement.n, 'seed')}"), rows)
+    return TextTable("Scores", ("arm", mean, f"range of {counted(found.evidence.n, 'seed')}"), rows)
 
 
-def cost_text(found: Finding) -> str:
+def cost_text(found: ClaimResult) -> str:
     """How much was run, and what is missing."""
     if not found.plan:
         return ""
@@ -180,7 +181,7 @@ def claim_explanation(claim: Claim) -> str:
 # --- pictures ----------------------------------------------------------------------------------------------------
 
 
-def claim_picture(found: Finding) -> Any:
+def claim_picture(found: ClaimResult) -> Any:
     """The picture of a claim as an SVG element; empty if it was not tried."""
     scores = {arm: values for arm, values in found.scores.items() if values}
     if not scores:

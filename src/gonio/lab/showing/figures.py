@@ -11,7 +11,7 @@ import numpy as np
 
 from gonio.escaping import shorten
 from gonio.lab.judging.results import Results, RunRecord
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing.tables import Scale
 from gonio.pages.picture import svg
 from gonio.pages.pictures import Floats, Interval, angles, effects, intervals, learning_curves

@@ -11,9 +11,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.escaping import plain
-from gonio.lab.judging.results import UNTRAINED, Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.judging.statistics import counted
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.pages.tables import TextTable, unit_of_difference
 
 # Symbol and tone: a verdict is never shown by colour alone.
@@ -21,9 +21,8 @@ _MARKS = {
     "helps": ("▲", "good"),
     "hurts": ("▼", "bad"),
     "no useful effect": ("=", "even"),
-    "no evidence": ("?", "even"),
-    "underpowered": ("…", "even"),
-    UNTRAINED: ("!", "bad"),
+    "undecided": ("?", "even"),
+    "not a fair test": ("!", "bad"),
 }
 
 
@@ -84,7 +83,7 @@ def rho(effect: Effect) -> str:
     return "–" if effect.rho is None else f"{effect.rho:.2f}".replace("-", "−")
 
 
-def lost(runs: Effect | Tuned) -> list[str]:
+def lost(runs: Effect | RecipeTuning) -> list[str]:
     """The numbers of failed and of diverged runs, where there are any."""
     return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
 
@@ -121,7 +120,7 @@ def added(amount: Amount | None) -> str:
     return f"{number}{share}".replace("-", "−")
 
 
-def reached(reach: Reach | None) -> str:
+def reached(reach: TimeToScore | None) -> str:
     """Time to the baseline's last validation score."""
     if reach is None:
         return "–"
@@ -167,8 +166,8 @@ def headline(results: Results) -> str:
     effects, scale = results.effects, Scale.of(results)
     if not effects:
         return "There are no results yet."
-    if any(effect.verdict == UNTRAINED for effect in effects):
-        return next(effect.reason for effect in effects if effect.verdict == UNTRAINED)
+    if any(effect.verdict == "not a fair test" for effect in effects):
+        return next(effect.reason for effect in effects if effect.verdict == "not a fair test")
     if len(effects) == 1:
         return _single(effects[0], scale)
     helps, hurts = ([e for e in effects if e.verdict == verdict] for verdict in ("helps", "hurts"))
@@ -192,7 +191,7 @@ def others(results: Results) -> str:
     return first if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
 
 
-_SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few seeds to tell"}
+_SHORT = {"hurts": "hurting", "helps": "helping", "undecided": "undecided"}
 
 
 def _tally(effects: Sequence[Effect]) -> str:
@@ -208,10 +207,8 @@ def _single(effect: Effect, scale: Scale) -> str:
             return f"{name} {effect.verdict}: {estimate}."
         case "no useful effect":
             return f"{name} has no useful effect: {estimate}."
-        case "underpowered":
-            return f"Too few seeds to say whether {name} helps."
         case _:
-            return f"No evidence that {name} helps or hurts: {estimate}."
+            return f"Undecided whether {name} helps or hurts: {estimate}."
 
 
 def _estimate(effect: Effect, scale: Scale) -> str:
@@ -280,7 +277,7 @@ def evidence(results: Results) -> TextTable:
 def further(results: Results) -> TextTable:
     """The metrics that decide nothing, each with the baseline first; without rows if there are none."""
 
-    def row(one: Further) -> tuple[str, ...]:
+    def row(one: SecondaryMetric) -> tuple[str, ...]:
         largest = max(abs(other.score or 0.0) for other in results.further if other.metric == one.metric)
         digits = 3 - math.floor(math.log10(largest)) if largest > 0 else 3  # four of the largest mean
         shown = Scale(one.unit, min(max(digits, 0), 6))

@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gonio.errors import PlanChangedError
+from torch import nn
+
+from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.lab.judging.statistics import counted
+from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed
 
 BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
+_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
+ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")  # of each trained model, if it is attacked
 VERBS = ("init", "swap", "parametrize", "penalty")
 PARTS = ("optimizer", "hold")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.
@@ -30,7 +36,7 @@ _UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingConfig:
     """How every run is trained, whatever its recipe, unless that names an optimizer.
 
     Attributes:
@@ -157,7 +163,7 @@ class RecipeEntry:
 
     Attributes:
         setting: what differs from the plan for this recipe alone: `model` (arguments of the model's factory),
-            `training` (fields of :class:`Training`), `measure` (options of the plan's measure), `lsuv` (how many
+            `training` (fields of :class:`TrainingConfig`), `measure` (options of the plan's measure), `lsuv` (how many
             `examples` of the training split LSUV reads first). Empty for a recipe of a comparison, where everything but
             the recipe is equal.
     """
@@ -193,7 +199,7 @@ class RecipeEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StudyPlan:
     """Recipes × seeds on one task and model, all trained and judged in the same way.
 
     Attributes:
@@ -223,7 +229,7 @@ class Plan:
     model: str
     recipes: tuple[RecipeEntry, ...]
     seeds: tuple[int, ...]
-    training: Training | None
+    training: TrainingConfig | None
     metric: str
     direction: str
     unit: str
@@ -251,13 +257,13 @@ class Plan:
         return self.training is None
 
     @property
-    def trained(self) -> Training:
+    def trained(self) -> TrainingConfig:
         """The training settings; an error for a script, which trains by itself."""
         if self.training is None:
             raise ValueError(f"{self.task} trains by itself")
         return self.training
 
-    def training_of(self, entry: RecipeEntry) -> Training:
+    def training_of(self, entry: RecipeEntry) -> TrainingConfig:
         """The training settings of one recipe.
 
         If it names an optimizer, a learning rate or decay that it leaves out is the plan's; its other arguments are
@@ -269,6 +275,11 @@ class Plan:
             momentum = arguments_of(own["optimizer"]).get("momentum", 0.0)
             own = {"momentum": momentum, "betas": None, "others_factor": None, **own}
         return replace(self.trained, **{**own, **entry.setting.get("training", {})})
+
+    def fresh_model(self, entry: RecipeEntry, sizes: Mapping[str, int]) -> nn.Module:
+        """A model as a run of the entry starts, before its recipe is applied."""
+        factory = resolve_model(self.model)
+        return replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**sizes)
 
     @property
     def sign(self) -> int:
@@ -306,13 +317,13 @@ class Plan:
         return {**asdict(self), "hash": self.hash}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, Any]) -> StudyPlan:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
         training = dict(values["training"] or {})
         training |= {"betas": tuple(training["betas"])} if training.get("betas") else {}  # JSON has lists alone
-        values["training"] = Training(**training) if training else None
+        values["training"] = TrainingConfig(**training) if training else None
         for key, kind in (("tuning", Tuning), ("threat", AttackConfig), ("measure", Measure)):
             values[key] = kind(**values[key]) if values.get(key) else None
         for key in ("seeds", "notes", "history"):
@@ -331,7 +342,27 @@ def installed_versions() -> Mapping[str, str]:
     return found
 
 
-def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
+def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """The seeds from their number (0, 1, …) or from a sequence."""
+    wanted = range(seeds) if isinstance(seeds, int) else seeds
+    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
+    if count > _MOST_SEEDS:
+        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
+        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
+    found = tuple(wanted)
+    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
+        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
+        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
+    if not found or len(set(found)) < len(found):
+        needs = "a comparison needs at least one seed, none of them twice"
+        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
+    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+        other = "the seeds of a comparison must not be those of tuning and of attacks"
+        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
+    return found
+
+
+def extended(old: StudyPlan, new: StudyPlan, *, path: str, finished: int) -> StudyPlan:
     """The plan of a study with plan `old` that is continued with plan `new`.
 
     Seeds and recipes may be added; everything else must be equal. If runs were finished, the addition is
@@ -353,7 +384,7 @@ def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
     return replace(new, history=history, versions=old.versions)
 
 
-def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
+def _changes(old: StudyPlan, new: StudyPlan) -> list[tuple[str, str, str]]:
     before, after = _flat(old), _flat(new)
     keys = [*before, *(key for key in after if key not in before)]
     changes = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in keys]
@@ -367,7 +398,7 @@ def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
     return changes
 
 
-def _flat(plan: Plan) -> dict[str, str]:
+def _flat(plan: StudyPlan) -> dict[str, str]:
     """The fields that may not change, as text; nested keys as `training.lr`."""
     flat: dict[str, str] = {}
     for key, value in asdict(plan).items():
