@@ -376,9 +376,7 @@ def _result(row: Mapping[str, Any]) -> ClaimResult:
     known["scores"] = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
     if not row["plan"]:
         reason = row.get("evidence", row.get("judgement"))["reason"]
-        return ClaimResult(
-            **{**known, "claim": claim, "evidence": _evidence(claim, verdict="not tried", reason=reason)}
-        )
+        return ClaimResult(**{**known, "claim": claim, "evidence": _not_tried(claim, reason)})
     if "evidence" in row:
         stored = row["evidence"]
         values, unit, obstacle = stored["values"], stored["unit"], stored["obstacle"]
