@@ -28,7 +28,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS)])
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", SPY, *words], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "[]\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -253,3 +254,17 @@ def test_the_same_picture_gives_the_same_text() -> None:
     assert (xs, ys) == ([0, 1, 1, 2], [3, 3, 4, 4])
     picture = Picture("t", Axis(*fitted(xs)), Axis(*fitted(ys)), (Line(xs, ys),))
     assert svg(picture, width=300) == svg(picture, width=300)
+
+
+def test_a_long_path_is_whole() -> None:
+    xs = [float(x) for x in range(5000)]
+    line = Line(xs, [math.sin(x) for x in xs])
+    for made in (
+        svg(Picture("t", Axis(0, 5000), Axis(-1, 1), (line,)), width=9000),
+        bare(Picture("t", Axis(0, 5000), Axis(-1, 1), (line,)), 9000, 100),
+    ):
+        assert max(len(points(one["d"] or "")[0]) for one in paths(made)) == 5000
+    many = Picture("t", Axis(0, 5000), Axis(-1, 1), (line,), series={"<a>": line.ys})
+    (curve,) = Page(f"<p>{svg(many, width=300)}</p>").values("data-curve")
+    assert json.loads(curve)["series"]["<a>"] == list(line.ys)
+    assert "more characters" in str(svg(Picture("t" * 30_000, Axis(0, 1), Axis(0, 1), ()), width=9))

@@ -209,8 +209,9 @@ def path(points: Sequence[tuple[float, float] | None]) -> str:
     return made
 
 
-def _shape(mark: Mark, frame: _Frame) -> str:
-    """The path data of a mark."""
+def _shape(mark: Mark, frame: _Frame) -> Any:
+    """The path data of a mark; markup, or a page would cut it as it cuts the long texts of others."""
+    from markupsafe import Markup
 
     def points(xs: Sequence[float], ys: Values) -> list[tuple[float, float] | None]:
         known = (y is not None and math.isfinite(y) for y in ys)
@@ -218,11 +219,11 @@ def _shape(mark: Mark, frame: _Frame) -> str:
                 for x, y, is_known in zip(xs, ys, known, strict=True)]  # fmt: skip
 
     if isinstance(mark, Line):
-        return path(points(mark.xs, mark.ys))
+        return Markup(path(points(mark.xs, mark.ys)))
     if isinstance(mark, Area):
         edges = zip(points(mark.xs, mark.highs), points(mark.xs, mark.lows), strict=True)
         runs = [list(run) for known, run in groupby(edges, key=lambda pair: None not in pair) if known]
-        return "".join(f"{path([high for high, _ in run] + [low for _, low in run[::-1]])}Z" for run in runs)
+        return Markup("".join(f"{path([high for high, _ in run] + [low for _, low in run[::-1]])}Z" for run in runs))
     r = mark.radius
     form = {
         "dot": f"m{-r:g} 0a{r:g} {r:g} 0 1 0 {2 * r:g} 0a{r:g} {r:g} 0 1 0 {-2 * r:g} 0",
@@ -230,7 +231,7 @@ def _shape(mark: Mark, frame: _Frame) -> str:
         "left": f"l{2 * r:g} {-r:g}v{2 * r:g}z",
         "right": f"l{-2 * r:g} {-r:g}v{2 * r:g}z",
     }[mark.shape]
-    return "".join(f"M{x:g} {y:g}{form}" for x, y in filter(None, points(mark.xs, mark.ys)))
+    return Markup("".join(f"M{x:g} {y:g}{form}" for x, y in filter(None, points(mark.xs, mark.ys))))
 
 
 def bare(picture: Picture, width: int, height: int, *, digits: int = 0) -> Any:
@@ -314,13 +315,15 @@ def _stroke_width(mark: Mark) -> float:
     return mark.width if isinstance(mark, Line) else 1.8 if isinstance(mark, Dots) and mark.shape == "cross" else 0.0
 
 
-def _curve(picture: Picture, left: float, right: float) -> str:
+def _curve(picture: Picture, left: float, right: float) -> Any:
     """The values under the pointer for the page's script: medians, margins and limits; empty without."""
+    from markupsafe import escape
+
     if not picture.series:
         return ""
     series = {redact(name): values for name, values in picture.series.items()}
     ends = {"left": left, "right": right, "low": picture.x.low, "high": picture.x.high, "over": picture.x.label}
-    return json.dumps({**ends, "series": series, "x": [*range(1, 1 + max(map(len, series.values())))]})
+    return escape(json.dumps({**ends, "series": series, "x": [*range(1, 1 + max(map(len, series.values())))]}))
 
 
 def _wide(text: str) -> float:

@@ -33,8 +33,8 @@ def forest(results: Results, notes: Sequence[str], *, narrow: bool) -> Any:
     said = f"too small to matter: ±{scale.score(plan.sesoi)}" if plan.sesoi else ""
     picture = effects(results.effects, unit=scale.unit, band=plan.sesoi, band_label=said, notes=notes,
                       better=plan.direction, inside=narrow)  # fmt: skip
-    told = "; ".join(f"{effect.recipe} {note}" for effect, note in zip(results.effects, notes, strict=True))
-    return svg(replace(picture, description=told), **_size(narrow=narrow))
+    numbers = "; ".join(f"{effect.recipe} {note}" for effect, note in zip(results.effects, notes, strict=True))
+    return svg(replace(picture, description=numbers), **_size(narrow=narrow))
 
 
 def _size(*, narrow: bool) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def cost_chart(results: Results, colors: Mapping[str, str], which: str) -> Any:
     costs = [(e.recipe, cost) for e in results.effects if (cost := getattr(e, which)) is not None]
     rows = [Interval(name, colors[name], c.median, (c.low, c.high), note=f"×{c.median:.2f}") for name, c in costs]
     what = "Time per training step" if which == "step_time" else "Memory"
-    told = f"{what} relative to the baseline: " + "; ".join(f"{row.label} {row.note}" for row in rows)
-    picture = intervals(rows, "relative to the baseline", title=told, reference=1.0, log=True, form="×{}", inside=True)
+    title = f"{what} relative to the baseline: " + "; ".join(f"{row.label} {row.note}" for row in rows)
+    picture = intervals(rows, "relative to the baseline", title=title, reference=1.0, log=True, form="×{}", inside=True)
     return svg(picture, width=350) if rows else ""
 
 
