@@ -222,6 +222,10 @@ def test_lanes_have_a_bar_per_layer_and_their_worst_level() -> None:
     assert x == pytest.approx(1000 * 2.15 / 3, abs=0.1)
     assert (55 - top, 55 - bottom) == pytest.approx((53, 53 / 2), abs=0.1)
     assert depth_lane(Lane("norm", "n", [None, math.nan]), ["", ""]) is None
+    signed = depth_lane(Lane("cosine", "n", [1.0, -1.0]), ["", ""])
+    assert signed is not None
+    up, down = points(paths(signed.svg)[0]["d"] or "")
+    assert ({y for _, y in up}, {y for _, y in down}) == ({2.0, 28.5}, {55.0, 28.5})
     assert len(paths(marks(["", "warn", "error", "warn"], "findings"))) == 3
 
 

@@ -71,7 +71,8 @@ def depth_lane(lane: Lane, levels: Sequence[str]) -> DrawnLane | None:
     if not known:
         return None
     y = _axis(known, lane)
-    ranges = lane.ranges or [None if middle is None else (y.low, middle) for middle in lane.middles]
+    ground = y.low if y.log else max(y.low, 0.0)  # of bars
+    ranges = lane.ranges or [None if middle is None else (ground, middle) for middle in lane.middles]
     marks = _bars([None if r is None else (max(r[0], y.low), max(r[1], y.low)) for r in ranges], levels)
     marks += [_ticks(lane.chance, "ink", 1.0, 0.0)] if lane.chance else []
     marks += [_ticks(other, ("c6", "c3", "c4", "c7")[i % 4], 3.0) for i, other in enumerate(lane.others, start=1)]

@@ -107,13 +107,13 @@ def environment() -> Environment:
     """The templates of all pages, with the words, colours and recipes that pages of studies show."""
     from markupsafe import Markup
 
-    def key(color: str, *, dotted: bool = False) -> Markup:
+    def key(color: str, *, dashed: bool = False) -> Markup:
         """The line with the colour of a recipe; decoration, the name stands beside it."""
-        dash = Markup(' stroke-dasharray="2 2"') if dotted else ""
+        dash = Markup(' stroke-dasharray="4 3"') if dashed else ""
         return Markup(
             '<svg class="key" viewBox="0 0 24 10" aria-hidden="true"><line x1="1" y1="5" x2="23" y2="5" '
             'stroke="var(--{})" stroke-width="{}"{}/></svg>'
-        ).format(plain(color), "2" if dotted else "4.5", dash)
+        ).format(plain(color), "2" if dashed else "4.5", dash)
 
     made = pages.environment("gonio.lab.showing")
     made.globals.update(key=key, say=tables, asdict=asdict, BASELINE=BASELINE, yaml_of=_yaml_of)
