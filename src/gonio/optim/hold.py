@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.edit import Change, Edit, Edited
+from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of, norms_of, write_
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.edit import Change, Edit, Edited
 from gonio.surgery.graph import trace
 from gonio.surgery.optimizer import check_optimizer, parameter_ids
-from gonio.surgery.where import Where, as_selector, sites
 
 Step = Literal["free", "fixed"]
 STEPS = ("free", "fixed")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from gonio.editing.where import Site, Where, as_selector, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of
@@ -20,7 +21,6 @@ from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, Weigh
 from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
 from gonio.surgery.graph import Graph, trace
-from gonio.surgery.where import Site, Where, as_selector, select
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gonio.editing.wrapping import run_eagerly
 from gonio.errors import InvalidArgumentError
 from gonio.seeding import generator
-from gonio.surgery.wrapping import run_eagerly
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, sites
+from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, evaluating, outputs
 from gonio.surgery.graph import trace
 from gonio.surgery.kinds import SWITCHABLE_NORMS, is_batch_norm, norm_tail
-from gonio.surgery.where import Site, Where, as_selector, sites
-from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 # largest relative deviation of the outputs that is rounding and not a mistake
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}

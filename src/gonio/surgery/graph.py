@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import unwrapped
 from gonio.surgery.kinds import (
     SWITCHABLE_NORMS,
     WEIGHTED,
@@ -29,7 +30,6 @@ from gonio.surgery.kinds import (
     is_norm,
     norm_tail,
 )
-from gonio.surgery.wrapping import unwrapped
 
 _ACTIVATIONS = {
     "relu": (nn.ReLU, nn.ReLU6),

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, select, sites
+from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of
 from gonio.init.variance import write_
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import activation_after
-from gonio.surgery.where import Site, Where, as_selector, select, sites
-from gonio.surgery.wrapping import refuse_flat_shards
 
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, select
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.init import check_function
 from gonio.surgery.kinds import WEIGHTED
-from gonio.surgery.where import Site, Where, select
-from gonio.surgery.wrapping import refuse_shards
 
 
 def lsuv_(

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gonio.editing.edit import Edit
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
-from gonio.surgery.edit import Edit
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:

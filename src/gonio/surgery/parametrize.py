@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, select, sites
+from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
-from gonio.surgery.where import Site, Where, select, sites
-from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 
 def parametrize_(

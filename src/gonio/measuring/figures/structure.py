@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
@@ -23,7 +24,6 @@ from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
 from gonio.surgery.graph import Graph, ScaleVariable, trace
 from gonio.surgery.kinds import SWITCHABLE_NORMS, WEIGHTED, is_norm
-from gonio.surgery.wrapping import unwrapped
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from gonio.editing.wrapping import adds_no_name
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.surgery.wrapping import adds_no_name
 
 
 class Selector(ABC):
