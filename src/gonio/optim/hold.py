@@ -20,7 +20,7 @@ from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
 from gonio.surgery.edit import Change, Edit, Edited
 from gonio.surgery.graph import trace
-from gonio.surgery.optimizer import check_optimizer, parameter_ids
+from gonio.surgery.steps import check_optimizer, parameter_ids
 from gonio.surgery.where import Where, as_selector, sites
 
 Step = Literal["free", "fixed"]

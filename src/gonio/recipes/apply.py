@@ -20,7 +20,7 @@ from gonio.recipes.catalogue import find
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, init_, parametrize_, swap_
-from gonio.surgery.optimizer import parameter_ids
+from gonio.surgery.steps import parameter_ids
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _undo_(edits: Sequence[Edited]) -> None:
 # A recipe is applied before the optimizer is built, so its optimizer and its hold cannot act yet. If the caller forgets
 # them, the training would be another one than the recipe says. Torch calls a hook with each optimizer that takes a
 # step: while a recipe waits, the step of an optimizer that has any of the model's parameters raises. Parameters are
-# known by weak references, so a model that is gone waits for nothing. As in gonio.surgery.optimizer, the hook stays.
+# known by weak references, so a model that is gone waits for nothing. As in gonio.surgery.steps, the hook stays.
 
 
 class Handover:

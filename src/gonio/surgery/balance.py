@@ -12,7 +12,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import deviation, outputs
 from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
-from gonio.surgery.optimizer import check_optimizer, move_state_
+from gonio.surgery.steps import check_optimizer, move_state_
 from gonio.surgery.wrapping import refuse_shards
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}

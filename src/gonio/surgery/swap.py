@@ -14,7 +14,7 @@ from torch import nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.kinds import norm_tail, without_tail
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, as_selector, select
 from gonio.surgery.wrapping import holds_original, refuse_shards
 
