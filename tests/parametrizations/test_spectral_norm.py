@@ -212,7 +212,7 @@ def test_tick_on_step() -> None:
     moved = layer.weight_parametrization.v.clone()
     assert not torch.equal(moved, twin.weight_parametrization.v)
     assert optimizer.state_dict().keys() == state.keys()
-    handle.remove()
+    handle.undo_()
     optimizer.step()
     assert torch.equal(layer.weight_parametrization.v, moved)
     with pytest.raises(NoMatchError, match="tick_on_step"):
@@ -244,7 +244,7 @@ def test_training_without_ticks_is_noticed() -> None:
         steps(101)
     handle = P.tick_on_step(optimizer, layer)
     steps(120)
-    handle.remove()
+    handle.undo_()
 
 
 def test_sigma_is_what_the_vectors_show() -> None:

@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.errors import InvalidArgumentError
 from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, whole, widen
 from gonio.geometry.views import Layout
@@ -252,7 +250,8 @@ def _size(x: Tensor) -> Tensor:
 def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     """Advance the singular vectors of every spectral norm in a model, in place.
 
-    Call it after each optimizer step; :func:`tick_on_step` does so. One that several layers share is advanced once.
+    Call it after each optimizer step; :func:`gonio.surgery.tick_on_step` does so. One that several layers share is
+    advanced once.
     Nothing else changes: no weight, no other buffer, no random generator. After a large change, such as averaging
     weights, more than one of the `iterations` of the power method is needed. With ``torch.compile``, a call at the
     start of the compiled function, before the model's, becomes a part of its graph and costs less than one outside.
@@ -286,32 +285,6 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
             with full_precision(stack[0][1]):
                 _advance_([norm for norm, _ in stack], [raw for _, raw in stack], iterations)
     return len(found)
-
-
-def tick_on_step(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
-    """Call :func:`tick_` after every step that the optimizer takes; a step that a gradient scaler skips is none.
-
-    The tick is a post-step hook, which pickles and state dicts do not contain. Layers that are parametrized later are
-    included.
-
-    Returns: A handle; ``handle.remove()`` ends it.
-    Raises: NoMatchError if the model has no spectral norm.
-
-    Example:
-        >>> layer = nn.Linear(4, 4)
-        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
-        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        >>> handle = gonio.parametrizations.tick_on_step(optimizer, layer)
-        >>> layer(torch.ones(1, 4)).sum().backward(); optimizer.step()
-        >>> handle.remove()
-    """
-    if not any(True for _ in _spectral_norms(model)):
-        raise NoMatchError("tick_on_step", "the model", [])
-
-    def after(*_: Any) -> None:
-        tick_(model)
-
-    return optimizer.register_step_post_hook(after)
 
 
 def _spectral_norms(model: nn.Module) -> Iterator[tuple[SpectralNorm, Tensor]]:

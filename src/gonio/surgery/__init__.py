@@ -11,6 +11,7 @@ from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
+from gonio.surgery.tick import tick_on_step
 from gonio.surgery.where import (
     Everything,
     OfType,
@@ -54,5 +55,6 @@ __all__ = [
     "shrink_intruders_",
     "sites",
     "swap_",
+    "tick_on_step",
 ]
 __dir__ = __all__.copy  # the public names alone

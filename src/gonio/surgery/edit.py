@@ -62,7 +62,8 @@ class Edit:
         self.present = list(model.parameters())  # before the edit
         self.changes: list[Change] = []
         self.notes: list[str] = []
-        self.acts_on: list[Any] = []  # optimizers with which the edit ends to be in force; weakly referenced
+        self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
+        self.changes_model = True  # otherwise it can be undone before and after any other
         self._inverses: list[Callable[[], None]] = []
         # What it changed: an undo first checks that this still is as the edit left it.
         self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
@@ -315,7 +316,7 @@ class _Undo:
 
     def __init__(self, edit: Edit) -> None:
         model, self._inverses = edit.model, edit._inverses
-        parts = {key: weakref.ref(part) for key, part in _parts(model).items()}
+        parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
         self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
         self._started = False
         self._model = weakref.ref(model)
@@ -339,7 +340,7 @@ class _Undo:
         edit, verb = self._edit, self._edit.verb
         if model is None or all(other is not edit for other in _IN_FORCE[model]):
             raise UndoError(verb, "it was undone before, or its model is gone")
-        if (latest := _latest_edit(model, edit)) is not edit:
+        if edit.parts and (latest := _latest_edit(model, edit)) is not edit:
             raise UndoError(verb, f"the later edit {latest.verb} still is in force")
         reshard_(model)
         if not self._started and (why := self._changed_since(model)) is not None:
@@ -389,7 +390,9 @@ def _latest_edit(model: nn.Module, own: _InForce) -> _InForce:
     mine = _parts(model)
 
     def concerns(edit: _InForce) -> bool:
-        if edit is not own and edit.acts_on and all(ref() is None for ref in edit.acts_on):
+        if edit is own:
+            return True
+        if edit.acts_on and all(ref() is None for ref in edit.acts_on):
             return False
         return any(mine[key] is edit.parts[key]() for key in mine.keys() & edit.parts.keys())
 

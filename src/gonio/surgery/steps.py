@@ -156,12 +156,20 @@ def watch(
         for each, mine in pairs:
             _set(each, [*_get(each), mine])
 
+    # weak, so that what keeps this function does not keep the optimizer
+    ends = [(_nothing if each is None else weakref.ref(each), each is None, mine) for each, mine in pairs]
+
     def end() -> None:
         with _LOCK:
-            for each, mine in pairs:
-                _set(each, [other for other in _get(each) if other is not mine])
+            for ref, of_all, mine in ends:
+                if of_all or ref() is not None:
+                    _set(ref(), [other for other in _get(ref()) if other is not mine])
 
     return end
+
+
+def _nothing() -> None:
+    """In the place of a reference to one optimizer."""
 
 
 def _settle(settled: Act, real: Sequence[Optimizer], _: Optimizer) -> None:
@@ -452,7 +460,7 @@ def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: l
 
 
 def _set_waiting(added: _Waiting | None = None, *, ended: _Waiting | None = None) -> None:
-    """Add or remove one; those whose parameters are gone or trained are dropped. The list is replaced, never changed."""
+    """Add or remove one, and drop those whose parameters are gone or trained; the list is replaced, never changed."""
     global _WAITING
     with _LOCK:
         kept = [w for w in _WAITING if w is not ended and any(ref() is not None for ref in w.added.values())]

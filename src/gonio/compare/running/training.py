@@ -32,11 +32,10 @@ from gonio.compare.tasks.task import Batch, Examples, Metric, Task
 from gonio.errors import NoMatchError
 from gonio.models import resolve as resolve_model
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
-from gonio.surgery import lsuv_
+from gonio.surgery import lsuv_, tick_on_step
 
 _EVALUATION_BATCH = 512
 
