@@ -16,7 +16,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
 from gonio.parametrizations import spectral_norm, spectral_views
 from parametrizations.layers import LAYERS, make, sample
-from tolerances import close
 
 CONVS = [name for name in LAYERS if "conv" in name]
 

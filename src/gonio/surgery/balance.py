@@ -13,7 +13,7 @@ from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import deviation, outputs
 from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
-from gonio.surgery.optimizer import check_optimizer, move_state_
+from gonio.surgery.steps import check_optimizer, move_state_
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _SWEEPS = 10_000

@@ -16,7 +16,7 @@ from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicabl
 from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def parametrize_(
@@ -70,11 +70,12 @@ def parametrize_(
         for site in found:
             module, raw = site.module, site.module.get_parameter(tensor)
             parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
-            before, value = list(module.parameters()), raw.detach().clone()
+            before, values = list(module.parameters()), [raw.detach().clone()]
             edit.snapshot_(module)
+            edit.on_undo(partial(_restore_, raw, values))
             attach(module, tensor, parametrization)
-            if not raw.is_meta and not torch.equal(value, raw):  # attaching changed it: an undo restores the old value
-                edit.on_undo(partial(edit.overwrite_, raw, value))
+            if raw.is_meta or torch.equal(values[0], raw):  # attaching left it: an undo keeps what training makes of it
+                values.clear()
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if len(shared) < len(found) and hasattr(unwrapped(model), "tie_weights"):
@@ -85,6 +86,11 @@ def parametrize_(
         if optimizer is None:
             note_added(edit)
     return edit.done()
+
+
+def _restore_(raw: Tensor, values: list[Tensor]) -> None:
+    for value in values:
+        Edit.overwrite_(raw, value)
 
 
 def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:

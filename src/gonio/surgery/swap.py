@@ -16,7 +16,7 @@ from gonio.editing.where import Site, Where, as_selector, select
 from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.kinds import norm_tail, without_tail
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def swap_(
