@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.kinds import SWITCHABLE_NORMS
+from gonio.surgery.facts import facts_of
 from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import unwrapped
 
@@ -51,7 +52,8 @@ def calibrate_(
 
     Args:
         model: only its buffers `running_mean` and `running_var` change.
-        batches: inputs; each a tensor, a tuple of arguments or a dict of keyword arguments.
+        batches: inputs; each a tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]` of a
+            DataLoader, of which the model gets what its forward takes.
         where: which layers; None for all that keep running statistics.
 
     Raises:
@@ -150,10 +152,10 @@ def _store_(edit: Edit, moments: _RunningMoments) -> None:
 
 
 def _keeps_no_statistics(module: nn.Module) -> str | None:
-    buffers = module._buffers
-    if isinstance(buffers.get("running_mean"), Tensor) and isinstance(buffers.get("running_var"), Tensor):
-        return None
-    return "it keeps no running statistics"
+    stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
+    if not all(isinstance(each, Tensor) for each in stored):
+        return "it keeps no running statistics"
+    return "it is lazy; run one batch first" if any(map(is_lazy, stored)) else None
 
 
 class _RunningMoments:
@@ -166,10 +168,11 @@ class _RunningMoments:
         self.site, self.of_batches = site, of_batches
         module = site.module
         self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
-        switchable = isinstance(module, SWITCHABLE_NORMS) and module.use_batch and module.synchronize
         # whether the layer takes the statistics of its batches over all processes
-        self.group = getattr(module, "process_group", None)
-        self.joins = several_ranks(self.group) and (switchable or isinstance(module, nn.SyncBatchNorm))
+        self.group = vars(module).get("process_group")
+        joins = facts_of(module).joins
+        together = isinstance(module, nn.SyncBatchNorm) or (joins is not None and joins(module))
+        self.joins = several_ranks(self.group) and together
         self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64)
 
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.init import check_function
-from gonio.surgery.kinds import WEIGHTED
+from gonio.surgery.facts import WEIGHTED, why_not_dense
 from gonio.surgery.where import Site, Where, select
 from gonio.surgery.wrapping import refuse_shards
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.kinds import norm_tail, without_tail
+from gonio.surgery.facts import tail_of, without_tail
 from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
 from gonio.surgery.where import Site, Where, as_selector, select
 from gonio.surgery.wrapping import holds_original, refuse_shards
@@ -159,7 +159,7 @@ def _made(
 ) -> list[nn.Module]:
     """The factory's layer for a site; for a norm with its activation inside, followed by that activation."""
     old, plain = site.module, without_tail(site.module)
-    tail = [part for part in norm_tail(old) if not isinstance(part, nn.Identity)]
+    tail = [part for part in tail_of(old) if not isinstance(part, nn.Identity)]
     splits = plain is not old and accepted != (nn.Module,) and isinstance(plain, accepted)
     parts = [factory(plain, **options), *tail] if splits else [factory(old, **options)]
     if not isinstance(parts[0], nn.Module):

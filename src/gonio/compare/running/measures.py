@@ -35,15 +35,15 @@ from gonio.geometry import (
 )
 from gonio.measuring import Tracker
 from gonio.models.deep import Residual
-from gonio.nn import DecoupledConv2d, SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d, angular, magnitude
+from gonio.nn import DecoupledConv2d, angular, magnitude
 from gonio.optim import hold_
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed, generator
+from gonio.surgery.facts import facts_of
 from gonio.surgery import balance_, calibrate_, equivalent, swap_
 from gonio.surgery.graph import trace
 
 _SAME = 1e-9  # largest relative deviation of outputs in float64 that counts as the same function
-_SWITCHABLE = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
 _PROBES = 256  # test examples on which a measure that needs gradients or attacks is computed
 
 
@@ -275,7 +275,7 @@ def _rms(x: Tensor) -> float:
 
 def batch_share(subject: Subject) -> float:
     """Share of the batch statistics in the mixtures of all switchable norms, mean and variance together."""
-    mixtures = [m.mixture() for m in subject.model.modules() if isinstance(m, _SWITCHABLE)]
+    mixtures = [mixture(m) for m in subject.model.modules() if (mixture := facts_of(m).mixture) is not None]
     shares = [share["batch"] for mixture in mixtures for share in mixture.values()]
     if not shares:
         raise InvalidArgumentError("batch_share needs switchable norms", "none in the model", "Swap them in.")
