@@ -19,7 +19,7 @@ from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.facts import facts_of
-from gonio.surgery.where import Site, Where, select
+from gonio.surgery.where import Site, Where, as_selector, select, sites
 from gonio.surgery.wrapping import unwrapped
 
 # dimensions of one sample
@@ -73,13 +73,17 @@ def calibrate_(
     """
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
-    found = select(model, where, verb="calibrate_", can_act=_keeps_no_statistics)
+    found = select(model, where, verb="calibrate_", can_act=can_act)
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
         edit.note(f"{count} batches, variance={variance!r}")
         for moments in layers:
             _store_(edit, moments)
+        chosen = [
+            site for site in sites(model) if site.matches(as_selector(where)) and "running_mean" in site.module._buffers
+        ]
+        edit.note_stays({site.path: why for site in chosen if (why := can_act(site.module)) is not None})
     return edit.done()
 
 
@@ -151,7 +155,14 @@ def _store_(edit: Edit, moments: _RunningMoments) -> None:
     edit.changed(site.path, f"statistics of {n:.0f} values per channel")
 
 
-def _keeps_no_statistics(module: nn.Module) -> str | None:
+def can_act(module: nn.Module) -> str | None:
+    """Why :func:`calibrate_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.calibrate import can_act
+        >>> can_act(nn.BatchNorm1d(2)), can_act(nn.LayerNorm(2))
+        (None, 'it keeps no running statistics')
+    """
     stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
     if not all(isinstance(each, Tensor) for each in stored):
         return "it keeps no running statistics"

@@ -219,8 +219,10 @@ class Graph:
         """Why the channels of a layer's output are not on dim 1, or may not be; empty if they are."""
         dims = self.dims_of(node)
         if isinstance(layer, nn.Linear) and dims is None:
-            return "its input may have more than two dimensions, of which it normalises another than the layer's; " \
+            return (
+                "its input may have more than two dimensions, of which it normalises another than the layer's; "
                 "an example= tells"
+            )
         expected = 2 if isinstance(layer, nn.Linear) else len(layer.kernel_size) + 2  # type: ignore[arg-type]
         if dims in (None, expected):
             return ""
@@ -242,7 +244,10 @@ class Graph:
             return self.dims_of(before[0])
         if called == "mean" and before and not node.kwargs.get("keepdim"):
             dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-            inner, count = self.dims_of(before[0]), len(dims) if isinstance(dims, (tuple, list)) else int(dims is not None)
+            inner, count = (
+                self.dims_of(before[0]),
+                len(dims) if isinstance(dims, (tuple, list)) else int(dims is not None),
+            )
             return inner - count if inner is not None and count else None
         return None
 
