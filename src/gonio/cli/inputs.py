@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.source import absent, load_torch
+from gonio.measuring.reading.source import absent
+from gonio.measuring.reading.torch_files import load_torch
 from gonio.models.user_code import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector

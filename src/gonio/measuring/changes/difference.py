@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import hypot, prod
+from math import hypot, nan, prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -306,7 +306,7 @@ def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[R
     before: Tensor | str | None = None
     for model in models:
         entry, change = model.entries.get(name), None
-        if entry is None and held is not None and model.adapters:
+        if entry is None and held is not None and model.rest_equal:
             row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
             row = _row(name, "not compared", f"only {'after' if held is None else 'before'}")
@@ -328,7 +328,8 @@ def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")
     if isinstance(after, str):
-        return _row(name, "not compared", after), None
+        unknown = {"change_norm": nan} if entry.role == "unknown" else {}
+        return _row(name, "not compared", after, **unknown), None
     if before.shape != after.shape:
         return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
     dtype = torch.promote_types(before.dtype, after.dtype)
