@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import hypot, nan, prod
 from typing import Any, ClassVar, TypeVar
 
@@ -19,6 +19,7 @@ from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
@@ -165,8 +166,8 @@ class Differences(Table[TensorDifference]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        depth = [asdict(part) for part in self.depth]
-        return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self), "depth": depth}
+        head = {"schema": "gonio.difference/1", "coverage": self.coverage}
+        return {**head, **json_data(self), "depth": json_data(self.depth)}
 
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""

@@ -63,8 +63,9 @@ def _of_adapters(adapted: AdaptedLayers) -> Iterator[Entry]:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, value) for name, value in module.named_parameters(recurse=False, remove_duplicate=False))
-    yield from ((name, value) for name, value in module.named_buffers(recurse=False, remove_duplicate=False))
+    """A module's own tensors, by torch's methods whatever a class makes of them."""
+    yield from nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
+    yield from nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
 
 
 def _computed(module: nn.Module) -> dict[str, Read]:
@@ -87,7 +88,7 @@ def _computed(module: nn.Module) -> dict[str, Read]:
 
 def _parametrizations(module: nn.Module) -> nn.ModuleDict | None:
     """Torch's container of a module's parametrizations; None for a child of another kind that has its name."""
-    lists = dict(module.named_children()).get("parametrizations")
+    lists = dict(nn.Module.named_children(module)).get("parametrizations")
     if not isinstance(lists, nn.ModuleDict):
         return None
     return lists if all(isinstance(part, nn.utils.parametrize.ParametrizationList) for part in lists.values()) else None

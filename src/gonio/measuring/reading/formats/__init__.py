@@ -89,7 +89,7 @@ def refusal_of(config: Mapping[str, Any]) -> str:
 
 
 def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeight]:
-    """Every weight among the tensors that is stored as several of them in a known format.
+    """Every weight among the tensors that is stored as several of them in a known format; those computed last.
 
     Args:
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
@@ -102,8 +102,7 @@ def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeig
             if (found := known.read(name, stored, config)) is not None:
                 refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
                 made.append(refused if refusal and known.quantised else found)
-                break
-    return made
+    return sorted(made, key=lambda weight: weight.stored is not None)
 
 
 def present(stored: Stored, *names: str) -> dict[str, StoredTensor] | None:
