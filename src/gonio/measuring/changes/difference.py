@@ -287,7 +287,7 @@ def compared(
     return models, reduced
 
 
-def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:
+def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:
     """The results for some names, on a worker."""
     held, models, names = _opened(base, after)
     return [reduce(*_compared(name, held.get(name), models)) for name in (names[number] for number in numbers)]

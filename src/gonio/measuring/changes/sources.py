@@ -63,8 +63,9 @@ def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
         alone |= held is None
         missing = Entry(name, "", None, None, f"the base has no weight {adapter.path}")
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
-    for name, owner in _unread(made, base, found, names):
-        made[owner] = base[owner].unknown(f"changed by {name}, which is not read")
+    for name, path in _unread(made, base, found, names):
+        for owned in (key for key in base if key.rpartition(".")[0] == path):
+            made[owned] = base[owned].unknown(f"changed by {name}, which is not read")
     if not made.keys() & base.keys():
         said = "".join(f" ({note})" for note in found.notes[-1:])
         raise InvalidArgumentError(
@@ -91,7 +92,7 @@ def _plain(entries: Iterable[Entry]) -> dict[str, Entry]:
 def _unread(
     made: Mapping[str, Entry], base: Mapping[str, Entry], found: Contents, names: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Tensors of adapters that are not read, each with the weight of the base that it belongs to."""
+    """Tensors of adapters that are not read, each with the path of the layer of the base that it belongs to."""
     wrapped = {entry.weight_name for entry in found.entries if ".base_layer." in f".{entry.name}"}
     if not (found.adapters or wrapped):
         return []
@@ -103,7 +104,7 @@ def _unread(
             owner = f"{'.'.join(parts[:i])}.weight"
             plain = owner.removeprefix(prefix)
             if plain in base and (found.adapters or owner in wrapped):
-                pairs.append((name, plain))
+                pairs.append((name, plain.removesuffix("weight").removesuffix(".")))
                 break
     return pairs
 

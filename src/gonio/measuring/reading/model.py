@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.reading.entry import PADDING, Entry, header_of
 from gonio.measuring.reading.layouts import infer, is_batched_kernel
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
-from gonio.measuring.private_torch import ELEMENTWISE_NORMS, pre_hooks_of, recurrent_weights
+from gonio.measuring.private_torch import ELEMENTWISE_NORMS, recurrent_weights, weights_of_hooks
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 
@@ -58,7 +56,10 @@ def _of_adapters(adapted: AdaptedLayers) -> Iterator[Entry]:
     for path, layer in adapted.layers.items():
         base = layer.get_base_layer()
         layout, reason = _layout(base, "weight", None)
-        plain = adapted.role_of(f"{path}.base_layer.weight")[1].removesuffix("weight").removesuffix(".")
+        inner = path
+        while inner in adapted.layers:  # adapters of several parameters lie inside of each other
+            inner += ".base_layer"
+        plain = adapted.role_of(f"{inner}.weight")[1].removesuffix("weight").removesuffix(".")
         yield from adapted_entries(path, layer, plain, layout, reason)
 
 
@@ -71,12 +72,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _computed(module: nn.Module) -> dict[str, Read]:
     """The weights that a module computes, each with a function that reads it."""
     lists = _parametrizations(module)
-    made: dict[str, Read] = {name: partial(_read, module, name) for name in lists or ()}
-    for hook in pre_hooks_of(module):
-        if isinstance(hook, WeightNorm):  # torch's hook renews the attribute at a forward: it may be out of date
-            made[hook.name] = partial(hook.compute_weight, module)
-        elif isinstance(hook, SpectralNorm):
-            made[hook.name] = partial(hook.compute_weight, module, do_power_iteration=False)
+    made: dict[str, Read] = {name: partial(_read, module, name) for name in lists or ()} | weights_of_hooks(module)
     weight = module.__dict__.get("weight")
     called = "weight" not in dict(_own(module)) and callable(getattr(type(module), "weight", None))
     if isinstance(weight, Tensor) or called:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 
@@ -48,7 +49,7 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     )  # fmt: skip
     bias = group.parts.get("lora_B.bias")
     if bias is None:
-        return [weight]
+        return [weight, *(replace(weight, tensor=name, product=None) for name in _targets(group, config)[1:])]
     shifted = partial(_shifted, bias, 1.0 if scale is None else scale)
     return [weight, group.adapter("lora", None if reason else shifted, tensor="bias", reason=reason)]
 
@@ -60,7 +61,7 @@ def _scale(group: Group, rank: int, config: AdapterConfig) -> float | None:
     stored = group.parts.get("alpha")
     if stored is not None and stored.entries == 1:
         return float(stored.load().reshape(()).float()) / rank
-    alpha = config.pattern("alpha_pattern", group.path)
+    alpha = config.pattern("alpha_pattern", _key(group, config))
     alpha = config.number("lora_alpha") if alpha is None else alpha
     if alpha is None:
         return None
@@ -83,8 +84,14 @@ def _targets(group: Group, config: AdapterConfig) -> list[str]:
     return [last for path, _, last in pairs if path and f".{group.path}".endswith(f".{path}")]
 
 
+def _key(group: Group, config: AdapterConfig) -> str:
+    """What the patterns of the configuration are held against."""
+    targets = _targets(group, config)
+    return f"{group.path}.{targets[0]}" if targets else group.path
+
+
 def _rank(group: Group, config: AdapterConfig) -> int | None:
-    rank = config.pattern("rank_pattern", group.path)
+    rank = config.pattern("rank_pattern", _key(group, config))
     rank = config.number("r") if rank is None else rank
     return int(rank) if rank is not None and 0 < rank <= group.parts["lora_A"].shape[0] else None
 
@@ -148,10 +155,8 @@ def _of_weight(group: Group, config: AdapterConfig, names: tuple[str, str], scal
     plain = isinstance(start, (bool, str, type(None))) and start in _PLAIN_STARTS
     start = None if plain else str(start).lower()
     reason = "" if start in (None, "pissa", "olora") else f"its initialisation {start[:40]!r} changes the base"
-    if norms is not None and embedding:
-        reason = "DoRA of an embedding is not computed"
     def change(weight: Tensor, base: Entry) -> Tensor:
-        return _adapted(_delta(group, names, scale), norms, embedding, (start, down.shape[0]), weight, base)
+        return _adapted(_delta(group, names, scale), norms, embedding, (start, down.shape[0], scale), weight, base)
 
     square = not embedding and len(columns) == 1 and rows == columns[0]
     check = _undecided if flipped and square else lambda _: ""
@@ -174,7 +179,7 @@ def _delta(group: Group, names: tuple[str, str], scale: float) -> Tensor:
 
 
 def _adapted(
-    delta: Tensor, norms: StoredTensor | None, embedding: bool, start: tuple[str | None, int], weight: Tensor, base: Entry
+    delta: Tensor, norms: StoredTensor | None, embedding: bool, start: tuple[str | None, int, float], weight: Tensor, base: Entry
 ) -> Tensor:
     """The base's weight as peft changes it, and the product: with norms of its own where these are trained (DoRA)."""
     turned = embedding or (weight.ndim == delta.ndim == 2 and _is_turned(delta, base, tuple(weight.shape)))
@@ -204,7 +209,7 @@ def _undecided(base: Entry) -> str:
     return "whether this square weight is stored with its inputs first is not known: pass the model as the base"
 
 
-def _initial(weight: Tensor, start: str | None, rank: int) -> Tensor:
+def _initial(weight: Tensor, start: str | None, rank: int, scale: float) -> Tensor:
     """The product that peft takes out of the base when it makes a PiSSA or OLoRA adapter.
 
     References: [1] F. Meng et al., "PiSSA", 2024, arXiv 2404.02948, section 3. [2] K. Büyükakyüz, "OLoRA", 2024, arXiv
@@ -214,7 +219,7 @@ def _initial(weight: Tensor, start: str | None, rank: int) -> Tensor:
         raise ValueError(f"the adapter's initialisation {start!r} is known for matrices only")
     if start == "olora":
         q, r = torch.linalg.qr(weight.float())
-        return q[:, :rank] @ r[:rank]
+        return scale * q[:, :rank] @ r[:rank]
     left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
     return left[:, :rank] * values[:rank] @ right[:rank]
 

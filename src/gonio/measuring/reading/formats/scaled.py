@@ -89,7 +89,7 @@ def _values(weight: StoredTensor, scale: StoredTensor, blocks: tuple[int, ...]) 
         Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.2 (MXFP8).
     """
     numbers, factors = weight.load().float(), scale.load()
-    factors = torch.ldexp(torch.ones(()), factors.int() - 127) if factors.dtype == torch.uint8 else factors.float()
+    factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
     if factors.numel() == 1:
         return numbers.mul_(factors.reshape(()))
     factors = factors.reshape(*factors.shape, *[1] * (numbers.ndim - factors.ndim))
