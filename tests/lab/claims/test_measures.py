@@ -184,8 +184,9 @@ def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_
 def best_rate(training: TrainingConfig, octaves: list[float], **options: Any) -> float:
     torch.manual_seed(0)
     model = deep_cnn(depth=2, width=8, norm="batch")
-    run = FinishedRun(model, resolve("digits"), training, 3)
-    return measures()["best_rate"].function(run, octaves=octaves, **options)
+    return measures()["best_rate"].function(
+        FinishedRun(model, resolve("digits"), training, 3), octaves=octaves, **options
+    )
 
 
 def test_the_best_rate_is_the_vertex_of_the_parabola_through_the_best_scores() -> None:

@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.errors import NoMatchError
 from gonio.lab.judging.results import RunRecord
 from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.running.filter_summary import filter_summary
@@ -41,7 +40,6 @@ from gonio.lab.running.tuning import settled
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Batch, Examples, Metric, Task, seed_everything
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
@@ -184,8 +182,6 @@ class TrainingStep:
         self.optimizer = make_optimizer(model, training)
         if hold is not None:
             hold(self.optimizer)
-        with suppress(NoMatchError):  # a model without spectral norms has none to advance
-            tick_on_step(self.optimizer, model)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
         """Take the step; the loss, and the objective with the penalty. If that is not finite, nothing is changed."""

@@ -13,9 +13,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.measures.scale import PROBES, weights_of
-from gonio.nn import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
-
-_SWITCHABLE = (SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d)
+from gonio.surgery.facts import facts_of
 
 
 @measure("degrees")
@@ -101,7 +99,7 @@ def _rms(x: Tensor) -> float:
 @measure("%")
 def batch_share(run: FinishedRun) -> float:
     """Share of the batch statistics in the mixtures of all switchable norms, mean and variance together."""
-    mixtures = [m.mixture() for m in run.model.modules() if isinstance(m, _SWITCHABLE)]
+    mixtures = [mixture(m) for m in run.model.modules() if (mixture := facts_of(m).mixture) is not None]
     shares = [share["batch"] for mixture in mixtures for share in mixture.values()]
     if not shares:
         raise InvalidArgumentError("batch_share needs switchable norms", "none in the model", "Swap them in.")
