@@ -350,7 +350,7 @@ class Decoupled(RunningStatistics):
         if self.blends or not self.operator.angular.is_cosine or not learned.keys() <= set(magnitude.positive):
             return False
         large = 0 if learned and magnitude.slope_and_elasticity is not None else kernels.LARGE
-        return product.numel() >= large and ordinary_eager(product)
+        return ordinary_eager(product) and product.numel() >= large  # a symbolic size must not be compared
 
     def _own_coefficients(self, dtype: torch.dtype, patches: LinearMap) -> dict[str, Number]:
         """The magnitude's coefficients, the learned ones shaped for the grouped layout."""
