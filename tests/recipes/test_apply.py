@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from catalog import seeded
 from gonio import nn as layers
-from gonio.errors import AlreadyAppliedError, GonioError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, GonioError, UnmatchedRuleError
 from gonio.recipes import Recipe, built_in_names
 from gonio.surgery import UndoError
 from recipes.models import convnet, model_for, recipe, state
@@ -167,7 +167,8 @@ def test_what_a_verb_leaves_out_is_no_success() -> None:
     rules = recipe(parametrize=[{"where": "fc1", "use": "Sphere"}])
     rules.apply_(model)
     before = state(model)
-    with pytest.raises(NotApplicableError, match=r"rule 1 of init \(fc\*: orthogonal_\).*'fc1'; init_ refused"):
+    problem = r"rule 1 of init \(fc\*: orthogonal_\) cannot act on fc1: its weight is parametrized; initialise first"
+    with pytest.raises(UnmatchedRuleError, match=problem):
         recipe(init=[{"where": "fc*", "use": "orthogonal_"}]).apply_(model)
     assert state(model) == before
 

@@ -122,6 +122,15 @@ class SwitchableNorm(RunningStatistics):
         shares = self.mixture().values()
         return self.running_mean is not None and all(share["batch"] > 1 - 1e-15 for share in shares)
 
+    # read by `gonio.surgery.facts`
+    layer_facts: ClassVar[dict[str, object]] = {
+        "removes_scale": True,
+        "removes_shift": False,
+        "mixture": mixture,
+        "joins": lambda norm: norm.use_batch and norm.synchronize,
+        "why_not_affine": lambda norm: None if norm.is_batch_only() else "its mixture is not batch statistics alone",
+    }
+
     def extra_repr(self) -> str:
         parts = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         return parts if self.use_batch else f"{parts}, use_batch=False"

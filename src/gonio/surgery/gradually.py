@@ -15,7 +15,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError
 from gonio.nn.decoupled import Decoupled
-from gonio.surgery.optimizer import check_optimizer
+from gonio.surgery.steps import check_optimizer
 
 _CONVERTED: weakref.WeakSet[Decoupled] = weakref.WeakSet()  # layers whose share an optimizer moves
 
