@@ -296,7 +296,8 @@ _HOLDS: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()
 def hold_of(parameter: Tensor) -> _Hold | None:
     """The hold in force of a parameter."""
     hold = _HOLDS.get(id(parameter))
-    return hold if hold is not None and hold.holds(parameter) else None
+    weight = None if hold is None else hold.active(id(parameter))
+    return hold if weight is not None and weight.parameter is parameter else None
 
 
 def step_of_hold(parameter: Tensor) -> Step | None:
@@ -531,10 +532,9 @@ class _Hold:
         self._steps = 0  # that were observed
         self._loaded: dict[str, Tensor] = {}
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the hold of a weight is in force: neither was it ended, nor is the optimizer gone."""
-        weight = self._active.get(id(parameter))
-        return weight is not None and weight.parameter is parameter and bool(self._optimizers())
+    def active(self, key: int) -> _HeldWeight | None:
+        """The weight of this `id`, if its hold is in force: neither was it ended, nor is the optimizer gone."""
+        return self._active.get(key) if self._optimizers() else None
 
     def _optimizers(self) -> list[Optimizer]:
         return [each for ref in self._real if (each := ref()) is not None]
@@ -548,7 +548,7 @@ class _Hold:
             if (parameter is None or weight.parameter is parameter) and key not in self._active:
                 self._active[key] = weight
                 _HOLDS[key] = self
-                self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), weight))
+                self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), key))
         if not self._ends:
             given = self._given()
             for each in self._optimizers() if given is None else [given]:
@@ -566,11 +566,13 @@ class _Hold:
         for key, weight in list(self._active.items()):
             if parameter is None or weight.parameter is parameter:
                 self._follows.pop(key, _nothing)()
-                for optimizer in self._optimizers():
-                    state = _states(optimizer).get(weight.parameter, {})
-                    if state.pop(KEPT_RADIUS, None) is not None and not state:
-                        del optimizer.state[weight.parameter]
-                del self._active[key]
+                self._active.pop(key, None)
+        for optimizer in self._optimizers():
+            for parameter, state in list(_states(optimizer).items()):
+                if KEPT_RADIUS in state and step_of_hold(parameter) is None:
+                    del state[KEPT_RADIUS]
+                    if not state:
+                        del optimizer.state[parameter]
         if not self._active:
             for end in self._ends:
                 end()
@@ -621,11 +623,20 @@ class _Hold:
             weight.radius = kept.to(weight.radius)
 
     def _keep_radius(self, optimizer: Optimizer, weight: _HeldWeight) -> None:
-        """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none."""
+        """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none.
+
+        One that stores none for a weight which it has changed, as SGD, gets a number for each of its other parameters
+        too, because torch.distributed.checkpoint loads state of all parameters or of none.
+        """
         states = _states(optimizer)
-        if states.get(weight.parameter) or weight.parameter._version != weight.version:
-            states[weight.parameter] = states.get(weight.parameter, {})
-            states[weight.parameter][KEPT_RADIUS] = weight.radius
+        if not states.get(weight.parameter):
+            if weight.parameter._version == weight.version:
+                return
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                if parameter.grad is not None and not states.get(parameter):
+                    states[parameter] = {KEPT_RADIUS: torch.zeros(())}
+            states[weight.parameter] = {}
+        states[weight.parameter][KEPT_RADIUS] = weight.radius
 
     def set_radius(self, weight: _HeldWeight, radius: Tensor) -> None:
         """Hold a weight at another radius from now on."""
@@ -713,10 +724,11 @@ def _check_radius(weight: _HeldWeight, radius: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _follow(ref: weakref.ref[_Hold], weight: _HeldWeight, edit: Edit) -> None:
+def _follow(ref: weakref.ref[_Hold], key: int, edit: Edit) -> None:
     """An edit has overwritten a held weight: hold its new norms, or refuse where a number was given."""
     hold = ref()
-    if hold is None or not hold.complete or not hold.holds(weight.parameter) or weight.off() <= weight.tolerance:
+    weight = None if hold is None or not hold.complete else hold.active(key)
+    if hold is None or weight is None or weight.off() <= weight.tolerance:
         return
     if weight.at is not None:
         why = f"hold_ holds its norm at {weight.at:g}, which this changes"
