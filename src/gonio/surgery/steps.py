@@ -371,7 +371,8 @@ def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Val
     step = inspect.unwrap(type(optimizer).step)
     for base in type(optimizer).__mro__:
         if base in kinds:
-            return kinds[base] if inspect.unwrap(vars(base)["step"]) is step else None
+            known: Any = base
+            return kinds[base] if inspect.unwrap(known.step) is step else None
     return None
 
 
