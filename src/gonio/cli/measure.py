@@ -118,7 +118,7 @@ def _changes(
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
     from gonio import measuring
     from gonio.cli.inputs import build_of_width
-    from gonio.compare import tasks
+    from gonio.lab import tasks
 
     words = sizes.split(",")
     if not all(word.isascii() and word.isdigit() and 0 < int(word) < 1 << 20 for word in words):
