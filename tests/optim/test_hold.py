@@ -17,7 +17,7 @@ from catalog import seeded
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view
 from gonio.measuring import step_rotation
-from gonio.optim.hold import CHECKED
+from gonio.optim.holding import CHECKED
 from gonio.optim.vectors import Vectors, factors_of
 from gonio.optim.vectors import norms_of as norms_together
 from laws.support import reloaded

@@ -20,7 +20,7 @@ import gonio
 from catalog import seeded
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NormNotHeldError, NotApplicableError
 from gonio.optim import Muon, release_
-from gonio.optim.hold import step_of_hold
+from gonio.optim.holding import step_of_hold
 from laws.support import reloaded
 
 Optimizer = torch.optim.Optimizer

@@ -26,7 +26,7 @@ _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
     "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
-    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum), adamw or muon.", metavar="NAME")],
+    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum), adamw, muon, ….", metavar="NAME")],
     "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd and muon.")],
     "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
     "decay": Annotated[

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
 from gonio.lab.planning.plan import Measure, Training
 from gonio.lab.running.measures import kind_of
+from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
@@ -30,6 +31,7 @@ _CATALOG = Path(__file__).with_name("catalog")
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Optimizer = str if TYPE_CHECKING else Literal[tuple(OPTIMIZERS)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -40,7 +42,7 @@ class _TrainingFields(BaseModel):
     epochs: Annotated[int, Field(gt=0)] | None = None
     batch_size: Annotated[int, Field(gt=0)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
-    optimizer: Literal["sgd", "adamw", "muon"] | None = None
+    optimizer: _Optimizer | None = None
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     decay: Literal["all", "weights"] | None = None
