@@ -155,7 +155,7 @@ def _decoupled(
         invariances={name: change for name, change in _SCALINGS.items() if name in keeps} | _BOTH_FLIPPED,
         sensitivities={name: change for name, change in _SCALINGS.items() if name not in keeps} | _SIGNS,
         channels_last=len(shape) == 4,
-        couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
+        couples_batch=getattr(make().operator.magnitude, "radius_in", "absolute") == "mean_norm",
     )
 
 
@@ -590,6 +590,15 @@ def _small_network() -> nn.Module:
     )
 
 
+def _decoupled_network() -> nn.Module:
+    return nn.Sequential(
+        gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
+        nn.ReLU(),
+        nn.Flatten(),
+        gnn.DecoupledLinear(4 * 5 * 5, 3),
+    )
+
+
 def _images() -> Tensor:
     return seeded(4, 2, 5, 5)
 
@@ -629,6 +638,12 @@ VERBS += [
         "hold_ learned magnitudes",
         lambda m: optim.hold_(m, _optimizer(m), where="[46]", norm="filters", radius=2.0, magnitude="learned"),
         keeps_function=True,
+    ),
+    _verb("project_weights_", gnn.project_weights_, model=_decoupled_network, keeps_function=True, idempotent=True),
+    _verb(
+        "convert_gradually_",
+        lambda m: S.convert_gradually_(m, torch.optim.SGD(m.parameters()), steps=5),
+        model=_decoupled_network,
     ),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import (
     AlreadyAppliedError,
     InvalidArgumentError,
@@ -24,7 +26,6 @@ from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.graph import trace
 from gonio.surgery.steps import (
     check_optimizer,
@@ -33,7 +34,6 @@ from gonio.surgery.steps import (
     real_optimizers,
     take_out_,
 )
-from gonio.surgery.where import Where, as_selector, sites
 
 
 @dataclass(frozen=True, eq=False, repr=False)

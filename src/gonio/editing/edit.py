@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 from gonio.errors import GonioError, NotApplicableError, listing
 from gonio.escaping import html_table
-from gonio.surgery.where import Site, sites
-from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
 
 class UndoError(GonioError, RuntimeError):
