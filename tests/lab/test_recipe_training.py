@@ -19,7 +19,7 @@ from gonio.lab.running.training import TrainingStep, build, make_optimizer, make
 from gonio.lab.running.tuning import Trial, propose, settled, space_of
 from gonio.lab.tasks import resolve
 from gonio.optim import Muon
-from gonio.optim.hold import step_of_hold
+from gonio.optim.holding import step_of_hold
 from gonio.recipes import Recipe
 from lab.plans import TINY, recorded
 

@@ -83,7 +83,7 @@ class TrainingConfig:
 
     def __str__(self) -> str:
         """In words, e.g. `4 epochs, batch size 8, sgd (learning rate 0.1 with cosine decay, …)`."""
-        momentum = f", momentum {self.momentum:g}" if self.optimizer != "adamw" else ""
+        momentum = f", momentum {self.momentum:g}" if "momentum" in arguments_of(self.optimizer) else ""
         rate = {"cosine": "cosine decay", "constant": "no decay", "step": "step decay", "one-cycle": "one cycle"}
         warm_up = f" after {self.warm_up:g} epochs of warm-up" if self.warm_up else ""
         sparing = " of weights alone" if self.decay == "weights" else ""

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gonio.editing.edit import Edit
+from gonio.editing.edit import Edit, run_reversed
 from gonio.editing.where import sites
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
@@ -271,6 +272,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.eval()  # may raise half-way, in a model that is its own child
         with run_eagerly(model):
             yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    finally:  # also if Ctrl-C comes here
+        run_reversed([partial(setattr, module, "training", training) for module, training in modes])
