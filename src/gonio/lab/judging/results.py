@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.statistics import WORDS, Evidence, correlation, counted, improvement, judge, paired_t
-from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan
+from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
+from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan, counted
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from gonio.escaping import plain
 from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
-from gonio.lab.judging.statistics import counted
-from gonio.lab.plan import BASELINE
+from gonio.lab.plan import BASELINE, counted
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {
