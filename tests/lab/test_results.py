@@ -348,3 +348,11 @@ def test_which_angles_are_counted() -> None:
     counts = angles_of(nn.Linear(2, 3), [1.0, 2.0], [2.0, 4.0], [-1.0, -2.0])
     assert (counts[0], counts[-1], sum(counts)) == (1, 2, 3)  # parallel and opposite
     assert list(filter_summary(nn.Sequential(nn.BatchNorm2d(3), nn.Embedding(3, 2)))["layers"]) == []
+
+
+def test_missing_rows_of_costs_are_named() -> None:
+    plan = plan_of(seeds=2)
+    rows = [(plan.recipes[1].hash, "memory", block, 1.0) for block in range(3)]
+    assert not [note for note in summarise(plan, [], rows, []).notes if "cost" in note]
+    (note,) = [note for note in summarise(plan, [], rows[:2], []).notes if "cost" in note]
+    assert note == "The cost ratios (memory) of r0 are incomplete: 2 rows left."

@@ -356,5 +356,5 @@ def test_a_configuration_is_checked_key_by_key() -> None:
     assert AdapterConfig({"alpha_pattern": {"q": 3, ".*": 4}}).pattern("alpha_pattern", "a.q") == 3
     fits: Callable[[str], float | None] = lambda path: AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern(
         "alpha_pattern", path
-    )  # noqa: E731
+    )
     assert (fits("b.c"), fits("a.b.c"), fits("a.b.cd"), fits("ab.c")) == (2, 2, None, None)

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
-from gonio.lab.judging.statistics import counted
 from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
@@ -329,6 +328,11 @@ class StudyPlan:
         for key in ("seeds", "notes", "history"):
             values[key] = tuple(values[key])
         return cls(**values)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, e.g. `1 run` and `2 runs`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def installed_versions() -> Mapping[str, str]:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.statistics import WORDS, Evidence, correlation, counted, improvement, judge, paired_t
-from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan
+from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
+from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan, counted
 
 
 @dataclass(frozen=True)
@@ -338,12 +338,15 @@ def summarise(
         runs=tuple(runs),
         command=plan.command,
         versions=plan.versions,
-        notes=(*([untrained] if untrained else []), *plan.notes, *_notes(plan, runs, effects, used, looks)),
+        notes=(
+            *([untrained] if untrained else []), *plan.notes, *_notes(plan, runs, effects, used, looks),
+            *_notes_on_costs(plan, costs),
+        ),
         missing=len(plan.grid) - len(runs),
         looks=tuple(looks),
         robustness=robust_of(plan, runs),
         further=_further(plan, runs),
-    )
+    )  # fmt: skip
 
 
 def scores_of(plan: StudyPlan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
@@ -538,6 +541,21 @@ def _notes(
             "the p values and intervals are those of one look."
         )
     return notes
+
+
+_LEAST_COSTS = {"step_time": 5, "memory": 3}  # ratios of each recipe that are measured and stored together
+
+
+def _notes_on_costs(plan: StudyPlan, costs: Sequence[CostRow]) -> list[str]:
+    """The recipes with fewer cost ratios than are stored together: rows of the database are missing."""
+    counts = Counter((hash_, kind) for hash_, kind, _, _ in costs)
+    found = [
+        (entry.name, kind, counts[entry.hash, kind])
+        for entry in plan.recipes[1:]
+        for kind, least in _LEAST_COSTS.items()
+        if not plan.scripted and 0 < counts[entry.hash, kind] < least
+    ]
+    return [f"The cost ratios ({kind}) of {name} are incomplete: {counted(n, 'row')} left." for name, kind, n in found]
 
 
 def _further(plan: StudyPlan, runs: Sequence[RunRecord]) -> tuple[SecondaryMetric, ...]:

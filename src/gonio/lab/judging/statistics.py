@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gonio.errors import import_extra
+from gonio.lab.plan import counted
 
 Array = NDArray[np.float64]
 
@@ -377,11 +378,6 @@ def points(value: float, unit: str) -> str:
     if unit == "%":
         return f"{value:.3g} point" + ("" if value == 1 else "s")
     return f"{value:.3g} {unit}".strip()
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with its noun, e.g. `1 run` and `2 runs`."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def enough(comparisons: int) -> int:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from gonio.lab.judging.statistics import ALPHA, counted, detectable, enough, least_p, points
-from gonio.lab.plan import RecipeEntry, StudyPlan
+from gonio.lab.judging.statistics import ALPHA, detectable, enough, least_p, points
+from gonio.lab.plan import RecipeEntry, StudyPlan, counted
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.training import build, evaluate, prepare_process
