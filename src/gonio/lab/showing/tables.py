@@ -12,13 +12,8 @@ from rich.text import Text
 
 from gonio.escaping import plain
 from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
-<<<<<<< HEAD
-from gonio.lab.judging.statistics import counted
-from gonio.lab.plan import BASELINE
-from gonio.pages.tables import TextTable, unit_of_difference
-=======
 from gonio.lab.plan import BASELINE, counted
->>>>>>> judging
+from gonio.pages.tables import TextTable, unit_of_difference
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {
