@@ -9,12 +9,11 @@ from typing import Literal, overload
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import matrix_view
 from gonio.init.mup import Rule
 from gonio.penalty.matrices import Groups, MatrixGroups, matrix_groups
 from gonio.penalty.mup_groups import MupGroups, mup_groups
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.terms import TABLES, weights_of
+from gonio.penalty.terms import TABLES, view_shape, weights_of
 from gonio.surgery.where import sites
 from gonio.surgery.wrapping import unwrapped
 
@@ -219,7 +218,7 @@ def _weights(model: nn.Module) -> tuple[set[int], set[int]]:
         if isinstance(ref.module, TABLES):
             tables.update(map(id, ref.parameters()))
             continue
-        groups, filters, _ = matrix_view(ref.tensor().detach(), ref.layout).shape
+        groups, filters, _ = view_shape(ref.tensor(), ref.layout)
         own = ref.module._parameters.get(ref.name)
         for parameter in ref.parameters():
             if parameter.numel() > groups * filters or (parameter is own and parameter.ndim == 2):

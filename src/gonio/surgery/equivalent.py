@@ -72,7 +72,7 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         torch.Size([2, 3, 8, 8])
     """
     reason = "it has no layer that tells its input size"
-    for example in _examples(model, batch, seed):
+    for example in examples_for(model, batch=batch, seed=seed):
         try:
             outputs(model, example)
         except Exception as error:  # a model can raise anything at a size that it does not take
@@ -82,7 +82,8 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
     raise InvalidArgumentError("no example input was found for the model", reason, "Pass example= yourself.")
 
 
-def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
+def examples_for(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Iterator[Any]:
+    """Inputs that the model may take, in the order in which they are tried."""
     random = generator(seed, "example")
     reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     for shape, indices in _candidates(model, batch):
@@ -192,7 +193,7 @@ class SameFunction:
         if any(tensor.is_meta for tensor in self.model.parameters()):
             self._why = "the model is on the meta device"
             return
-        for candidate in (example,) if self._given else _examples(self.model, 2, 0):
+        for candidate in (example,) if self._given else examples_for(self.model):
             try:
                 found, dims = _run(self.model, candidate)
             except Exception as error:
