@@ -15,8 +15,8 @@ from torch import nn
 from catalog import seeded
 from gonio.errors import NotApplicableError
 from gonio.surgery import activation_after, balance_, followed_by_norm
-from gonio.surgery.graph import trace
 from gonio.surgery.facts import computes_as, facts_of
+from gonio.surgery.graph import trace
 from surgery.net import Net
 
 

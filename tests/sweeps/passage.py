@@ -25,8 +25,8 @@ from gonio import regularizers as R
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import activation_after, balance_, calibrate_, fold_, lsuv_
 from gonio.surgery.equivalent import call, outputs
-from gonio.surgery.graph import trace
 from gonio.surgery.facts import facts_of
+from gonio.surgery.graph import trace
 
 FOLD_LIMIT = {"float32": 1e-5, "float64": 1e-12}
 ROUNDINGS = 10  # how many times the rounding of the model itself folding may move, where that is above the limit

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
+from gonio.penalty.decay import Groups, check_decay, decay_reasons
 from gonio.penalty.output_layers import output_layers
+from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import WeightRef, view_shape, weights_of
 from gonio.surgery.facts import TABLES, facts_of, why_not_dense
 from gonio.surgery.where import Site, sites
@@ -71,23 +73,6 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Groups(Sequence[dict[str, Any]]):
-    """Parameter groups, which an optimizer takes like a list of them."""
-
-    groups: tuple[dict[str, Any], ...]
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self.groups[index]
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-
-@dataclass(frozen=True)
 class MatrixGroups(Groups):
     """Parameter groups for :class:`gonio.optim.Muon`; printing them says what is a matrix, and why others are not.
 
@@ -117,12 +102,41 @@ class MatrixGroups(Groups):
 
 
 def matrix_groups(
-    model: nn.Module, reasons: Mapping[str, str | None], weight_decay: float | None, heads: Mapping[str, int]
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    penalty: Penalty | None = None,
+    heads: Mapping[str, int] | None = None,
 ) -> MatrixGroups:
-    """The groups of `param_groups(matrices=True)`.
+    """Groups for an optimizer that orthogonalises updates, such as :class:`gonio.optim.Muon`.
 
-    `reasons`: of each trained parameter by name, why it does not decay, or None. `heads`: by glob, rows per head.
+    First come the weights that are matrices, and the blocks into which each is cut. Convolutions are matrices of
+    flattened filters; cut are their groups, the gates of recurrent layers, stacked experts, and queries, keys and
+    values that one layer computes, head by head, where the type of the attention is registered
+    (:func:`gonio.surgery.facts.register`); in other types such a layer stays whole. Not matrices are embeddings and
+    what is tied to them, the output layers, which a run of the model on shapes alone finds, depthwise filters, norms
+    and biases.
+
+    Args:
+        weight_decay: of the matrices and of what decays among the others; None for the optimizer's default for
+            matrices, and 0 for the others.
+        penalty: weights under its terms on scale do not decay as well.
+        heads: rows per head of layers (by a glob over paths) whose modules do not have the number.
+
+    Raises:
+        InvalidArgumentError: as :func:`decay_groups`, and if `heads` do not divide a weight or match no layer.
+
+    Example:
+        >>> from gonio.penalty import matrix_groups
+        >>> print(matrix_groups(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))))
+        1 matrix, 3 other parameters
+          0.weight  matrix 8×27
+          0.bias    not a matrix: a bias
+          2.weight  not a matrix: the output layer
+          2.bias    not a matrix: a bias
     """
+    check_decay(weight_decay)
+    reasons, heads = decay_reasons(model, penalty), heads or {}
     parameters = dict(model.named_parameters())
     kinds, notes = _kinds(model, reasons, heads)
     cuts = {name: kind for name, kind in kinds.items() if isinstance(kind, Blocks)}

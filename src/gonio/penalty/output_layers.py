@@ -26,7 +26,7 @@ _Nodes = dict[Any, nn.Module]  # by the node of autograd that made it: the layer
 def output_layers(model: nn.Module) -> tuple[set[int], str]:
     """The layers by `id`, and why they are not known; the reason is empty if they are.
 
-    An output layer is the last layer with a weight on every path to some output tensor of the model, in evaluation or in
+    An output layer is the last layer with a weight on every path to some output of the model, in evaluation or in
     training. Outputs that several layers add to, as the residual stream of a model without a head, have none.
 
     Example:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit
+from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import restoring
 from gonio.surgery.where import sites
 from gonio.surgery.wrapping import run_eagerly, unwrapped
@@ -107,7 +109,7 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             dims = conv.weight.dim() - 2
             yield from (((batch, conv.in_channels, *[size] * dims), 0) for size in _SIZES)
         case nn.Linear() as linear:
-            tokens = {m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm1d)}
+            tokens = {vars(m).get("num_features", 8) for m in model.modules() if facts_of(m).why_not_affine is not None}
             yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,), *((n,) for n in sorted(tokens))))
         case nn.Embedding() | nn.EmbeddingBag() as table:
             yield (batch, 8), table.num_embeddings
@@ -190,8 +192,8 @@ class SameFunction:
         self._why = "the model has no layer that tells its input size"
         self.dims: dict[str, int] = {}
         conflicts: set[str] = set()
-        if any(tensor.is_meta for tensor in self.model.parameters()):
-            self._why = "the model is on the meta device"
+        if any(is_lazy(tensor) or tensor.is_meta for tensor in self.model.parameters()):
+            self._why = "the model is lazy or on the meta device"
             return
         for candidate in (example,) if self._given else examples_for(self.model):
             try:

@@ -289,8 +289,8 @@ _WITH_ACTIVATION = replace(_BATCH, tail=("drop", "act"))
 # Attention whose heads are consecutive rows of one layer: the layer, how many parts it has, and the types.
 _FUSED = {
     ("qkv", 3): """
-        timm.layers: attention.Attention attention.AttentionRope attention2d.Attention2d attention_pool2d.AttentionPool2d
-            attention_pool2d.RotAttentionPool2d
+        timm.layers: attention.Attention attention.AttentionRope attention2d.Attention2d
+            attention_pool2d.AttentionPool2d attention_pool2d.RotAttentionPool2d
         timm.models: beit.Attention cait.TalkingHeadAttn coat.FactorAttnConvRelPosEnc convit.MHSA davit.ChannelAttention
             davit.WindowAttention edgenext.CrossCovarianceAttn efficientformer.Attention eva.EvaAttention
             fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention levit.Attention

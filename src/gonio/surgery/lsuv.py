@@ -15,8 +15,8 @@ from gonio.geometry.views import layout_of
 from gonio.seeding import generator
 from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.init import check_function
 from gonio.surgery.facts import WEIGHTED, why_not_dense
+from gonio.surgery.init import check_function
 from gonio.surgery.where import Site, Where, left_out, select
 from gonio.surgery.wrapping import refuse_shards
 

@@ -39,8 +39,8 @@ from gonio.nn import DecoupledConv2d, angular, magnitude
 from gonio.optim import hold_
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed, generator
-from gonio.surgery.facts import facts_of
 from gonio.surgery import balance_, calibrate_, equivalent, swap_
+from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import trace
 
 _SAME = 1e-9  # largest relative deviation of outputs in float64 that counts as the same function
