@@ -339,17 +339,15 @@ def _attentions() -> dict[str, Facts]:
     return found
 
 
+_OF_TIMM = (
+    *(("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh")),
+    *(("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu")),
+)
+_GELU = ("GELUActivation", "NewGELUActivation", "GELUTanh", "FastGELUActivation")
 _FOREIGN: dict[str, Facts] = _attentions() | {
     "timm.layers.norm_act.BatchNormAct2d": _WITH_ACTIVATION,
     "timm.layers.norm_act.SyncBatchNormAct": _WITH_ACTIVATION,
-    **{
-        f"timm.layers.activations.{kind}": Facts(activation=name)
-        for kind, name in (("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh"))
-        + (("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu"))
-    },
-    **{
-        f"transformers.activations.{kind}": Facts(activation=name)
-        for kind, name in (("GELUActivation", "gelu"), ("NewGELUActivation", "gelu"), ("SiLUActivation", "silu"))
-        + (("PytorchGELUTanh", "gelu"), ("GELUTanh", "gelu"), ("FastGELUActivation", "gelu"))
-    },
+    **{f"timm.layers.activations.{kind}": Facts(activation=name) for kind, name in _OF_TIMM},
+    **{f"transformers.activations.{kind}": Facts(activation="gelu") for kind in _GELU},
+    "transformers.activations.SiLUActivation": Facts(activation="silu"),
 }
