@@ -21,8 +21,8 @@ from docs.pages import ROOT
 from gonio.errors import MissingExtraError
 from gonio.measuring import Suppression, Tracker, difference, measure, outline, widths
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
-from report.html_reader import Page
-from report.test_page import PAYLOADS, TAGS
+from html_reader import Page
+from lab.showing.test_page import PAYLOADS, TAGS
 
 
 def model() -> nn.Sequential:

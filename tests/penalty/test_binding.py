@@ -14,8 +14,8 @@ from torch import nn
 import gonio
 from gonio import Penalty
 from gonio import regularizers as R
+from gonio.editing.where import Where
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.surgery.where import Where
 
 
 def network() -> nn.Sequential:

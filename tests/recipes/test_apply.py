@@ -72,8 +72,8 @@ def test_nested_objects_reach_the_layer() -> None:
     model = convnet()
     options = {"magnitude": {"Tanh": {"learn_radius": True}}, "angular": "SquaredCosine"}
     recipe(swap=[{"where": "conv2", "use": "DecoupledConv2d.from_conv", **options}]).apply_(model)
-    assert type(model.conv2.magnitude).__name__ == "Tanh"
-    assert type(model.conv2.angular).__name__ == "SquaredCosine"
+    assert type(model.conv2.operator.magnitude).__name__ == "Tanh"
+    assert type(model.conv2.operator.angular).__name__ == "SquaredCosine"
 
 
 def test_packed_projections_are_named_by_their_tensor() -> None:
@@ -219,5 +219,5 @@ def test_a_decoupled_recipe(file: Path) -> None:
     assert [type(layer) for layer in (model[0], model[4])] == [nn.Conv2d, nn.Linear]
     for layer in (model[1], model[2]):
         assert isinstance(layer, layers.DecoupledConv2d)
-        assert f"decoupled-{type(layer.magnitude).__name__.lower()}" == found.name == file.stem
+        assert f"decoupled-{type(layer.operator.magnitude).__name__.lower()}" == found.name == file.stem
     assert bool(torch.isfinite(model(seeded(2, 1, 8, 8))).all())

@@ -9,12 +9,12 @@ from typing import Any, overload
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.where import sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import view_shape, weights_of
 from gonio.surgery.facts import TABLES
-from gonio.surgery.where import sites
-from gonio.surgery.wrapping import unwrapped
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
 from gonio.penalty.decay import Groups, check_decay, decay_reasons
@@ -17,8 +19,6 @@ from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import WeightRef, view_shape, weights_of
 from gonio.surgery.facts import TABLES, facts_of, why_not_dense
-from gonio.surgery.where import Site, sites
-from gonio.surgery.wrapping import unwrapped
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any, get_args
 
 from torch import nn
 
+from gonio.editing.where import sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
 from gonio.penalty.decay import Groups, check_decay, decay_reasons
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import WeightRef, weights_of
 from gonio.surgery.facts import TABLES
-from gonio.surgery.where import sites
-from gonio.surgery.wrapping import unwrapped
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gonio.editing.where import sites
 from gonio.geometry.views import has_filters
 from gonio.surgery.equivalent import call, evaluating, examples_for
 from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import restoring
-from gonio.surgery.where import sites
 
 _Nodes = dict[Any, nn.Module]  # by the node of autograd that made it: the layer of an output
 

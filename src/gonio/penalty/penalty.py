@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Where
+from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
-from gonio.surgery.where import Where
-from gonio.surgery.wrapping import refuse_flat_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

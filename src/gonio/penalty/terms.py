@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of, matrix_view
@@ -22,7 +23,6 @@ from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
 from gonio.surgery.facts import TABLES, why_not_dense
 from gonio.surgery.graph import Graph, trace
-from gonio.surgery.where import Site, Where, as_selector, left_out, select
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import nn
 
+from gonio.editing.where import left_out
 from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
 from gonio.escaping import html_table
 from gonio.geometry.views import has_filters
@@ -17,7 +18,6 @@ from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.surgery import Selector, Site, as_selector, init, parametrize, sites, swap
 from gonio.surgery.graph import trace
-from gonio.surgery.where import left_out
 
 
 @dataclass(frozen=True)

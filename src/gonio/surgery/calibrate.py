@@ -13,14 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, select, sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.nn.switchable_function import batch_statistics
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.facts import facts_of
-from gonio.surgery.where import Site, Where, as_selector, select, sites
-from gonio.surgery.wrapping import unwrapped
 
 # dimensions of one sample
 _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}

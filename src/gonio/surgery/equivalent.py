@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 
+from gonio.editing.edit import Edit
+from gonio.editing.where import sites
+from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit
 from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import restoring
-from gonio.surgery.where import sites
-from gonio.surgery.wrapping import run_eagerly, unwrapped
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, sites
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import SameFunction, evaluating
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
 from gonio.surgery.graph import trace
-from gonio.surgery.where import Site, Where, as_selector, sites
-from gonio.surgery.wrapping import refuse_shards
 
 # largest relative deviation of the outputs that is rounding and not a mistake
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}

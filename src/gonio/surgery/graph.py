@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gonio.editing.wrapping import unwrapped
 from gonio.surgery.facts import (
     ACTIVATIONS,
     TORCH_NORMS,
@@ -34,7 +35,6 @@ from gonio.surgery.facts import (
     tail_of,
     why_not_dense,
 )
-from gonio.surgery.wrapping import unwrapped
 
 # Linear functions without weights: the search for the following norm or activation passes them.
 _PASSED_FUNCTIONS = frozenset(

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of
 from gonio.init.variance import write_
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import activation_after
-from gonio.surgery.where import Site, Where, left_out, select
-from gonio.surgery.wrapping import refuse_flat_shards
 
 
 def init_(

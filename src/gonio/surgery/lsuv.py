@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
 from gonio.surgery.facts import WEIGHTED, why_not_dense
 from gonio.surgery.init import check_function
-from gonio.surgery.where import Site, Where, left_out, select
-from gonio.surgery.wrapping import refuse_shards
 
 
 def lsuv_(

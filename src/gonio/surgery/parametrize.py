@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select, sites
+from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.facts import why_not_dense
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
-from gonio.surgery.where import Site, Where, left_out, select, sites
-from gonio.surgery.wrapping import refuse_shards, unwrapped
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def parametrize_(
@@ -71,11 +71,12 @@ def parametrize_(
         for site in found:
             module, raw = site.module, site.module.get_parameter(tensor)
             parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
-            before, value = list(module.parameters()), raw.detach().clone()
+            before, values = list(module.parameters()), [raw.detach().clone()]
             edit.snapshot_(module)
+            edit.on_undo(partial(_restore_, raw, values))
             attach(module, tensor, parametrization)
-            if not raw.is_meta and not torch.equal(value, raw):  # attaching changed it: an undo restores the old value
-                edit.on_undo(partial(edit.overwrite_, raw, value))
+            if raw.is_meta or torch.equal(values[0], raw):  # attaching left it: an undo keeps what training makes of it
+                values.clear()
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if len(shared) < len(found) and hasattr(type(unwrapped(model)), "tie_weights"):
@@ -87,6 +88,11 @@ def parametrize_(
         if optimizer is None:
             note_added(edit)
     return edit.done()
+
+
+def _restore_(raw: Tensor, values: list[Tensor]) -> None:
+    for value in values:
+        Edit.overwrite_(raw, value)
 
 
 def can_act(module: nn.Module, tensor: str = "weight") -> str | None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_flat_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.facts import why_not_dense
-from gonio.surgery.where import Site, Where, left_out, select
-from gonio.surgery.wrapping import refuse_flat_shards, unwrapped
 
 
 def shrink_intruders_(

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, left_out, select
+from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.facts import tail_of, without_tail
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
-from gonio.surgery.where import Site, Where, as_selector, left_out, select
-from gonio.surgery.wrapping import holds_original, refuse_shards
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def swap_(
@@ -98,7 +98,9 @@ def swap_(
 
 
 def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
+    """The layers that a factory takes: `takes` of a class that has it and the converter; otherwise the annotation.
+
+    Without an annotation of its first parameter a function takes every module.
 
     Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
     """
@@ -106,6 +108,8 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     if not callable(given):
         do = "Pass a function, such as gonio.nn.to_group_norm or gonio.nn.DecoupledConv2d.from_conv."
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", repr(factory), do)
+    if takes := getattr(getattr(factory, "__self__", None), "takes", None):
+        return tuple(takes)
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)
     parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -116,7 +120,8 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = [k for k in (typing.get_args(annotation) if is_union else [annotation]) if isinstance(k, type)]
     layers = tuple(kind for kind in kinds if issubclass(kind, nn.Module))
-    if is_class and kinds and not layers and not any(issubclass(nn.Module, k) or k is Any for k in kinds):
+    makes_numbers = kinds and not layers and not any(issubclass(nn.Module, k) or k is Any for k in kinds)
+    if is_class and (makes_numbers or hasattr(factory, "takes")):
         name = factory.__name__
         converters = [f"{name}.{method}" for method in dir(factory) if method.startswith("from_")]
         do = f"Use {' or '.join(converters)}." if converters else f"Pass a function, e.g. lambda layer: {name}(…)."

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
@@ -23,7 +24,6 @@ from gonio.surgery.equivalent import evaluating
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.scales import ScaleVariable, scale_variables
-from gonio.surgery.wrapping import unwrapped
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
