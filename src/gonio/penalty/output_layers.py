@@ -70,7 +70,8 @@ def _of_run(model: nn.Module, example: Any) -> set[nn.Module]:
 def _without_data(model: nn.Module) -> Iterator[None]:
     """Put tensors without data in the place of all parameters and buffers, the same one for a shared tensor."""
     bare: dict[int, Tensor] = {}
-    kept = [(registry, dict(registry)) for m in model.modules() for registry in (m._parameters, m._buffers)]
+    registries: list[dict[str, Any]] = [each for m in model.modules() for each in (m._parameters, m._buffers)]
+    kept = [(registry, dict(registry)) for registry in registries]
     recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     try:
         for registry, before in kept:

@@ -93,7 +93,7 @@ def examples_for(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Iterator
             yield torch.randint(indices, shape, generator=random).to(reference.device)
         else:
             yield torch.randn(shape, generator=random).to(reference)
-    declared = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
+    declared: Any = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
     if isinstance(declared, Mapping):
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
 

@@ -86,7 +86,8 @@ def register(kind: type[nn.Module], facts: Facts) -> None:
     given: object = kind
     if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise InvalidArgumentError("register() takes a module class", repr(kind), "Pass the class of your layer.")
-    if not isinstance(facts, Facts):
+    stated: object = facts
+    if not isinstance(stated, Facts):
         do = "Pass e.g. Facts(removes_scale=True)."
         raise InvalidArgumentError("register() takes gonio.surgery.facts.Facts", repr(facts), do)
     _STATED[kind] = facts

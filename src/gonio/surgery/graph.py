@@ -234,7 +234,7 @@ class Graph:
         if node.op == "call_module" and str(node.target) in self.dims:
             return self.dims[str(node.target)]
         module, called, before = self.called(node), called_function(node), node.all_input_nodes[:1]
-        if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)) or isinstance(module, _CONVOLUTIONS):
+        if isinstance(module, tuple(_DIMS)):
             return _DIMS[next(kind for kind in _DIMS if isinstance(module, kind))]
         if flattens_from_dim_1(node, module, called):
             return 2
@@ -292,22 +292,21 @@ class _Tracer(fx.Tracer):
     def _measure(self, m: nn.Module, argument: Any) -> None:
         """Run a layer of unknown type on inputs of the shape that the weighted layer before it makes."""
         node = argument.node if isinstance(argument, fx.Proxy) else None
-        while node is not None:
+        before: nn.Module | None = None
+        while node is not None and not isinstance(before, WEIGHTED):
             before = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if isinstance(before, WEIGHTED):
-                break
             node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
-        weight = before._parameters.get("weight") if node is not None else None
-        if isinstance(m, WEIGHTED) or weight is None or isinstance(before, nn.Bilinear):
+        weight = before._parameters.get("weight") if before is not None else None
+        if weight is None or isinstance(m, WEIGHTED) or not isinstance(before, (nn.Linear, *_CONVOLUTIONS)):
             return
-        transposed = getattr(before, "transposed", False)
+        transposed = not isinstance(before, nn.Linear) and before.transposed
         channels = weight.shape[1] * before.groups if transposed else weight.shape[0]  # type: ignore[operator]
-        maps = [(4, channels, *[5] * dims) for dims in (1, 2, 3)]
-        rows = [(4, channels), (2, 3, channels), (2, 5, 5, channels)]
-        own = maps.pop(weight.dim() - 3) if weight.dim() > 2 else None
+        rows: list[tuple[int, ...]] = [(4, channels), (2, 3, channels), (2, 5, 5, channels)]
+        maps: list[tuple[int, ...]] = [(4, channels, *[5] * dims) for dims in (1, 2, 3)]
+        own = [maps.pop(weight.dim() - 3)] if weight.dim() > 2 else []
         self._measuring = True
         try:
-            found = measure(m, [*([own] if own else rows), *(rows if own else maps)])
+            found = measure(m, [*own, *rows] if own else [*rows, *maps])
         finally:
             self._measuring = False
         self.measured[self.path_of_module(m)] = found
