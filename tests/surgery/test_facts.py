@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,15 +214,15 @@ def test_switchable_norms_are_named_in_nn_alone() -> None:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (nn.Linear(2, 2, dtype=torch.complex64).weight, "its weight is complex"),
-        (nn.LazyLinear(2).weight, "it is lazy; run one batch first"),
-        (torch.eye(2).to_sparse(), "its weight is stored as sparse_coo"),
-        (torch.zeros(2, 2, dtype=torch.int8), "its weight is quantised to int8"),
-        (nn.Linear(2, 2).weight, None),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64).weight, "its weight is complex"),
+        (lambda: nn.LazyLinear(2).weight, "it is lazy; run one batch first"),
+        (lambda: torch.eye(2).to_sparse(), "its weight is stored as sparse_coo"),
+        (lambda: torch.zeros(2, 2, dtype=torch.int8), "its weight is quantised to int8"),
+        (lambda: nn.Linear(2, 2).weight, None),
     ],
 )
-def test_weights_that_cannot_be_computed_with(weight: Tensor, reason: str | None) -> None:
-    assert why_not_dense(weight) == reason
+def test_weights_that_cannot_be_computed_with(weight: Callable[[], Tensor], reason: str | None) -> None:
+    assert why_not_dense(weight()) == reason
 
 
 class Packed(Tensor):
