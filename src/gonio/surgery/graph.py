@@ -300,7 +300,8 @@ class _Tracer(fx.Tracer):
         if weight is None or isinstance(m, WEIGHTED) or not isinstance(before, (nn.Linear, *_CONVOLUTIONS)):
             return
         transposed = not isinstance(before, nn.Linear) and before.transposed
-        channels = int(weight.shape[1] * before.groups if transposed else weight.shape[0])
+        groups: Any = before.groups if transposed else 1
+        channels = weight.shape[1] * int(groups) if transposed else weight.shape[0]
         rows: list[tuple[int, ...]] = [(4, channels), (2, 3, channels), (2, 5, 5, channels)]
         maps: list[tuple[int, ...]] = [(4, channels, *[5] * dims) for dims in (1, 2, 3)]
         own = [maps.pop(weight.dim() - 3)] if weight.dim() > 2 else []
