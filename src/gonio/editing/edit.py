@@ -318,6 +318,7 @@ class _Undo:
         model, self._inverses = edit.model, edit._inverses
         parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
         self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
+        edit.acts_on = []  # inverses may refer to the edit
         self._started = False
         self._model = weakref.ref(model)
         self._sharded = is_sharded(model)

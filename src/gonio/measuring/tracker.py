@@ -125,8 +125,10 @@ class Tracker:
         _check_choices(figures, copies, also, optimizer)
         self._model, self._every, self._selector = model, every, as_selector(where)
         if not self._entries():
-            paths = [entry.path[:80] for entry in entries_of_model(model) if entry.layout is not None]
-            raise NoMatchError("Tracker", str(self._selector), paths)
+            found = [entry for entry in entries_of_model(model) if entry.layout is not None]
+            paths = [entry.path[:80] for entry in found if not _is_complex(entry)]
+            refused = [f"{entry.path[:80]} (its weight is complex)" for entry in found if _is_complex(entry)]
+            raise NoMatchError("Tracker", str(self._selector), paths, refused=refused)
         optimizers = [] if optimizer is None else checked_optimizers(model, optimizer, also)
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
         loggers = to if isinstance(to, (list, tuple)) else [to]
@@ -232,7 +234,7 @@ class Tracker:
         """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
         found = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
-        weights = [e for e in found if not e.dtype.startswith("complex")]
+        weights = [entry for entry in found if not _is_complex(entry)]
         owners = [entry.name.rpartition(".")[0] for entry in weights]
         pairs = zip(weights, owners, strict=True)
         return [entry for entry, owner in pairs if self._selector(owner, modules.get(owner, self._model))]
@@ -259,6 +261,10 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
     if optimizer is None and (figures, copies, tuple(also)) != ("all", "all", ()):
         found = f"figures={figures!r}, copies={copies!r}, also={also!r} without one"
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
+
+
+def _is_complex(entry: Entry) -> bool:
+    return entry.dtype.startswith("complex")
 
 
 def _first() -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -12,106 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.edit import Edit, Edited, follow_
+from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import (
     AlreadyAppliedError,
     InvalidArgumentError,
     NoMatchError,
-    NormNotHeldError,
     NotApplicableError,
     listing,
 )
 from gonio.execution import is_sharded
-from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of, norms_of, write_
+from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
+from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
 from gonio.surgery.graph import trace
 from gonio.surgery.steps import (
-    KEPT_RADIUS,
     check_optimizer,
     parameter_ids,
     per_parameter,
     real_optimizers,
     take_out_,
-    watch,
 )
-
-Step = Literal["free", "fixed"]
-STEPS = ("free", "fixed")
-KEY = "gonio_hold"  # in the state dict of an optimizer that has no state of a held weight yet
-CHECKED = 3  # the first steps, after which the norms are measured
-
-
-@dataclass(eq=False)
-class _HeldWeight:
-    """One weight on its spheres: the radius of each of its vectors."""
-
-    label: str
-    parameter: nn.Parameter
-    vectors: Vectors
-    radius: Tensor
-    at: float | None  # the number that was given as the radius
-    before: Tensor | None = None  # the step, for a fixed one
-    had_gradient: bool = False  # before the step: some optimizers clear gradients in it
-    version: int = -1
-
-    def moved(self) -> bool:
-        """Whether the step may have changed the weight."""
-        return self.had_gradient or self.parameter.grad is not None or self.parameter._version != self.version
-
-    @torch.no_grad()
-    def off(self) -> float:
-        """The largest relative difference of a norm from its radius; NaN in a training that diverged."""
-        norms = self.vectors.norms(self.parameter.detach())
-        radius = self.radius.to(norms.device)
-        return float(((norms - radius).abs() / radius.clamp_min(torch.finfo(norms.dtype).tiny)).max())
-
-    @property
-    def tolerance(self) -> float:
-        """Above the rounding of a norm, and far below any change by a step."""
-        return float(torch.finfo(self.parameter.dtype).eps ** 0.5)
-
-
-@torch.no_grad()
-def _project_(weights: Sequence[_HeldWeight]) -> None:
-    """Scale each vector to its radius."""
-    vectors = [weight.vectors for weight in weights]
-    norms = norms_of(vectors, [weight.parameter.detach() for weight in weights])
-    for weight, factors in zip(weights, factors_of([weight.radius for weight in weights], norms), strict=True):
-        weight.vectors.scale_(weight.parameter, factors)
-
-
-@torch.no_grad()
-def _fix_(weights: Sequence[_HeldWeight], rate: float) -> None:
-    """Replace the optimizer's change u by one of norm ηR: w ← R·unit(w − ηR·unit(−u)).
-
-    The changes are computed twice, so that at most one of them is in memory beside the weights as they were.
-    """
-    starts = [(weight, before) for weight in weights if (before := weight.before) is not None]
-    vectors, radii = [weight.vectors for weight, _ in starts], [weight.radius for weight, _ in starts]
-
-    def change(weight: _HeldWeight, before: Tensor) -> Tensor:
-        return weight.parameter.detach().to(weight.radius.dtype) - before
-
-    moved: list[Tensor] = []
-    factors = factors_of(radii, norms_of(vectors, (change(*start) for start in starts)), rate)
-    for (weight, before), factor in zip(starts, factors, strict=True):
-        # out of place: torch refuses to add in place to a weight of fewer rows than processes
-        moved.append(before.to(weight.radius.dtype) + weight.vectors.scaled(change(weight, before), factor))
-    for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
-        write_(weight.parameter, weight.vectors.scaled(w, factor))
-
-
-def _alike(weights: Iterable[_HeldWeight]) -> list[list[_HeldWeight]]:
-    """Weights by device and by the dtype of their norms."""
-    found: dict[tuple[torch.device, torch.dtype], list[_HeldWeight]] = {}
-    for weight in weights:
-        if weight.radius.device != weight.parameter.device:  # the model was moved
-            weight.radius = weight.radius.to(weight.parameter.device)
-        found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
-    return list(found.values())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,9 +45,17 @@ class Held(Edited):
     Attributes:
         changes: one :class:`gonio.surgery.Change` per weight.
         notes: what else was changed, such as weight decay, and what was left out.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), radius=2.0)
+        >>> held
+        <Held by hold_: 1 module>
+        >>> held.state_dict()["weight"].flatten()
+        tensor([2.])
     """
 
-    _hold: _Hold = field(repr=False)
+    _hold: Hold = field(repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The radii by the names of the weights; the state of the optimizer contains them as well."""
@@ -230,7 +160,7 @@ def hold_(
         weights = [_held(edit, ref, norm, radius) for ref in refs]
         for each in real:
             _stop_decay_(edit, each, weights)
-        hold = _Hold(weights, step, optimizer, real)
+        hold = Hold(weights, step, optimizer, real)
         edit.on_undo(hold.end_)
         hold.begin_()
         edit.note_stays(left)
@@ -287,30 +217,6 @@ def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[st
     trained, norm = {id(p) for p in model.parameters()}, arguments.get("norm", "matrix")
     refs, left = _chosen(model, trained, where, norm, arguments.get("magnitude"))
     return {**{ref.path: "" for ref in refs}, **left}
-
-
-# The hold of a weight, by the `id` of the weight; a hold lives as long as its optimizer or its handle.
-_HOLDS: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()
-
-
-def hold_of(parameter: Tensor) -> _Hold | None:
-    """The hold in force of a parameter."""
-    hold = _HOLDS.get(id(parameter))
-    return hold if hold is not None and hold.holds(parameter) else None
-
-
-def step_of_hold(parameter: Tensor) -> Step | None:
-    """Whether a parameter is held, and by which step.
-
-    Example:
-        >>> from gonio.optim.hold import step_of_hold
-        >>> layer = nn.Linear(2, 2)
-        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
-        >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
-        ('fixed', None)
-    """
-    hold = hold_of(parameter)
-    return None if hold is None else hold.step
 
 
 def release_(model: nn.Module) -> Edited:
@@ -405,7 +311,7 @@ def _refuse_idle_gains(model: nn.Module, refs: Sequence[WeightRef]) -> None:
 
 
 @torch.no_grad()
-def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float) -> _HeldWeight:
+def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float) -> HeldWeight:
     """One weight and its radii; its value is changed for a radius that is a number."""
     parameter = _own(ref)
     vectors = Vectors(ref.layout, parameter.ndim, norm)
@@ -428,7 +334,7 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     what = {"matrix": ("matrix", "matrices"), "filters": ("filter", "filters"), "columns": ("column", "columns")}[norm]
     count = norms.numel()
     edit.changed(ref.path, f"{ref.name}: norm of {count} {what[count > 1]} held at {at}")
-    return _HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
+    return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 
 def _range(norms: Tensor) -> str:
@@ -468,7 +374,7 @@ def _learn_magnitudes_(
         _new_group_(edit, optimizer, group, parameters, **options)
 
 
-def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight]) -> None:
+def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]) -> None:
     """No weight decay for held weights; those of a group that has others as well move to a group of their own."""
     held = {id(weight.parameter): weight.label for weight in weights}
     for group in list(optimizer.param_groups):
@@ -510,217 +416,3 @@ def _new_group_(
     out = take_out_(optimizer, group, {id(p) for p in parameters})
     made.update(out if out["params"] else {"params": parameters}, **options)
     optimizer.param_groups.append(made)
-
-
-# --- the hold -----------------------------------------------------------------------------------------------------
-
-
-class _Hold:
-    """What happens around the steps of an optimizer that holds weights.
-
-    It refers weakly to the optimizer, whose hooks refer to it: both are collected together.
-    """
-
-    def __init__(self, weights: Sequence[_HeldWeight], step: Step, optimizer: Any, real: Sequence[Optimizer]) -> None:
-        self.weights, self.step = tuple(weights), step
-        self.complete = False  # once hold_ has changed everything
-        self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
-        self._active: dict[int, _HeldWeight] = {}
-        self._follows: dict[int, Callable[[], None]] = {}
-        self._ends: list[Callable[[], None]] = []
-        self._steps = 0  # that were observed
-        self._loaded: dict[str, Tensor] = {}
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the hold of a weight is in force: neither was it ended, nor is the optimizer gone."""
-        weight = self._active.get(id(parameter))
-        return weight is not None and weight.parameter is parameter and bool(self._optimizers())
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [each for ref in self._real if (each := ref()) is not None]
-
-    # begin and end; both can run again
-
-    def begin_(self, parameter: Tensor | None = None) -> None:
-        """Hold one weight, or all."""
-        for weight in self.weights:
-            key = id(weight.parameter)
-            if (parameter is None or weight.parameter is parameter) and key not in self._active:
-                self._active[key] = weight
-                _HOLDS[key] = self
-                self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), weight))
-        if not self._ends:
-            given = self._given()
-            for each in self._optimizers() if given is None else [given]:
-                around = {"before": self._before, "after": self._after, "settled": self._settled}
-                self._ends.append(watch(each, **around, verb="hold_"))  # type: ignore[arg-type]
-            for optimizer in self._optimizers():
-                self._ends += [
-                    optimizer.register_state_dict_post_hook(self._save).remove,
-                    optimizer.register_load_state_dict_pre_hook(self._load).remove,
-                    optimizer.register_load_state_dict_post_hook(self._loaded_).remove,
-                ]
-
-    def end_(self, parameter: Tensor | None = None) -> None:
-        """End the hold of one weight, or of all."""
-        for key, weight in list(self._active.items()):
-            if parameter is None or weight.parameter is parameter:
-                self._follows.pop(key, _nothing)()
-                for optimizer in self._optimizers():
-                    state = _states(optimizer).get(weight.parameter, {})
-                    if state.pop(KEPT_RADIUS, None) is not None and not state:
-                        del optimizer.state[weight.parameter]
-                del self._active[key]
-        if not self._active:
-            for end in self._ends:
-                end()
-            self._ends.clear()
-
-    # around a step
-
-    def _mine(self, group: Mapping[str, Any]) -> list[_HeldWeight]:
-        return [self._active[id(p)] for p in group["params"] if id(p) in self._active]
-
-    def _before(self, optimizer: Optimizer) -> None:
-        for weight in self._active.values():
-            weight.had_gradient, weight.version = weight.parameter.grad is not None, weight.parameter._version
-        if self.step == "fixed":
-            for weight in [weight for group in optimizer.param_groups for weight in self._mine(group)]:
-                weight.before = weight.parameter.detach().clone()
-
-    def _after(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            mine = self._mine(group)
-            moved = [weight for weight in mine if weight.moved()]
-            for weight in moved:
-                self._take_radius(optimizer, weight)
-            for alike in _alike(moved):
-                if self.step == "fixed":
-                    _fix_(alike, float(group["lr"]))
-                else:
-                    _project_(alike)
-            for weight in mine:
-                weight.before = None
-            for weight in moved:
-                self._keep_radius(optimizer, weight)
-        self._steps += 1
-        if self._steps <= CHECKED:
-            self._check_held()
-
-    def _settled(self, optimizer: Optimizer) -> None:
-        """A wrapper such as Lookahead changes weights after the step of the optimizer in it."""
-        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
-        for alike in _alike(weight for weight in mine if weight.moved() and weight.off() > weight.tolerance / 100):
-            _project_(alike)
-
-    # radii: state of the optimizer
-
-    def _take_radius(self, optimizer: Optimizer, weight: _HeldWeight) -> None:
-        kept = _states(optimizer).get(weight.parameter, {}).get(KEPT_RADIUS)
-        if isinstance(kept, Tensor) and kept.shape == weight.radius.shape:
-            weight.radius = kept.to(weight.radius)
-
-    def _keep_radius(self, optimizer: Optimizer, weight: _HeldWeight) -> None:
-        """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none."""
-        states = _states(optimizer)
-        if states.get(weight.parameter) or weight.parameter._version != weight.version:
-            states[weight.parameter] = states.get(weight.parameter, {})
-            states[weight.parameter][KEPT_RADIUS] = weight.radius
-
-    def set_radius(self, weight: _HeldWeight, radius: Tensor) -> None:
-        """Hold a weight at another radius from now on."""
-        weight.radius = radius
-        for optimizer in self._optimizers():
-            state = _states(optimizer).get(weight.parameter, {})
-            if KEPT_RADIUS in state:
-                state[KEPT_RADIUS] = radius
-
-    def load_radii(self, state: Mapping[str, Tensor]) -> None:
-        """Take over radii by the labels of the weights."""
-        for weight in self._active.values():
-            _check_radius(weight, state.get(weight.label))
-        for weight in self._active.values():
-            self.set_radius(weight, state[weight.label].to(weight.radius))
-
-    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._check_observed(optimizer)
-        states = _states(optimizer)
-        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
-        rest = {w.label: w.radius.clone() for w in mine if KEPT_RADIUS not in states.get(w.parameter, {})}
-        if rest:
-            state[KEY] = {**state.get(KEY, {}), **rest}
-
-    def _load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Note the radii of a state dict: torch casts state to the dtype of the weights."""
-        self._loaded = {}
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-            for parameter, key in zip(group["params"], saved["params"], strict=False):
-                weight, kept = self._active.get(id(parameter)), state["state"].get(key, {}).get(KEPT_RADIUS)
-                if weight is not None and isinstance(kept, Tensor):
-                    self._loaded[weight.label] = _check_radius(weight, kept)
-        for weight in self._active.values() if KEY in state else ():  # before the first step, and in older files
-            if weight.label not in self._loaded:
-                self._loaded[weight.label] = _check_radius(weight, state[KEY].get(weight.label))
-
-    def _loaded_(self, optimizer: Optimizer) -> None:
-        for weight in self._active.values():
-            if weight.label in self._loaded:
-                self.set_radius(weight, self._loaded[weight.label].to(weight.radius))
-
-    # a promise that is watched
-
-    def _check_held(self) -> None:
-        """After one of the first steps: every weight that it changed has its norm."""
-        for weight in self._active.values():
-            if weight.had_gradient and weight.off() > weight.tolerance:
-                raise NormNotHeldError(
-                    weight.label,
-                    "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",
-                    "Call hold_ on the optimizer that trains the weight, after whatever replaces its parameter groups",
-                )
-
-    def _check_observed(self, optimizer: Optimizer) -> None:
-        """Where the optimizer has state or gradients, but no step was observed, the weights have their norms."""
-        if self._steps:
-            return
-        for group in optimizer.param_groups:
-            for weight in self._mine(group):
-                trained = weight.parameter.grad is not None or bool(_states(optimizer).get(weight.parameter))
-                if trained and weight.off() > weight.tolerance:
-                    raise NormNotHeldError(
-                        weight.label,
-                        f"its norm changed, and no step() of the {type(optimizer).__name__} was observed",
-                        "Train by step() of a torch.optim.Optimizer; a hold cannot act on other methods",
-                    )
-
-
-def _nothing() -> None:
-    """In the place of a function that ends something."""
-
-
-def _states(optimizer: Optimizer) -> dict[Any, Any]:
-    return optimizer.state if isinstance(optimizer.state, dict) else {}
-
-
-def _check_radius(weight: _HeldWeight, radius: Tensor | None) -> Tensor:
-    if radius is None or radius.shape != weight.radius.shape:
-        raise InvalidArgumentError(
-            f"the state of hold_() has a radius of shape {tuple(weight.radius.shape)} for {weight.label}",
-            "none" if radius is None else f"one of shape {tuple(radius.shape)}",
-            "Hold the same weights by the same norm as when the state was saved.",
-        )
-    return radius
-
-
-@torch.no_grad()
-def _follow(ref: weakref.ref[_Hold], weight: _HeldWeight, edit: Edit) -> None:
-    """An edit has overwritten a held weight: hold its new norms, or refuse where a number was given."""
-    hold = ref()
-    if hold is None or not hold.complete or not hold.holds(weight.parameter) or weight.off() <= weight.tolerance:
-        return
-    if weight.at is not None:
-        why = f"hold_ holds its norm at {weight.at:g}, which this changes"
-        raise NotApplicableError(edit.verb, weight.label, why, "End the hold first: held.undo_().", action="change")
-    edit.on_undo(partial(hold.set_radius, weight, weight.radius))
-    hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
-    edit.note(f"{weight.label} is held at its new norm from now on")

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gonio.editing.edit import Edit
+from gonio.editing.edit import Edit, run_reversed
 from gonio.editing.where import sites
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
@@ -274,6 +275,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.eval()  # may raise half-way, in a model that is its own child
         with run_eagerly(model):
             yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    finally:  # also if Ctrl-C comes here
+        run_reversed([partial(setattr, module, "training", training) for module, training in modes])

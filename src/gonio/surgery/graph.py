@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gonio.editing.edit import run_reversed
 from gonio.editing.wrapping import unwrapped
 from gonio.surgery.facts import (
     ACTIVATIONS,
@@ -348,16 +349,19 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
 @contextmanager
 def restoring(model: nn.Module) -> Iterator[None]:
     """Restore modes, and attributes that a forward sets to proxies."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+
+    def restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+        now = vars(module)
+        if now.keys() != attributes.keys() or any(now[key] is not value for key, value in attributes.items()):
+            now.clear()
+            now.update(attributes)
+
+    before = [partial(restore, module, dict(vars(module))) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
-    finally:
-        for module, attributes in before:
-            now = vars(module)
-            if now.keys() != attributes.keys() or any(now[key] is not value for key, value in attributes.items()):
-                now.clear()
-                now.update(attributes)
+    finally:  # also if Ctrl-C comes here
+        run_reversed(before)
 
 
 # --- the layers that follow ---------------------------------------------------------------------------

@@ -146,9 +146,10 @@ def watch(
     else:
         real = real_optimizers(optimizer, verb=verb)
         pairs = [(each, found) for each in real]
-        outer = [each for each in _with_inner(optimizer) if each not in real] if settled is not None else []
-        ending = _Watch(None, partial(_settle, settled, real), measures)
-        pairs += [(each, ending) for each in outer if _observable(each)]
+        if settled is not None:
+            ending = _Watch(None, partial(_settle, settled, tuple(map(weakref.ref, real))), measures)
+            outer = [each for each in _with_inner(optimizer) if all(each is not inner for inner in real)]
+            pairs += [(each, ending) for each in outer if _observable(each)]
     with _LOCK:
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
@@ -172,9 +173,10 @@ def _nothing() -> None:
     """In the place of a reference to one optimizer."""
 
 
-def _settle(settled: Act, real: Sequence[Optimizer], _: Optimizer) -> None:
-    for each in real:
-        settled(each)
+def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) -> None:
+    for ref in real:
+        if (each := ref()) is not None:
+            settled(each)
 
 
 def _observable(wrapper: Any) -> bool:
@@ -369,7 +371,8 @@ def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Val
     step = inspect.unwrap(type(optimizer).step)
     for base in type(optimizer).__mro__:
         if base in kinds:
-            return kinds[base] if inspect.unwrap(base.step) is step else None
+            known: Any = base
+            return kinds[base] if inspect.unwrap(known.step) is step else None
     return None
 
 

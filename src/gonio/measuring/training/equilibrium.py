@@ -66,8 +66,8 @@ def equilibrium(optimizer: Optimizer, parameter: Tensor) -> Equilibrium:
     layer's width have no influence, except with Adam and L2, whose second moments are read from the optimizer's state.
 
     Known by their types are SGD, Adam, AdamW and Muon of torch, gonio's Muon, Lion of timm, lion-pytorch and
-    pytorch-optimizer, what :func:`register_equilibrium` adds, and subclasses with the same `step`. Of others, of options
-    that the formula does not cover, and without weight decay, there is no prediction, and `reason` says so.
+    pytorch-optimizer, what :func:`register_equilibrium` adds, and subclasses with the same `step`. Of others, of
+    options that the formula does not cover, and without weight decay, there is no prediction, and `reason` says so.
 
     Raises:
         InvalidArgumentError: if the optimizer does not hold the parameter.

@@ -16,7 +16,7 @@ from gonio.geometry.norms import whole
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
 from gonio.measuring.training.rotation import angle_between, step_rotation
-from gonio.optim.hold import step_of_hold
+from gonio.optim.holding import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 from gonio.surgery.steps import parameter_ids, real_optimizers
