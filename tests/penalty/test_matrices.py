@@ -170,3 +170,31 @@ def test_packed_projections_of_torchs_attention() -> None:
 def test_errors(call: Callable[[nn.Module], object], match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):
         call(named(a=Packed(), head=nn.Linear(8, 2)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module, *, runs: bool = True) -> None:
+        super().__init__()
+        self.model, self.runs = model, runs
+
+    def forward(self, x):
+        if not self.runs:
+            raise NotImplementedError
+        return {"logits": self.model(x)}
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda m: Wrapped(m, runs=False), lambda m: Wrapped(nn.Sequential(m))])
+def test_the_output_layer_is_found_inside_of_wrappers(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Net(lambda m, x: m.first(torch.relu(m.head(x))), first=nn.Linear(16, 4), head=nn.Linear(8, 16))
+    model.head, model.first = model.head, model.first
+    inputs = nn.Sequential(nn.Linear(8, 8), model)
+    groups = gonio.param_groups(wrap(inputs), matrices=True)
+    ends = [name for name, why in groups.others.items() if why == "the output layer"]
+    assert [name.rsplit(".", 2)[-2] for name in ends] == ["first"]
+    assert groups.notes == ()
+
+
+def test_a_model_that_cannot_be_run_has_no_known_output_layer_and_says_so() -> None:
+    groups = gonio.param_groups(nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)}), matrices=True)
+    assert "head.weight" in groups.matrices
+    assert "note: no layer is left out as the output layer: the model could not be run" in str(groups)
