@@ -225,20 +225,21 @@ class Penalty:
 
     def state_dict(self) -> dict[str, Any]:
         """The step count and the state of iterative regularizers and samplers, for resuming."""
-        return {"calls": self._calls, "terms": {t.label: s for t in self._terms if (s := t.state()) is not None}}
+        states = {term.label: state for term in self._terms if (state := term.state()) is not None}
+        return {"calls": self._calls, "terms": states, "labels": [term.label for term in self._terms]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the step at which :meth:`state_dict` was called.
 
         Raises:
-            InvalidArgumentError: if the state has terms that this penalty does not have, or lacks some of its own that
-                have a state from the start or from the steps that were counted. Nothing is loaded then.
+            InvalidArgumentError: if the state is of terms that this penalty does not have, or lacks some that it has.
+                Nothing is loaded then.
         """
         own, found = {term.label: term for term in self._terms}, state["terms"]
-        unknown = [label for label in found if label not in own]
-        missing = [label for label, term in own.items() if term.state() is not None and label not in found]
+        labels = state.get("labels", [*found, *(label for label, term in own.items() if term.state() is None)])
+        unknown, missing = [each for each in labels if each not in own], [each for each in own if each not in labels]
         if unknown or missing:
-            parts = (("terms it does not have", unknown), ("no state of", missing))
+            parts = (("terms it does not have", unknown), ("none of its terms", missing))
             text = " and ".join(f"{what}: {listing(labels)}" for what, labels in parts if labels)
             do = "Build the penalty with the rules and the model with which the state was saved."
             raise InvalidArgumentError("Penalty.load_state_dict() takes the state of the same terms", text, do)

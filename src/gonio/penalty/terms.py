@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
-from gonio.geometry.views import Layout, layout_of
+from gonio.geometry.views import Layout, layout_of, matrix_view
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.base import AddGradient
@@ -75,6 +75,12 @@ def weights_of(site: Site) -> Iterator[WeightRef]:
     """The weights with filters of one layer."""
     for name, layout in _layouts(site.module).items():
         yield WeightRef(site.path, site.module, name, layout)
+
+
+def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
+    """The numbers of matrices, filters and columns of a weight, which may be of a kind that cannot be computed with."""
+    matrices, filters, columns = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
+    return matrices, filters, columns
 
 
 def _layouts(module: nn.Module) -> dict[str, Layout]:

@@ -298,7 +298,6 @@ def _can_keep(verb: str, rules: tuple[Rule, ...]) -> _CanAct:
     So keeping a container is an error, and keeping a linear classifier where only convolutions are swapped is not.
     """
     acting = [_can_act(verb, rule) for rule in rules if not rule.keeps]
-    able = lambda module: has_filters(module) or any(can_act(module) is None for can_act in acting)
 
     def can_keep(module: nn.Module) -> str | None:
         acts = has_filters(module) or any(can_act(module) is None for can_act in acting)

@@ -12,7 +12,8 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
+from gonio.surgery.graph import Graph, trace
+from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.steps import check_optimizer, move_state_
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -99,8 +100,8 @@ def _not_applicable(why: str, do: str) -> NotApplicableError:
 
 def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
     """Those of the graph in evaluation; pinned unless the graph in training has the same one, and it is free."""
-    free = {_ends(variable) for variable in training.scale_variables() if variable.free()}
-    variables = evaluation.scale_variables()
+    free = {_ends(variable) for variable in scale_variables(training) if variable.free()}
+    variables = scale_variables(evaluation)
     for variable in variables:
         if variable.free() and _ends(variable) not in free:
             variable.pin("it is used differently in training and in evaluation")

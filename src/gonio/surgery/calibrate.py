@@ -166,7 +166,7 @@ def can_act(module: nn.Module) -> str | None:
     stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
     if not all(isinstance(each, Tensor) for each in stored):
         return "it keeps no running statistics"
-    return "it is lazy; run one batch first" if any(map(is_lazy, stored)) else None
+    return "it is lazy; run one batch first" if any(is_lazy(each) for each in stored if each is not None) else None
 
 
 class _RunningMoments:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gonio.editing.edit import Edit, run_reversed
@@ -19,6 +20,7 @@ from gonio.editing.where import sites
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
+from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import restoring
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
@@ -73,7 +75,7 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         torch.Size([2, 3, 8, 8])
     """
     reason = "it has no layer that tells its input size"
-    for example in _examples(model, batch, seed):
+    for example in examples_for(model, batch=batch, seed=seed):
         try:
             outputs(model, example)
         except Exception as error:  # a model can raise anything at a size that it does not take
@@ -83,7 +85,8 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
     raise InvalidArgumentError("no example input was found for the model", reason, "Pass example= yourself.")
 
 
-def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
+def examples_for(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Iterator[Any]:
+    """Inputs that the model may take, in the order in which they are tried."""
     random = generator(seed, "example")
     reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     for shape, indices in _candidates(model, batch):
@@ -91,7 +94,7 @@ def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
             yield torch.randint(indices, shape, generator=random).to(reference.device)
         else:
             yield torch.randn(shape, generator=random).to(reference)
-    declared = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
+    declared: Any = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
     if isinstance(declared, Mapping):
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
 
@@ -107,7 +110,7 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             dims = conv.weight.dim() - 2
             yield from (((batch, conv.in_channels, *[size] * dims), 0) for size in _SIZES)
         case nn.Linear() as linear:
-            tokens = {m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm1d)}
+            tokens = {vars(m).get("num_features", 8) for m in model.modules() if facts_of(m).why_not_affine is not None}
             yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,), *((n,) for n in sorted(tokens))))
         case nn.Embedding() | nn.EmbeddingBag() as table:
             yield (batch, 8), table.num_embeddings
@@ -190,10 +193,10 @@ class SameFunction:
         self._why = "the model has no layer that tells its input size"
         self.dims: dict[str, int] = {}
         conflicts: set[str] = set()
-        if any(tensor.is_meta for tensor in self.model.parameters()):
-            self._why = "the model is on the meta device"
+        if any(is_lazy(tensor) or tensor.is_meta for tensor in self.model.parameters()):
+            self._why = "the model is lazy or on the meta device"
             return
-        for candidate in (example,) if self._given else _examples(self.model, 2, 0):
+        for candidate in (example,) if self._given else examples_for(self.model):
             try:
                 found, dims = _run(self.model, candidate)
             except Exception as error:

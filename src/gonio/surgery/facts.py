@@ -49,7 +49,8 @@ class Facts:
         tail: names of the children that are applied, in order, to the result of what the other facts describe.
         joins: gives whether a norm takes its statistics over the batches of all processes.
         mixture: gives the shares of the statistics of a norm that mixes several.
-        fused: child layers that compute several of queries, keys and values at once, and how many.
+        fused: child layers (or own tensors) that compute several of queries, keys and values at once, and how many; 0
+            for as many as the layer has times more outputs than inputs.
     """
 
     removes_scale: bool | None = None
@@ -85,7 +86,8 @@ def register(kind: type[nn.Module], facts: Facts) -> None:
     given: object = kind
     if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise InvalidArgumentError("register() takes a module class", repr(kind), "Pass the class of your layer.")
-    if not isinstance(facts, Facts):
+    stated: object = facts
+    if not isinstance(stated, Facts):
         do = "Pass e.g. Facts(removes_scale=True)."
         raise InvalidArgumentError("register() takes gonio.surgery.facts.Facts", repr(facts), do)
     _STATED[kind] = facts
@@ -285,17 +287,68 @@ ACTIVATIONS = frozenset(facts.activation for facts in _STATED.values() if facts.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 
 _WITH_ACTIVATION = replace(_BATCH, tail=("drop", "act"))
-_FOREIGN: dict[str, Facts] = {
+# Attention whose heads are consecutive rows of one layer: the layer, how many parts it has, and the types.
+_FUSED = {
+    ("qkv", 3): """
+        timm.layers: attention.Attention attention.AttentionRope attention2d.Attention2d
+            attention_pool2d.AttentionPool2d attention_pool2d.RotAttentionPool2d
+        timm.models: beit.Attention cait.TalkingHeadAttn coat.FactorAttnConvRelPosEnc convit.MHSA davit.ChannelAttention
+            davit.WindowAttention edgenext.CrossCovarianceAttn efficientformer.Attention eva.EvaAttention
+            fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention levit.Attention
+            maxxvit.Attention2d maxxvit.AttentionCl metaformer.Attention mvitv2.MultiScaleAttention nest.Attention
+            swin_transformer.WindowAttention swin_transformer_v2.WindowAttention
+            swin_transformer_v2_cr.WindowMultiHeadAttention tiny_vit.Attention twins.LocallyGroupedAttn
+            visformer.Attention vision_transformer_relpos.RelPosAttention vision_transformer_sam.Attention
+            volo.Attention xcit.XCA
+        transformers.models: blip.BlipAttention blip_2.Blip2Attention glm4v.Glm4vVisionAttention
+            got_ocr2.GotOcr2VisionAttention hiera.HieraMaskUnitAttention instructblip.InstructBlipAttention
+            instructblipvideo.InstructBlipVideoAttention mgp_str.MgpstrAttention qwen2_vl.VisionAttention
+            qwen2_5_vl.Qwen2_5_VLVisionAttention qwen3_vl.Qwen3VLVisionAttention sam.SamVisionAttention
+            sam2.Sam2MultiScaleAttention sam_hq.SamHQVisionAttention seggpt.SegGptAttention
+            timesformer.TimesformerSelfAttention vitdet.VitDetAttention""",
+    ("qkv", 0): "timm.models: gcvit.WindowAttentionGlobal",
+    ("qk", 2): "timm.models: convit.GPSA tnt.Attention",
+    ("kv", 2): """
+        timm.layers: attention_pool.AttentionPoolLatent
+        timm.models: levit.AttentionDownsample pvt_v2.Attention twins.GlobalSubSampleAttn volo.ClassAttention""",
+    ("qkv_proj", 3): """
+        transformers.models: codegen.CodeGenAttention minimax.MiniMaxLightningAttention phi3.Phi3Attention
+            phi4_multimodal.Phi4MultimodalAttention""",
+    ("c_attn", 0): """
+        transformers.models: decision_transformer.DecisionTransformerGPT2Attention gpt2.GPT2Attention
+            imagegpt.ImageGPTAttention openai.Attention""",
+    ("query_key_value", 3): """
+        transformers.models: bloom.BloomAttention falcon.FalconAttention gpt_neox.GPTNeoXAttention
+            gpt_neox_japanese.GPTNeoXJapaneseAttention persimmon.PersimmonAttention""",
+    ("Wqkv", 3): "transformers.models: dbrx.DbrxAttention modernbert.ModernBertAttention mpt.MptAttention",
+    ("in_proj", 3): "transformers.models: deberta.DisentangledSelfAttention",
+}
+
+
+def _attentions() -> dict[str, Facts]:
+    """The facts of the types in the table, by full name. A module of transformers is `NAME.modeling_NAME`."""
+    found = {}
+    for (layer, parts), text in _FUSED.items():
+        package = ""
+        for word in text.split():
+            if word.endswith(":"):
+                package = word[:-1]
+                continue
+            module, kind = word.split(".")
+            module = f"{module}.modeling_{module}" if package.startswith("transformers") else module
+            found[f"{package}.{module}.{kind}"] = Facts(fused={layer: parts})
+    return found
+
+
+_OF_TIMM = (
+    *(("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh")),
+    *(("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu")),
+)
+_GELU = ("GELUActivation", "NewGELUActivation", "GELUTanh", "FastGELUActivation")
+_FOREIGN: dict[str, Facts] = _attentions() | {
     "timm.layers.norm_act.BatchNormAct2d": _WITH_ACTIVATION,
     "timm.layers.norm_act.SyncBatchNormAct": _WITH_ACTIVATION,
-    **{
-        f"timm.layers.activations.{kind}": Facts(activation=name)
-        for kind, name in (("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh"))
-        + (("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu"))
-    },
-    **{
-        f"transformers.activations.{kind}": Facts(activation=name)
-        for kind, name in (("GELUActivation", "gelu"), ("NewGELUActivation", "gelu"), ("SiLUActivation", "silu"))
-        + (("PytorchGELUTanh", "gelu"), ("GELUTanh", "gelu"), ("FastGELUActivation", "gelu"))
-    },
+    **{f"timm.layers.activations.{kind}": Facts(activation=name) for kind, name in _OF_TIMM},
+    **{f"transformers.activations.{kind}": Facts(activation="gelu") for kind in _GELU},
+    "transformers.activations.SiLUActivation": Facts(activation="silu"),
 }

@@ -114,13 +114,15 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
     Unlike torch's own removal this keeps the class that copies of the layer share, and the order of parameters.
     """
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
+    inside: set[int] = set()  # parts of parametrizations, which may be parametrized themselves, fold with them
     for site in chosen:
         names = [name for name in site.module._parameters if site.module._forward_pre_hooks]
         removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
         if removal is not None:
             stay[site.path] = f"a hook of torch.nn.utils computes its weight: use {removal}"
-        if not parametrize.is_parametrized(site.module):
+        if not parametrize.is_parametrized(site.module) or id(site.module) in inside:
             continue
+        inside.update(id(part) for part in site.module.parametrizations.modules())  # type: ignore[union-attr]
         lists = dict(site.module.parametrizations.items())  # type: ignore[operator, union-attr]
         if any(found._buffers for found in lists.values()):
             stay[site.path] = "its parametrized tensor is no Parameter"

@@ -22,7 +22,8 @@ from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
-from gonio.surgery.graph import Graph, ScaleVariable, trace
+from gonio.surgery.graph import Graph, trace
+from gonio.surgery.scales import ScaleVariable, scale_variables
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
@@ -104,7 +105,7 @@ def _traced(model: nn.Module) -> Structure | str:
         graph = trace(model)
         if graph.reason:
             return f"the model cannot be traced ({graph.reason})"
-        free = [variable for variable in graph.scale_variables() if variable.free()]
+        free = [variable for variable in scale_variables(graph) if variable.free()]
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
         return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts)
 
