@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gonio.claims import Choice, Claim, Findings, load_claim, load_claims, try_claims
-from gonio.compare.planning.plan import installed_versions
+from gonio.lab.claims import Choice, Claim, Findings, load_claim, load_claims, try_claims
+from gonio.lab.planning.plan import installed_versions
 
 RESULT = Path(__file__).with_name("results") / "claims_agreement.json"
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import gonio
 from benchmarks.machine import describe, versions
 from benchmarks.results import FOLDER
-from gonio.compare.planning.plan import Training
-from gonio.compare.running.training import evaluate, fit, prepare_process
-from gonio.compare.tasks import bytes_
-from gonio.compare.tasks.task import Split, Task
+from gonio.lab.planning.plan import Training
+from gonio.lab.running.training import evaluate, fit, prepare_process
+from gonio.lab.tasks import bytes_
+from gonio.lab.tasks.task import Split, Task
 
 __all__ = ["RESULT", "WAYS", "main", "table"]
 

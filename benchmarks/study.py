@@ -29,13 +29,13 @@ from typing import Any
 from benchmarks import history
 from benchmarks.machine import busy_seconds, describe, versions
 from benchmarks.results import Ratio, path_of
-from gonio.compare import Study
+from gonio.lab import Study
 
 RESULT = path_of("study")
 ROUNDS = 3
 LOOK = 0.02  # seconds between two looks at the processes
 QUICK = ("orthogonal-init", "--seeds", "1", "--epochs", "1")
-IMPORTS = "import gonio.cli, gonio.compare, gonio.report"
+IMPORTS = "import gonio.cli, gonio.lab, gonio.lab.showing"
 SECONDS, PERCENT = "{:.2f} s", "{:.1f} %"
 FIGURES = {  # how each is shown, and its goal
     "imports alone": (SECONDS, "–"),

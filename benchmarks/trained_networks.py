@@ -12,10 +12,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gonio.compare.planning.plan import Training
-from gonio.compare.running.training import fit
-from gonio.compare.tasks import digits
-from gonio.compare.tasks.task import Task
+from gonio.lab.planning.plan import Training
+from gonio.lab.running.training import fit
+from gonio.lab.tasks import digits
+from gonio.lab.tasks.task import Task
 from gonio.measuring import Measurements, measure
 from gonio.models import digits_cnn
 from gonio.recipes import Recipe

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gonio.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
-from gonio.report.claims import (
+from gonio.lab.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
+from gonio.lab.showing.claims import (
     arm_rows,
     claim_picture,
     claimed_text,

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gonio.claims import Finding, from_data, load_claims
-from gonio.report.claims import effect_text
+from gonio.lab.claims import Finding, from_data, load_claims
+from gonio.lab.showing.claims import effect_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"

@@ -14,7 +14,7 @@ from gonio import plots
 from gonio.errors import InvalidArgumentError, MissingExtraError
 from gonio.geometry import singular_values
 from gonio.nn import angular, magnitude
-from report.samples import results
+from lab.showing.samples import results
 
 pytest.importorskip("matplotlib")
 

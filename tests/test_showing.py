@@ -45,7 +45,7 @@ SHOWN: dict[str, tuple[Callable[[], Any], str]] = {
         "<Applied switchable-norm: 1 changes, 0 penalty terms>",
     ),
     "Results": (
-        gonio.report.example,
+        gonio.lab.showing.example,
         "<Results of example: 24 runs, 0 missing; orthogonal-init: no useful effect; decoupled-tanh: helps>",
     ),
 }
@@ -61,7 +61,7 @@ def test_what_is_shown(made: Callable[[], Any], line: str) -> None:
 
 
 def test_objects_without_a_table() -> None:
-    claim = gonio.claims.load_claim("gain-tanh")
+    claim = gonio.lab.claims.load_claim("gain-tanh")
     assert repr(claim) == f"<Claim gain-tanh: {claim.claim}>"
     found = gonio.geometry.near_duplicates(torch.eye(3))
     assert repr(found).startswith("<NearDuplicates: 0 pairs with |cosine| >= 0.95 among 3 vectors")

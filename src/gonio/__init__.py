@@ -32,8 +32,8 @@ _EXPORTS = {
         "shrink_intruders_",
         "swap_",
     ),
-    **dict.fromkeys(("claims", "compare", "escaping", "geometry", "init", "integrations", "models", "nn", "plots"), ()),
-    **dict.fromkeys(("parametrizations", "regularizers", "report", "seeding"), ()),
+    **dict.fromkeys(("escaping", "geometry", "init", "integrations", "lab", "models", "nn", "plots"), ()),
+    **dict.fromkeys(("parametrizations", "regularizers", "seeding"), ()),
 }
 """Every public subpackage, and those of its names that are available as `gonio.NAME`."""
 _HOME = {name: package for package, names in _EXPORTS.items() for name in names}
@@ -41,13 +41,12 @@ _HOME = {name: package for package, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_EXPORTS, *_HOME]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not read the table above
-    from gonio import claims as claims
-    from gonio import compare as compare
     from gonio import errors as errors
     from gonio import escaping as escaping
     from gonio import geometry as geometry
     from gonio import init as init
     from gonio import integrations as integrations
+    from gonio import lab as lab
     from gonio import measuring as measuring
     from gonio import models as models
     from gonio import nn as nn
@@ -57,7 +56,6 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import plots as plots
     from gonio import recipes as recipes
     from gonio import regularizers as regularizers
-    from gonio import report as report
     from gonio import seeding as seeding
     from gonio import surgery as surgery
     from gonio.errors import GonioError as GonioError

@@ -137,10 +137,10 @@ def effects(results: Any, *, ax: Axes | None = None) -> Figure:
     The band holds the differences too small to matter: ± the smallest effect of interest.
 
     Args:
-        results: of a study, as `gonio.compare.Study.open(folder).results()` returns them.
+        results: of a study, as `gonio.lab.Study.open(folder).results()` returns them.
 
     Example:
-        >>> gonio.plots.effects(gonio.report.example()).axes[0].get_xlabel()
+        >>> gonio.plots.effects(gonio.lab.showing.example()).axes[0].get_xlabel()
         'difference from the baseline [%]'
     """
     axes, plan = _axes(ax), results.plan
@@ -165,7 +165,7 @@ def learning_curves(results: Any, *, key: str = "val_score", ax: Axes | None = N
         key: `"val_score"` or `"train_loss"`.
 
     Example:
-        >>> gonio.plots.learning_curves(gonio.report.example(), key="train_loss").axes[0].get_ylabel()
+        >>> gonio.plots.learning_curves(gonio.lab.showing.example(), key="train_loss").axes[0].get_ylabel()
         'train loss'
     """
     axes = _axes(ax)

@@ -11,12 +11,12 @@ from torch import nn
 
 import gonio
 from docs.pages import ROOT
-from gonio.claims import from_data
-from gonio.report import html
-from gonio.report.claims import claims_html
+from gonio.lab.claims import from_data
+from gonio.lab.showing import html
+from gonio.lab.showing.claims import claims_html
+from lab.showing.samples import results
+from lab.showing.test_page import PAYLOADS
 from measuring.nets import tracked
-from report.samples import results
-from report.test_page import PAYLOADS
 
 FLAWED = {"body.2": "G203", "body.4": "G102"}  # layer → rule that it breaks
 

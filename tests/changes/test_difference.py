@@ -14,7 +14,7 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import difference, measure
-from report.html_reader import Page
+from html_reader import Page
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -17,8 +17,8 @@ from catalog import seeded
 from changes.references import agreement
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import changes, difference, measure
+from html_reader import Page
 from measuring.test_showing import documented
-from report.html_reader import Page
 
 
 def base() -> dict[str, Tensor]:

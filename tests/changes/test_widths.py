@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.init import mup_
 from gonio.measuring import Widths, widths
 from gonio.measuring.widths import _exponent, _student
-from report.html_reader import Page
+from html_reader import Page
 
 SIZES = (64, 128, 256)
 

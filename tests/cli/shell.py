@@ -17,8 +17,8 @@ TASK = """
 import time
 import torch
 from torch import nn
-from gonio.compare.planning.plan import Training
-from gonio.compare.tasks.task import Split, Task
+from gonio.lab.planning.plan import Training
+from gonio.lab.tasks.task import Split, Task
 
 
 def tiny():

@@ -10,7 +10,7 @@ import pytest
 from cli.shell import COMMAND, invoke
 from gonio import models
 from gonio.cli.explain import Kind
-from gonio.compare import tasks
+from gonio.lab import tasks
 from gonio.recipes import built_in_names
 
 

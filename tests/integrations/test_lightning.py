@@ -165,8 +165,8 @@ def train(run):
 def test_a_comparison_of_a_lightning_module(lightning: Any, tmp_path: Path) -> None:
     script = tmp_path / "fit_module.py"
     script.write_text(SCRIPT)
-    plan = gonio.compare.make_script_plan(["scale-shift"], script=f"{script}:train", seeds=1)
-    records = gonio.compare.run(plan, tmp_path / "study", jobs=2).runs()
+    plan = gonio.lab.make_script_plan(["scale-shift"], script=f"{script}:train", seeds=1)
+    records = gonio.lab.run(plan, tmp_path / "study", jobs=2).runs()
     assert [(record.status, record.error) for record in records] == [("finished", None)] * 2
     assert set(records[1].geometry["layers"]) == {"net"}
 

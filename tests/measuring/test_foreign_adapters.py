@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,8 @@ def agrees(before: dict[str, Tensor], merged: dict[str, Tensor], after: Any, *, 
 
 TUNERS: dict[str, dict[str, Any]] = {
     "AdaLoraConfig": {"total_step": 10}, "AdamssConfig": {}, "BOFTConfig": {"boft_block_size": 4}, "DeloraConfig": {},
-    "FourierFTConfig": {"n_frequency": 20}, "GraloraConfig": {}, "HRAConfig": {}, "IA3Config": {"feedforward_modules": []},
+    "FourierFTConfig": {"n_frequency": 20}, "GraloraConfig": {}, "HRAConfig": {},
+    "IA3Config": {"feedforward_modules": []},
     "LNTuningConfig": {"target_modules": ["ln"]}, "LoHaConfig": {}, "LoKrConfig": {}, "LoraConfig": {}, "MissConfig": {"r": 4},
     "OFTConfig": {"oft_block_size": 4}, "OSFConfig": {}, "RandLoraConfig": {}, "ShiraConfig": {"r": 2},
     "TrainableTokensConfig": {"target_modules": ["emb"], "token_indices": [1, 2]},
@@ -217,7 +217,10 @@ def test_lora_of_stacked_experts(options: dict[str, Any], tmp_path: Path) -> Non
     for source in (model, tmp_path):
         agrees(plain(base), merged, source)
         product = next(t for t in measure(source).values() if "experts" in t.path and ".lora_BA" in t.path)
-        assert (product.groups, product.frobenius) == (3, pytest.approx(float((merged[name] - plain(base)[name]).norm()), rel=1e-4))
+        assert (product.groups, product.frobenius) == (
+            3,
+            pytest.approx(float((merged[name] - plain(base)[name]).norm()), rel=1e-4),
+        )
 
 
 def test_lora_of_two_parameters_of_one_module_is_known_in_memory_and_refused_in_a_file(tmp_path: Path) -> None:
@@ -235,7 +238,12 @@ def test_lora_of_two_parameters_of_one_module_is_known_in_memory_and_refused_in_
 
 def kohya(**more: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    return {"b.lora_down.weight": torch.randn(4, 16), "b.lora_up.weight": torch.randn(32, 4), "b.alpha": torch.tensor(2.0), **more}
+    return {
+        "b.lora_down.weight": torch.randn(4, 16),
+        "b.lora_up.weight": torch.randn(32, 4),
+        "b.alpha": torch.tensor(2.0),
+        **more,
+    }
 
 
 def test_dora_of_kohya_s_tools_with_norms_of_outputs_or_of_inputs() -> None:
@@ -251,7 +259,12 @@ def test_dora_of_kohya_s_tools_with_norms_of_outputs_or_of_inputs() -> None:
 def test_a_tucker_core_is_a_kernel() -> None:
     torch.manual_seed(5)
     down, up, core = torch.randn(4, 16, 1, 1), torch.randn(32, 4, 1, 1), torch.randn(4, 4, 3, 3)
-    state = {"b.lora_down.weight": down, "b.lora_up.weight": up, "b.lora_mid.weight": core, "b.alpha": torch.tensor(2.0)}
+    state = {
+        "b.lora_down.weight": down,
+        "b.lora_up.weight": up,
+        "b.lora_mid.weight": core,
+        "b.alpha": torch.tensor(2.0),
+    }
     expected = 0.5 * torch.einsum("om,mrkl,ri->oikl", up[:, :, 0, 0], core, down[:, :, 0, 0])
     found = measure(state)["b.lora_BA"]
     assert found.shape == (32, 16, 3, 3)
@@ -265,7 +278,11 @@ def test_an_unknown_scale_is_not_one(net: Net, tmp_path: Path) -> None:
         row = difference(plain(net), source)["q"]
         assert (row.status, row.reason) == ("not compared", "the adapter's scale is not known")
         assert math.isnan(row.change_norm)
-    beside = {**state, "base_model.model.q.alpha": torch.tensor(64.0), "base_model.model.layers.0.q.alpha": torch.tensor(8.0)}
+    beside = {
+        **state,
+        "base_model.model.q.alpha": torch.tensor(64.0),
+        "base_model.model.layers.0.q.alpha": torch.tensor(8.0),
+    }
     expected = float(model.base_model.model.q.get_delta_weight("default").norm())
     assert difference(plain(net), beside)["q"].change_norm == pytest.approx(expected, rel=1e-4)
     model.save_pretrained(tmp_path)
@@ -337,5 +354,8 @@ def test_a_configuration_is_checked_key_by_key() -> None:
     assert AdapterConfig({"twist": None, "lora_alpha": 4}).refusal == ""
     assert AdapterConfig({"lora_alpha": True}).number("lora_alpha") is None
     assert AdapterConfig({"alpha_pattern": {"q": 3, ".*": 4}}).pattern("alpha_pattern", "a.q") == 3
-    fits: Callable[[str], float | None] = lambda path: AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern("alpha_pattern", path)  # noqa: E731
+
+    def fits(path: str) -> float | None:
+        return AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern("alpha_pattern", path)
+
     assert (fits("b.c"), fits("a.b.c"), fits("a.b.cd"), fits("ab.c")) == (2, 2, None, None)

@@ -174,7 +174,9 @@ def test_an_8_bit_weight_beside_what_may_be_its_scale_is_refused_and_one_alone_i
     assert measure({"l.weight": codes, "l.bias": torch.zeros(256)})["l"].frobenius == norm(codes.float())
     row = measure({"l.weight": codes, "l.factor": torch.ones(256, 1)})["l"]
     assert row.reason == "float8_e4m3fn, and how l.factor scales it is not known"
-    assert difference({"l.weight": W}, {"l.weight": codes, "l.factor": torch.ones(256, 1)})["l"].status == "not compared"
+    assert (
+        difference({"l.weight": W}, {"l.weight": codes, "l.factor": torch.ones(256, 1)})["l"].status == "not compared"
+    )
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -222,7 +224,10 @@ def test_damage_is_still_found_in_files() -> None:
     """The same shapes with a weight that is all equal, or 0, is damaged and not a fixed kernel."""
     assert measure({"a.weight": torch.full((8, 6), 0.1)}).findings
     assert measure({"a.weight": torch.full((8, 2, 3, 3), 0.1)}).findings
-    assert measure({"a.weight": torch.zeros(8, 1, 3, 3)}).findings == () or measure({"a.weight": torch.zeros(8, 6)}).findings
+    assert (
+        measure({"a.weight": torch.zeros(8, 1, 3, 3)}).findings == ()
+        or measure({"a.weight": torch.zeros(8, 6)}).findings
+    )
 
 
 def test_weights_stored_with_their_inputs_first_are_told_by_their_bias(tmp_path: Path) -> None:
@@ -239,7 +244,9 @@ def test_weights_stored_with_their_inputs_first_are_told_by_their_bias(tmp_path:
         mine, theirs = (found[f"transformer.h.0.{path}"] for found in (file, live))
         assert (mine.filters, mine.dim, mine.alignment) == (theirs.filters, theirs.dim, theirs.alignment)
     assert [f.code for f in file.findings if "c_fc" in f.path] == ["G102"]
-    linear = measure({"a.weight": seeded(6, 4), "a.bias": torch.zeros(6), "b.weight": seeded(4, 4), "b.bias": torch.zeros(4)})
+    linear = measure(
+        {"a.weight": seeded(6, 4), "a.bias": torch.zeros(6), "b.weight": seeded(4, 4), "b.bias": torch.zeros(4)}
+    )
     assert (linear["a"].filters, linear["b"].notes) == (6, ())
 
 
@@ -271,7 +278,9 @@ def test_a_modulated_convolution_s_weight_has_a_filter_for_each_output() -> None
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
 def test_quantised_recurrent_layers_have_rows(kind: Any) -> None:
     layer = kind(8, 6)
-    quantised = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4), layer), {nn.Linear, kind}, dtype=torch.qint8)
+    quantised = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(4, 4), layer), {nn.Linear, kind}, dtype=torch.qint8
+    )
     found = measure(quantised)
     for name in ("weight_ih", "weight_hh"):
         key = f"1.{name}" + ("" if "Cell" in kind.__name__ else "_l0")
@@ -291,7 +300,12 @@ BESIDE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_lies_beside_a_state_dict_is_named_and_does_not_hide_it(name: str, tmp_path: Path) -> None:
-    broken = {**STATE, "a.weight": STATE["a.weight"].clone(), "c.weight": torch.ones(3, 3), "d.weight": torch.ones(3, 3)}
+    broken = {
+        **STATE,
+        "a.weight": STATE["a.weight"].clone(),
+        "c.weight": torch.ones(3, 3),
+        "d.weight": torch.ones(3, 3),
+    }
     broken["a.weight"][3, 3] = float("nan")
     torch.save({"epoch": 3, "state_dict": broken, "beside": BESIDE[name]}, tmp_path / "model_best.pth.tar")
     found = measure(tmp_path / "model_best.pth.tar")

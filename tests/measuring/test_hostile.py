@@ -20,9 +20,9 @@ from foreign import FLOAT8_ROWS
 from gonio.errors import GonioError, UnreadableFileError
 from gonio.measuring import Measurements, difference, measure
 from gonio.measuring.reading.torch_files import load_torch, state_of_torch
+from html_reader import Page
 from measuring.zoo_files import FILES, STATES, Runs
 from measuring.zoo_models import MODELS, NAMES, Verdict
-from report.html_reader import Page
 
 
 def judge(found: Measurements, verdict: Verdict | None) -> None:

@@ -122,7 +122,10 @@ def test_parametrized_weights_are_measured_as_the_layer_uses_them(train: bool) -
     state = measure(torchs.state_dict())["weight"]
     assert state.frobenius == pytest.approx(found["weight"].frobenius, rel=1e-6)
     raw = {"parametrizations.weight.original": torch.randn(5, 6), "parametrizations.weight.0.base": torch.eye(5, 6)}
-    assert "the tensor that a parametrization computes the weight from" in measure(raw)["parametrizations.weight.original"].notes
+    assert (
+        "the tensor that a parametrization computes the weight from"
+        in measure(raw)["parametrizations.weight.original"].notes
+    )
 
 
 @pytest.mark.parametrize("kind", [parametrizations.Sphere, parametrizations.SpectralNorm])

@@ -13,8 +13,8 @@ import gonio
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import Equilibrium
 from gonio.measuring.training.advice import advice, layer_rotations
+from html_reader import Page
 from measuring.nets import tracked
-from report.html_reader import Page
 
 
 def rows(layer: str, rotations: list[float], predicted: float | None = None, rates: Any = 0.1) -> list[dict[str, Any]]:

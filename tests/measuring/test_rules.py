@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import Measurements, Suppression, explain, measure
 from gonio.measuring.findings.rules import ADVICE, LEVELS, RULES, WEIGHT_RULES, measured_rates, rule_texts
-from report.html_reader import Page
+from html_reader import Page
 
 
 def weight(n: int = 64, d: int = 100, seed: int = 0) -> Tensor:

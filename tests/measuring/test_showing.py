@@ -21,8 +21,8 @@ from docs.pages import ROOT
 from gonio.errors import MissingExtraError
 from gonio.measuring import Suppression, Tracker, difference, measure, outline, widths
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
-from report.html_reader import Page
-from report.test_page import PAYLOADS, TAGS
+from html_reader import Page
+from lab.showing.test_page import PAYLOADS, TAGS
 
 
 def model() -> nn.Sequential:
@@ -223,7 +223,7 @@ def everything() -> dict[str, Any]:
         model.register_buffer("spare", torch.full((2,), float("nan")))  # takes no part in the signal
         model[9].weight[0] = 0
         model[9].weight[1] = 0
-    found = measure(model, batch=x, also=("operator_norm",))
+    found = measure(model, batch=x, extra_figures=("operator_norm",))
     read: dict[str, Any] = json.loads(Suppression(ignore=("G102", "G405")).applied(found, model).to_json())
     return read
 

@@ -218,7 +218,7 @@ def periodic_operator(layer: nn.Module, side: int) -> Tensor:
 def test_the_operator_norm_is_that_of_the_dense_operator(name: str) -> None:
     layer = CONVOLUTIONS[name]()
     assert measure(layer)["weight"].operator_norm is None
-    found = measure(layer, also=("operator_norm",))["weight"]
+    found = measure(layer, extra_figures=("operator_norm",))["weight"]
     side = 18 if name == "stride 3" else 16
     assert found.notes[-1] == f"operator norm on a periodic grid of {'×'.join([str(side)] * (layer.weight.ndim - 2))}"
     dense = periodic_operator(layer, side)
@@ -236,9 +236,9 @@ def test_a_kernel_of_one_position_has_the_norm_of_its_matrix(layer: nn.Module) -
 
 def test_a_figure_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"no figure named 'operator_nrm'\. Did you mean operator_norm"):
-        measure(nn.Linear(2, 2), also=("operator_nrm",))
+        measure(nn.Linear(2, 2), extra_figures=("operator_nrm",))
     with pytest.raises(InvalidArgumentError, match=r"is a tuple of figures; found 'operator_norm'"):
-        measure(nn.Linear(2, 2), also="operator_norm")
+        measure(nn.Linear(2, 2), extra_figures="operator_norm")
 
 
 def test_long_filters_are_drawn_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from gonio.compare import Run, Split, Task, Training
-from gonio.compare.tasks import fashion_mnist
+from gonio.lab import Run, Split, Task, Training
+from gonio.lab.tasks import fashion_mnist
 from gonio.models import digits_cnn
 
 EPOCHS, BATCH, RATE, AVERAGE, WORKERS = 3, 25, 0.1, 0.9, 4

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from compare.plans import OWN, TINY
-from gonio.compare import Study, make_plan, make_script_plan, run
 from gonio.errors import GonioError
+from gonio.lab import Study, make_plan, make_script_plan, run
+from lab.plans import OWN, TINY
 
 DAMAGES = int(os.environ.get("GONIO_DAMAGES", "1000"))
 

@@ -1,7 +1,7 @@
 """Built-in, tuned and script studies are killed at random moments, again and again: nothing is lost, nothing changes.
 
 `GONIO_KILLS` is the number of kills over the three kinds (60); `make soak` takes 2,000. Each kill ends a process that
-runs a study in itself; `tests/compare/test_running.py` kills the processes of studies with workers.
+runs a study in itself; `tests/lab/test_running.py` kills the processes of studies with workers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from compare.plans import OWN, TINY, Here
-from compare.processes import exit_code, forked
-from gonio.compare import Plan, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.lab import Plan, RunRecord, Study, make_plan, make_script_plan, run
+from lab.plans import OWN, TINY, Here
+from lab.processes import exit_code, forked
 
 KILLS = int(os.environ.get("GONIO_KILLS", "60"))
 KINDS = ("built-in", "tuned", "script")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from cli.shell import COMMAND
-from gonio.compare import Study
+from gonio.lab import Study
 
 FILE = Path(__file__).with_name("fashion.py")
 # decays every weight so strongly that little is learnt: an effect that six seeds show

@@ -18,10 +18,10 @@ from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
 from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
 
 if TYPE_CHECKING:
-    from gonio.compare import Plan
-    from gonio.compare.engines import Devices, Engine
+    from gonio.lab import Plan
+    from gonio.lab.running.engines import Devices, Engine
 
-# By the fields of gonio.compare.Training; without an option the task's own value is used.
+# By the fields of gonio.lab.Training; without an option the task's own value is used.
 _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
@@ -185,11 +185,11 @@ def compare(
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
     if engine == "local" and not dry_run:
-        from gonio import fork_server
+        from gonio.lab.running import fork_server
 
         with fork_server.running("gonio.cli"):  # its imports take as long as those of this process
             pass
-    from gonio import compare as comparing
+    from gonio import lab
 
     devices = _devices(device, given)
     command, drawn = _command(recipes or [], given), range(first_seed, first_seed + seeds)
@@ -197,16 +197,16 @@ def compare(
     with users_code(task, model):
         if script is not None:
             score = {name: context.params[name] for name in _OF_SCORE}
-            plan = comparing.make_script_plan(
+            plan = lab.make_script_plan(
                 chosen, script=script, seeds=drawn, epsilon=epsilon, device=devices.kind, command=command, **score
             )
         else:
-            plan = comparing.make_plan(
+            plan = lab.make_plan(
                 chosen, task=task, model=model, seeds=drawn, tune=tune, robust=robust, command=command,
                 training=training, device=devices.kind, workers=workers,
             )  # fmt: skip
     if self_test:
-        plan = comparing.self_test_plan(plan, size=len(drawn))
+        plan = lab.self_test_plan(plan, size=len(drawn))
     if dry_run:
         _show_plan(plan, output, jobs)
     else:
@@ -237,8 +237,8 @@ def _option(name: str) -> str:
 
 def _devices(name: str | None, given: dict[str, Any]) -> Devices:
     """The devices of the study; an accelerator that was found becomes part of its command."""
-    from gonio.compare import tasks
-    from gonio.compare.engines import Devices
+    from gonio.lab import tasks
+    from gonio.lab.running.engines import Devices
 
     # a script chooses for itself, and may not even look at run.device
     on_cpu = "script" in given or given.get("task", _DEFAULTS["task"]) in tasks.BUILT_IN
@@ -259,21 +259,21 @@ def _command(recipes: list[str], given: Mapping[str, Any]) -> str:
 
 def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
-    from gonio import compare as comparing
+    from gonio import lab
     from gonio.cli.inputs import build_model
-    from gonio.compare.planning.plan import extended
+    from gonio.lab.planning.plan import extended
     from gonio.recipes import Recipe
 
     if (study / "plan.json").exists():
-        extended(comparing.Study.open(study).plan, plan, path=str(study), finished=0)  # refuses another plan
-    print_out(f"study {study}\n{comparing.dry_run(plan, jobs=jobs or comparing.default_jobs())}\n")
+        extended(lab.Study.open(study).plan, plan, path=str(study), finished=0)  # refuses another plan
+    print_out(f"study {study}\n{lab.dry_run(plan, jobs=jobs or lab.engines.default_jobs())}\n")
     if not plan.scripted:
-        model = build_model(plan.model, **comparing.tasks.resolve(plan.task).sizes)
+        model = build_model(plan.model, **lab.tasks.resolve(plan.task).sizes)
         print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
 
 
 def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, devices: Devices) -> Engine:
-    from gonio.compare.engines import Local, Ray
+    from gonio.lab.running.engines import Local, Ray
 
     if name == "ray":
         return Ray(cpus=cpus, gpus=float(devices.kind == "cuda") if gpus is None else gpus, jobs=jobs)
@@ -286,19 +286,19 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, device
 
 def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:
     """Run the study, show the verdicts and write the page; exit with 4 if runs failed or are missing."""
-    from gonio import compare as comparing
-    from gonio.report import text, write_html
+    from gonio import lab
+    from gonio.lab.showing import text, write_html
 
     if find_spec("matplotlib") is None:
         raise MissingExtraError("the page of a study", "matplotlib", "lab")
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
-    watcher = comparing.watcher_for(sys.stderr)
-    results = comparing.run(plan, study, engine=engine, watcher=watcher, run_timeout=run_timeout).results()
+    watcher = lab.watcher_for(sys.stderr)
+    results = lab.run(plan, study, engine=engine, watcher=watcher, run_timeout=run_timeout).results()
     show(text(results))
     print_out(f"\npage: {write_html(results, study / 'report.html')}")
     if plan.self_test:
-        tested = comparing.self_test(results)
+        tested = lab.self_test(results)
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)

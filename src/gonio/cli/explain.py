@@ -26,7 +26,7 @@ class Kind(StrEnum):
 _OTHER_TASKS = (
     ("torchvision:NAME:FOLDER", "An image data set of torchvision in a folder of this machine."),
     ("imagefolder:FOLDER", "Images in one folder per class."),
-    ("file.py:factory", "A function of your own that returns a gonio.compare.Task."),
+    ("file.py:factory", "A function of your own that returns a gonio.lab.Task."),
 )
 _OTHER_MODELS = (
     ("timm:NAME", "A model of timm, with random weights."),
@@ -42,8 +42,8 @@ def list_names(
     ] = None,
 ) -> None:
     """List recipes, tasks and models by name, the rules of findings, the columns of tables and the claims of papers."""
-    from gonio.claims import load_claims
-    from gonio.compare.tasks import BUILT_IN as TASKS
+    from gonio.lab.claims import load_claims
+    from gonio.lab.tasks import BUILT_IN as TASKS
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.showing.columns import COLUMNS
     from gonio.models import BUILT_IN as MODELS
@@ -73,7 +73,7 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
-    from gonio.claims import claim_names, load_claim
+    from gonio.lab.claims import claim_names, load_claim
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.findings.rules import explain as explain_rule
     from gonio.measuring.showing.columns import COLUMNS
@@ -88,7 +88,7 @@ def explain(
     if name.strip().upper() in RULES:
         print_out(explain_rule(name))
     elif word in claim_names():
-        from gonio.report.claims import claim_explanation
+        from gonio.lab.showing.claims import claim_explanation
 
         print_out(claim_explanation(load_claim(word)))
     elif columns:

@@ -84,7 +84,7 @@ def measure(
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
         found = measuring.measure(
-            first, batch=example, base=adapted, engine=engine, also=figures, deep=deep, progress=update
+            first, batch=example, base=adapted, engine=engine, extra_figures=figures, deep=deep, progress=update
         )
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)
@@ -120,7 +120,7 @@ def _changes(
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
     from gonio import measuring
     from gonio.cli.inputs import build_of_width
-    from gonio.compare import tasks
+    from gonio.lab import tasks
 
     words = sizes.split(",")
     if not all(word.isascii() and word.isdigit() and 0 < int(word) < 1 << 20 for word in words):

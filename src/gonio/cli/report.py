@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
 if TYPE_CHECKING:
-    from gonio.compare import Plan, RunRecord
+    from gonio.lab import Plan, RunRecord
 
 _SIGNS = {"finished": "+", "diverged": "!", "failed": "x", None: "."}
 
@@ -32,9 +32,8 @@ def report(
     A study that is still running is reported with its results so far. Several studies of different tasks give the
     effects of their common recipes over all tasks.
     """
-    from gonio import report as reports
-    from gonio.compare import Study, across
-    from gonio.report.exports import MULTI_TASK_FORMATS, multi_task_text
+    from gonio.lab import Study, across, showing
+    from gonio.lab.showing.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
     check_folders(targets)
@@ -43,14 +42,14 @@ def report(
     found = [Study.open(study).results() for study in studies]
     if len(found) == 1:
         formats = {
-            "html": reports.html,
-            "json": reports.to_json,
-            "csv": reports.to_csv,
-            "md": reports.to_markdown,
-            "tex": reports.to_latex,
+            "html": showing.html,
+            "json": showing.to_json,
+            "csv": showing.to_csv,
+            "md": showing.to_markdown,
+            "tex": showing.to_latex,
         }
         if not save_formats(targets, {name: partial(make, found[0]) for name, make in formats.items()}):
-            show(reports.text(found[0]))
+            show(showing.text(found[0]))
         return
     if html is not None:
         message = f"{len(found)} studies"
@@ -62,7 +61,7 @@ def report(
 
 def status(study: Annotated[Path, typer.Argument(help="The study's folder.", metavar="STUDY")]) -> None:
     """Show which runs of a study are done: one line per recipe, one sign per seed."""
-    from gonio.compare import Study
+    from gonio.lab import Study
 
     _check_folder(study)
     opened = Study.open(study)

@@ -16,7 +16,7 @@ from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
-    from gonio.claims import Choice, Claim, Findings
+    from gonio.lab.claims import Choice, Claim, Findings
 
 _FOLDER = Path("gonio-claims")
 _START = 0.3  # seconds to start a run's process
@@ -68,7 +68,7 @@ def reproduce(
     Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
     the same command to resume.
     """
-    from gonio.claims import Choice, load_claims
+    from gonio.lab.claims import Choice, load_claims
 
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
@@ -102,10 +102,10 @@ def _command(names: Sequence[str], choice: Choice, output: Path) -> str:
 
 def _show_plans(claims: Sequence[Claim], choice: Choice, jobs: int | None) -> None:
     """Runs and estimated time of each claim, from a few training steps of each arm."""
-    from gonio.claims import plan_claim
-    from gonio.compare import default_jobs
-    from gonio.compare.engines.local import Worker
-    from gonio.compare.planning.dry_run import run_seconds
+    from gonio.lab.claims import plan_claim
+    from gonio.lab.planning.dry_run import run_seconds
+    from gonio.lab.running.engines import default_jobs
+    from gonio.lab.running.engines.local import Worker
 
     at_once, total = jobs or default_jobs(), 0.0
     for claim in (claim for claim in claims if claim.budget != "none"):
@@ -128,9 +128,9 @@ def _run(
     claims: Sequence[Claim], choice: Choice, output: Path, *, jobs: int | None, json: str | None, command: str
 ) -> None:
     """Run the studies, show the verdicts and write the page."""
-    from gonio.claims import try_claims
-    from gonio.compare import watcher_for
-    from gonio.report.claims import claims_json, claims_text, write_claims_html
+    from gonio.lab import watcher_for
+    from gonio.lab.claims import try_claims
+    from gonio.lab.showing.claims import claims_json, claims_text, write_claims_html
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")

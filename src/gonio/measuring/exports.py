@@ -1,4 +1,4 @@
-"""JSON-able data of results: records as objects, text without control characters, None for a number that is not finite."""
+"""JSON-able data of results: records as objects, plain text, None for a number that is not finite."""
 
 from __future__ import annotations
 

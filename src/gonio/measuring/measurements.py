@@ -16,7 +16,7 @@ from gonio.measuring.exports import json_data
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.rules import Finding, Suppressed, told
+from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
@@ -103,7 +103,9 @@ class Measurements(Table[TensorMeasurement]):
         yield Text("")
         none = [] if self.findings else [Text("No findings."), Text(self.scope, style="dim")]
         quiet = self.suppressed.sentences if self.suppressed is not None else ()
-        yield from told(self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)])
+        yield from render_findings(
+            self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)]
+        )
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             yield tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)

@@ -17,7 +17,7 @@ from gonio.errors import GonioError
 from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
 from gonio.measuring.exports import json_data
-from gonio.measuring.reading.entry import Entry, dtype_named
+from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table, bare_table
 
@@ -146,7 +146,7 @@ def outline(source: Source) -> Outline:
     return Outline(name_of(source), tuple(_header(entry) for entry in contents.entries), contents.notes)
 
 
-def _header(entry: Entry) -> TensorHeader:
+def _header(entry: TensorEntry) -> TensorHeader:
     known = {name: getattr(entry, name) for name in ("name", "path", "kind", "shape", "dtype", "reason")}
     if entry.shape is None:
         return TensorHeader(**known, entries=None, bytes=None)

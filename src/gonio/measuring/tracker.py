@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
 from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
@@ -220,7 +220,7 @@ class Tracker:
         """
         return frame_from(self.rows, ["step", "layer", *self._figures])
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[TensorEntry]:
         """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
         weights = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]

@@ -21,7 +21,7 @@ def render(package: str, template: str, *, whole: bool = True, **values: Any) ->
     """A template of a package with these values.
 
     Args:
-        package: whose folder `templates` has the template, such as `"gonio.report"`.
+        package: whose folder `templates` has the template, such as `"gonio.lab.showing"`.
         whole: one self-contained page; False: a part for a notebook, with its style and without the script.
     """
     return environment(package).get_template(template).render(whole=whole, **values)

@@ -9,7 +9,7 @@ from math import prod, sqrt
 from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
-from gonio.measuring.findings.rules import Finding, Rule, findings_by, rule, worst_first
+from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
@@ -53,9 +53,9 @@ class Pairing:
     kept: float
 
 
-TENSOR_RULES: dict[str, Rule[TensorDifference]] = {}
-MODEL_RULES: dict[str, Rule[WholeChange]] = {}
-PAIR_RULES: dict[str, Rule[Pairing]] = {}
+TENSOR_RULES: dict[str, FindingRule[TensorDifference]] = {}
+MODEL_RULES: dict[str, FindingRule[WholeChange]] = {}
+PAIR_RULES: dict[str, FindingRule[Pairing]] = {}
 
 
 @rule("G001", TENSOR_RULES)

@@ -153,7 +153,7 @@ def _movable(free: list[ScaleVariable]) -> MovableScale | None:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFacts:
     """Batch sizes and weight decays, as far as they are known.
 
     Attributes:
@@ -166,7 +166,7 @@ class Training:
     decayed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Training:
+    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> TrainingFacts:
         """Read a data loader, without drawing from it, and an optimizer.
 
         Raises:
@@ -248,7 +248,7 @@ class NormUse:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelFacts:
     """The facts that the rules on a whole model read.
 
     Attributes:
@@ -258,13 +258,15 @@ class Setting:
     """
 
     norms: tuple[NormUse, ...]
-    training: Training
+    training: TrainingFacts
     decayed: tuple[str, ...]
     constant: tuple[str, ...]
     signals: tuple[Signal, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: Training) -> Setting:
+    def of(
+        cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: TrainingFacts
+    ) -> ModelFacts:
         everything = sites(model)
         wrappers = [site.module for site in everything if "_checkpoint_wrapped_module" in site.module._modules]
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}

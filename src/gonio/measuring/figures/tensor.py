@@ -16,10 +16,10 @@ from gonio.escaping import plain
 from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
 from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
-from gonio.geometry.views import PLAIN
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
-from gonio.measuring.reading.entry import Entry, numbers_of
+from gonio.geometry.views import PLAIN
+from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.layouts import why_no_filters
 from gonio.plots import angles, spectrum
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Also = Collection[Literal["operator_norm"]]
-ALSO = ("operator_norm",)  # figures measured on request
+ExtraFigures = Collection[Literal["operator_norm"]]
+EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
 NEGATIVE = "running variances are negative"  # the note on such a tensor, with their number
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
@@ -72,7 +72,7 @@ class TensorMeasurement:
         orthogonality_defect: root mean square of the squared singular values over their mean, minus 1: 0 exactly for
             multiples of semi-orthogonal matrices. `orthogonality_defect_random`: for normal entries.
         operator_norm: of the layer as a linear map: `sigma_max` for linear layers and 1×1 kernels; for other
-            convolutions the norm on a periodic grid, measured on request (`also`).
+            convolutions the norm on a periodic grid, measured on request (`extra_figures`).
         angle_histogram: pairs per degree.
     """
 
@@ -148,7 +148,7 @@ class TensorMeasurement:
 
 
 @torch.no_grad()
-def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> TensorMeasurement:
+def measure_tensor(entry: TensorEntry, *, extra_figures: ExtraFigures = (), deep: bool = False) -> TensorMeasurement:
     """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
 
     With `deep`, all pairs and all singular values of large weights too.
@@ -156,13 +156,13 @@ def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> Tens
     if entry.load is None or entry.role == "unknown":
         return _row(entry, status="skipped", reason=entry.reason)
     try:
-        return _measured(entry, entry.load(), also, deep=deep)
+        return _measured(entry, entry.load(), extra_figures, deep=deep)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return _row(entry, status="skipped", reason=f"cannot be read: {said}")
 
 
-def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasurement:
+def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:
     """The row of what the entry's `load` returned."""
     if not isinstance(raw, Tensor):
         return _row(entry, status="skipped", reason=f"not a tensor but {type(raw).__name__}")
@@ -187,12 +187,12 @@ def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasur
     if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
         return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
-    values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
+    values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))
     return _row(entry, **known, status="measured", **values)
 
 
-def _row(entry: Entry, **values: Any) -> TensorMeasurement:
+def _row(entry: TensorEntry, **values: Any) -> TensorMeasurement:
     base = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": (), "dtype": ""}
     return TensorMeasurement(**{**base, "notes": entry.notes, **values})
 
@@ -276,7 +276,9 @@ def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> d
     }
 
 
-def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float | None) -> tuple[float | None, str]:
+def _operator_norm(
+    tensor: Tensor, layout: Layout, extra_figures: ExtraFigures, sigma_max: float | None
+) -> tuple[float | None, str]:
     """The norm of the layer as a linear map, or None, and a note: the grid, or why there is no norm.
 
     Args:
@@ -285,7 +287,7 @@ def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float 
     kernel = tensor.shape[2:]
     if sigma_max is None or prod(kernel) == 1:
         return sigma_max, ""
-    if "operator_norm" not in also:
+    if "operator_norm" not in extra_figures:
         return None, ""
     grid = periodic_grid(tensor.shape, layout, least=GRID)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

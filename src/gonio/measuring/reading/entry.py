@@ -16,7 +16,7 @@ PADDING = "one row is padding and stays 0"  # the note on an embedding with padd
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to measure.
 
     Attributes:
@@ -54,7 +54,7 @@ class Entry:
         """The tensor; None for one that cannot be measured at all."""
         return None if self.load is None else self.load()
 
-    def unknown(self, reason: str) -> Entry:
+    def unknown(self, reason: str) -> TensorEntry:
         """The same tensor with values that are not known."""
         shape = self.shape or ()
         return replace(self, load=lambda: torch.full(shape, torch.nan), reason=reason, role="unknown", notes=())
@@ -83,8 +83,9 @@ class StoredTensor:
 
     def entry(
         self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()
-    ) -> Entry:
-        return Entry(name, kind, layout, self.load, reason, notes, self.shape, self.dtype)
+    ) -> TensorEntry:
+        return TensorEntry(name, kind, layout, self.load, reason, notes, self.shape, self.dtype)
+
 
 def dtype_named(name: str) -> torch.dtype | None:
     """The dtype of this name; None if torch has none."""
@@ -172,4 +173,3 @@ def _no_floats(tensor: Tensor) -> Numbers:
 
 def _named(value: torch.dtype | torch.layout) -> str:
     return str(value).removeprefix("torch.")
-

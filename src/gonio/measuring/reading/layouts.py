@@ -60,9 +60,7 @@ def _bias_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
     return shapes.get(f"{path}bias{last}") if name.rpartition(".")[2].count("weight") == 1 else None
 
 
-def infer(
-    name: str, shapes: Shapes, *, inputs_first: bool = False
-) -> tuple[Layout | None, str, str, tuple[str, ...]]:
+def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Layout | None, str, str, tuple[str, ...]]:
     """The layout of a tensor, or None; its kind; the reason for None; notes.
 
     A weight of two to five dimensions is a stack of filters on dim 0: a linear layer or an embedding (2), a
@@ -135,7 +133,7 @@ def why_no_filters(tensor: Tensor, *, lone: bool) -> str:
         values = tensor.float()
         if bool(((values > 0.5) & (values < 2)).all()):
             return "every value is within a factor of two of 1: gains, not filters"
-    if lone and tensor.ndim > 2 and bool((first >= 0).all()) and torch.equal(first[0], first[-1]):
-        if bool((tensor == tensor[:1]).all()):
-            return "the same kernel in every channel: fixed, not trained"
+    alike = lone and tensor.ndim > 2 and bool((first >= 0).all()) and torch.equal(first[0], first[-1])
+    if alike and bool(first.any()) and bool((tensor == tensor[:1]).all()):
+        return "the same kernel in every channel: fixed, not trained"
     return ""

@@ -49,7 +49,9 @@ def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
         for name in names:
             shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
             dtype = _DTYPES.get(header[name]["dtype"], header[name]["dtype"])
-            stored[name] = StoredTensor(shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape))
+            stored[name] = StoredTensor(
+                shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape)
+            )
         return stored
     except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
         raise damaged(path, error) from error

@@ -1,7 +1,7 @@
 """Everything that can be measured: a model, a state dict, a file, or a folder that holds a model.
 
-Every tensor of a source is accounted for: it is measured, it is a part of a measured weight, or it has the reason why it
-is not read. Files are read tensor by tensor, and no code in a file ever runs.
+Every tensor of a source is accounted for: it is measured, it is a part of a measured weight, or it has the reason why
+it is not read. Files are read tensor by tensor, and no code in a file ever runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, lis
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import Adapter, AdapterConfig, adapters_in, entries_of_adapters
-from gonio.measuring.reading.entry import Entry
-from gonio.measuring.reading.formats import Stored, StoredWeight, stored_weights
+from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.formats import StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.layouts import Shapes, clean_names, infer, is_batched_kernel, stores_inputs_first
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
@@ -33,7 +33,12 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
-_STANDARD = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")
+_STANDARD = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.safetensors",
+    "adapter_model.safetensors",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class CheckpointPart(os.PathLike[str]):
 class Contents:
     """A source's tensors, notes on how it was read, and the adapters of a file or state dict."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
@@ -96,7 +101,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     return Contents(made, opened.notes, tuple(adapters))
 
 
-def _entries(stored: Stored, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[Entry]:
+def _entries(stored: StoredTensors, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     weights = {part: weight for weight in stored_weights(stored, quantization) for part in weight.parts}
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
@@ -106,8 +111,8 @@ def _entries(stored: Stored, quantization: Mapping[str, Any], of_adapters: set[s
         if weight is None:
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
-            role = "adapter" if name in of_adapters else ""
-            yield _without_batch(replace(made, inferred=True, role=role, weight_name=_plain_name(cleaned[name])))
+            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
+            yield _without_batch(replace(made, role="adapter") if name in of_adapters else made)
         elif weight.parts[0] == name:
             yield _computed(weight, cleaned.get(weight.name, weight.name), shapes)
         else:
@@ -125,7 +130,7 @@ def _plain_name(name: str) -> str:
     return "" if kept == name else kept
 
 
-def _without_batch(entry: Entry) -> Entry:
+def _without_batch(entry: TensorEntry) -> TensorEntry:
     """The entry of a modulated convolution's weight without its first dimension of 1."""
     if entry.layout is None or entry.shape is None or entry.load is None or not is_batched_kernel(entry.shape):
         return entry
@@ -133,10 +138,10 @@ def _without_batch(entry: Entry) -> Entry:
     return replace(entry, load=lambda: load()[0], shape=entry.shape[1:], notes=(*entry.notes, said))
 
 
-def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> Entry:
+def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
-        return Entry(name, "", None, None, weight.note)
+        return TensorEntry(name, "", None, None, weight.note)
     layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
     if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
         layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
@@ -153,7 +158,9 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
     files, others = _in_folder(path) if path.is_dir() else ([path], [])
     opened = _of_file(files[0], key) if len(files) == 1 else open_parts(files)
     if others:
-        opened = replace(opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}"))
+        opened = replace(
+            opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
+        )
     config, adapters = (_small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
     quantization = config.get("quantization_config")
     return opened, quantization if isinstance(quantization, dict) else {}, AdapterConfig(adapters)

@@ -34,7 +34,7 @@ class StoredWeight:
     kind: str = "quantised"
 
 
-Stored = Mapping[str, StoredTensor]
+StoredTensors = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Format:
         quantised: whether the configuration of a quantisation concerns it.
     """
 
-    read: Callable[[str, Stored, Mapping[str, Any]], StoredWeight | None]
+    read: Callable[[str, StoredTensors, Mapping[str, Any]], StoredWeight | None]
     endings: tuple[str, ...] = ("",)
     dtypes: tuple[str, ...] = ("",)
     quantised: bool = True
@@ -88,7 +88,7 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     return f"the quantisation has a key that is not understood: {', '.join(unknown[:3])}" if unknown else ""
 
 
-def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeight]:
+def stored_weights(stored: StoredTensors, config: Mapping[str, Any]) -> list[StoredWeight]:
     """Every weight among the tensors that is stored as several of them in a known format; those computed last.
 
     Args:
@@ -105,7 +105,7 @@ def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeig
     return sorted(made, key=lambda weight: weight.stored is not None)
 
 
-def present(stored: Stored, *names: str) -> dict[str, StoredTensor] | None:
+def present(stored: StoredTensors, *names: str) -> dict[str, StoredTensor] | None:
     """These tensors, if all of them are there."""
     return {name: stored[name] for name in names} if all(name in stored for name in names) else None
 

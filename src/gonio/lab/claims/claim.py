@@ -1,0 +1,262 @@
+"""A claim of a paper as data: the sentence, what is compared with what, and what would confirm it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
+from gonio.lab.planning.plan import Measure, Training
+from gonio.lab.running.measures import kind_of
+from gonio.recipes import Recipe
+from gonio.recipes.document import from_data, parse, read
+
+# The five documents that the claims come from, and the control of the method itself.
+SEEDS: Mapping[str, str] = {
+    "000": "angles between filters",
+    "001": "scale of weights",
+    "002": "normalisation",
+    "003": "decoupled networks",
+    "004": "geometric initialisation",
+    "training": "norms and angles while a network trains",
+    "control": "a claim that is false by construction",
+}
+_CATALOG = Path(__file__).with_name("catalog")
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
+_Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _TrainingFields(BaseModel):
+    """Fields of :class:`Training`; those that are missing are the task's own."""
+
+    model_config = _CLOSED
+    epochs: Annotated[int, Field(gt=0)] | None = None
+    batch_size: Annotated[int, Field(gt=0)] | None = None
+    lr: Annotated[float, Field(gt=0)] | None = None
+    optimizer: Literal["sgd", "adamw", "muon"] | None = None
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    decay: Literal["all", "weights"] | None = None
+    warm_up: Annotated[float, Field(ge=0)] | None = None
+
+    def over(self, training: Training) -> Training:
+        """These values in place of those of `training`."""
+        return Training(**{**vars(training), **self.model_dump(exclude_none=True)})
+
+
+class Arm(BaseModel):
+    """One side of a comparison.
+
+    Attributes:
+        level: position on the axis of a claim with several levels, such as the batch size.
+        series: name of the curve that the arm belongs to, if there are several levels.
+        recipe: the rules of a recipe by verb, or the name of a built-in recipe; nothing for the plain model.
+        model, training, measure: what differs from the setting of the claim.
+        lsuv: number of training examples on which :func:`gonio.lsuv_` initialises the model; 0 for none.
+        redraw: draw other random numbers than the other arms, for a control.
+
+    Example:
+        >>> arm = gonio.lab.claims.load_claim("som-spread").quick.arms[1]
+        >>> arm.name, [rule.use for rule in arm.made.penalty]
+        ('self-orthogonality', ['SelfOrthogonality'])
+    """
+
+    model_config = _CLOSED
+    name: _Name
+    level: float | None = None
+    series: str = ""
+    recipe: str | dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    training: _TrainingFields = _TrainingFields()
+    measure: dict[str, Any] = {}
+    lsuv: Annotated[int, Field(ge=0)] = 0
+    redraw: bool = False
+
+    @property
+    def made(self) -> Recipe:
+        """The recipe, named after the arm."""
+        content = Recipe.load(self.recipe).to_dict() if isinstance(self.recipe, str) else self.recipe
+        return Recipe.from_dict({**content, "name": self.name})
+
+
+class Setting(BaseModel):
+    """Everything that a claim is tried with.
+
+    Attributes:
+        task, model: names of a task and a built-in model; `model` may have arguments of its factory.
+        arms: the sides; the first is the baseline.
+        contrast: factor of each arm in the number that is tested, e.g. {group: 1, batch: -1}.
+        tune: trials of the learning rate and of strengths, equally many for each arm.
+        seeds: number of paired seeds.
+
+    Example:
+        >>> gonio.lab.claims.load_claim("som-spread").quick.decisive
+        {'self-orthogonality': 1.0, 'plain': -1.0}
+    """
+
+    model_config = _CLOSED
+    task: str = "digits"
+    model: dict[str, Any] = {}
+    training: _TrainingFields = _TrainingFields()
+    arms: tuple[Arm, ...] = ()
+    contrast: dict[str, float] = {}
+    tune: Annotated[int, Field(ge=0)] = 0
+    seeds: Annotated[int, Field(gt=0, le=1000)] = 10
+
+    @property
+    def decisive(self) -> Mapping[str, float]:
+        """The contrast; the second arm minus the first if none is given."""
+        names = [arm.name for arm in self.arms]
+        return self.contrast or {names[1]: 1.0, names[0]: -1.0}
+
+
+class Claim(BaseModel):
+    """A sentence of a paper and the experiment that tests it.
+
+    Attributes:
+        name: of the file.
+        seed: the document that states it, or a topic that the documents leave out, see :data:`SEEDS`.
+        claim: the sentence. source: paper and section.
+        measure: what is measured, a name of :data:`gonio.lab.running.measures.MEASURES`, with options.
+        direction: the claim is that the contrast is `larger` than 0, `smaller`, or the `same`.
+        sesoi: smallest effect of interest in the unit of the measure.
+        reported: what the source measured.
+        differs: how the experiment differs from the source.
+        quick: the experiment of some seconds; full: of minutes to hours.
+        picture: how the page shows it.
+        axis: label of the levels. log: whether they are on a logarithmic axis.
+        not_tried: why the claim is not tried at all.
+
+    Example:
+        >>> claim = gonio.lab.claims.load_claim("bn-imagenet")
+        >>> claim.budget, claim.not_tried.partition(" for")[0]
+        ('none', 'ImageNet and ResNet-50 need GPUs')
+    """
+
+    model_config = _CLOSED
+    name: _Name
+    seed: Literal["000", "001", "002", "003", "004", "training", "control"]
+    claim: _Text
+    source: _Text
+    measure: str = "accuracy"
+    options: dict[str, Any] = {}
+    direction: Literal["larger", "smaller", "same"] = "larger"
+    sesoi: Annotated[float, Field(gt=0)] = 1.0
+    reported: str = ""
+    differs: str = ""
+    quick: Setting | None = None
+    full: Setting | None = None
+    picture: Literal["pairs", "levels", "angles"] = "pairs"
+    axis: str = ""
+    not_tried: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Claim {self.name}: {self.claim}>"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.not_tried) == bool(self.quick or self.full):
+            raise ValueError("a claim has an experiment, quick or full, or says under not_tried why there is none")
+        for setting in filter(None, (self.quick, self.full)):
+            self._check_setting(setting)
+        return self
+
+    def _check_setting(self, setting: Setting) -> None:
+        names = [arm.name for arm in setting.arms]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"an experiment needs arms with different names; found {names}")
+        if not setting.contrast and len(names) < 2:
+            raise ValueError("an experiment with one arm needs a contrast")
+        unknown = sorted(set(setting.contrast) - set(names))
+        if unknown:
+            raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
+        try:
+            if setting.tune and kind_of(Measure(self.measure, self.options)).better is None:
+                raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
+            for arm in setting.arms:
+                kind_of(Measure(self.measure, {**self.options, **arm.measure}))
+                arm.made  # noqa: B018 (raises for an invalid recipe)
+        except GonioError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def budget(self) -> str:
+        """`quick`, `full`, or `none` for a claim that is not tried."""
+        return "quick" if self.quick else "full" if self.full else "none"
+
+    def setting(self, *, full: bool) -> Setting:
+        """The experiment: the full one if it is wanted or the only one.
+
+        Raises:
+            InvalidArgumentError: the claim is not tried.
+        """
+        chosen = (self.full or self.quick) if full else (self.quick or self.full)
+        if chosen is None:
+            raise InvalidArgumentError(f"{self.name} has no experiment", self.not_tried, "Choose another claim.")
+        return chosen
+
+
+def load_claim(source: str | Path) -> Claim:
+    """The claim of the catalogue with this name, or of a YAML file.
+
+    Raises:
+        UnknownNameError: no claim has this name; gives the closest names.
+        InvalidArgumentError: the file is not a claim; lists every problem.
+
+    Example:
+        >>> claim = gonio.lab.claims.load_claim("som-spread")
+        >>> claim.seed, claim.direction, [arm.name for arm in claim.quick.arms]
+        ('000', 'smaller', ['plain', 'self-orthogonality'])
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _CATALOG / f"{source}.yaml"
+        if str(source) not in claim_names():
+            raise UnknownNameError("claim", str(source), claim_names())
+    return read_claim(parse(read(path), origin=path.name).data, origin=path.name)
+
+
+def read_claim(data: Any, *, origin: str) -> Claim:
+    """A claim from plain data.
+
+    Raises:
+        InvalidArgumentError: lists every problem.
+    """
+    try:
+        # as JSON, where a strict schema takes lists for tuples
+        return Claim.model_validate_json(json.dumps(from_data(data, origin=origin).data))
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
+        raise InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.") from error
+
+
+@cache
+def claim_names() -> tuple[str, ...]:
+    """The names of the catalogue, by seed document and name.
+
+    Example:
+        >>> "gain-tanh" in gonio.lab.claims.claim_names()
+        True
+    """
+    return tuple(sorted(path.stem for path in _CATALOG.glob("*.yaml")))
+
+
+def load_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
+    """These claims, or all of the catalogue in the order of the seed documents.
+
+    Example:
+        >>> claims = gonio.lab.claims.load_claims()
+        >>> [claim.seed for claim in claims] == sorted(claim.seed for claim in claims)
+        True
+    """
+    if names:
+        return tuple(load_claim(name) for name in names)
+    found = [load_claim(name) for name in claim_names()]
+    return tuple(sorted(found, key=lambda claim: (claim.seed, claim.budget != "quick", claim.name)))

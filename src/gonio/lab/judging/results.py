@@ -1,0 +1,577 @@
+"""Results of a comparison as plain data, and how they follow from the stored runs.
+
+Pages, tables and exports read nothing else. Scores are in the metric's own unit (accuracy: percent, so a difference
+of 1 is one point). Every difference is recipe − baseline of the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gonio.escaping import html_table
+from gonio.lab.judging.robustness import ATTACKS
+from gonio.lab.judging.statistics import (
+    Evidence,
+    correlation,
+    counted,
+    detectable,
+    holm,
+    improvement,
+    judge,
+    paired_t,
+    sign_flip,
+)
+from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry
+
+UNTRAINED = "the baseline does not train"
+VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", UNTRAINED)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One recipe × one seed, as it ended.
+
+    Attributes:
+        recipe: its name; "baseline" for the unchanged model.
+        status: `finished`; `diverged` (NaN or Inf in a loss or output); `failed` (an exception, or the process died).
+        score: test score at the epoch with the best validation score; None unless finished.
+        best_epoch: that epoch, counted from 0.
+        curve: `train_loss` (task loss without penalty) and `val_score`, one number per epoch; a
+            non-finite number is None.
+        geometry: of the scored model, see :func:`gonio.lab.filter_summary`; empty unless finished.
+        plan: the recipe's plan for this model, layer by layer; "" for the baseline.
+        settings: tuned values of the recipe, by name; empty without tuning.
+        robustness: accuracy in percent on disturbed inputs, see
+            :func:`gonio.lab.judging.robustness.robustness`; empty if the study does not attack models.
+        metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
+        costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
+        error: why the run diverged or failed.
+        seconds: CPU seconds of the run's process; ignored when records are compared.
+    """
+
+    recipe: str
+    seed: int
+    status: str
+    score: float | None = None
+    best_epoch: int | None = None
+    curve: Mapping[str, list[float | None]] = field(default_factory=dict)
+    geometry: Mapping[str, Any] = field(default_factory=dict)
+    plan: str = ""
+    error: str | None = None
+    seconds: float | None = field(default=None, compare=False)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    robustness: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-able data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A cost relative to the baseline's: median of paired ratios with its quartiles; 1 is no extra cost."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A property of a model, such as its number of parameters, and the baseline's."""
+
+    baseline: float
+    recipe: float
+
+    @property
+    def ratio(self) -> float:
+        """Recipe over baseline."""
+        return self.recipe / self.baseline
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Time until a recipe reaches the baseline's last validation score.
+
+    Attributes:
+        n: pairs of runs with a learning curve each.
+        reached: pairs in which the recipe reached that score.
+        ratio: median over the pairs of the recipe's time over the baseline's, step time included; None if less
+            than half reached it, or no step time was measured.
+    """
+
+    n: int
+    reached: int
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The tuning of one recipe.
+
+    Attributes:
+        trials: finished so far; failed, diverged: of these.
+        defaults, chosen: values by name; `chosen` is empty before the last trial.
+        score, default_score: validation score of the best trial and of the one with the defaults. The best of
+            several is partly luck; the comparison uses other seeds.
+        seconds: CPU seconds of all trials.
+    """
+
+    recipe: str
+    trials: int
+    failed: int
+    diverged: int
+    defaults: Mapping[str, float]
+    chosen: Mapping[str, float]
+    score: float | None
+    default_score: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Robust:
+    """Accuracy of one recipe's runs on disturbed inputs.
+
+    Attributes:
+        means: accuracy in percent by attack, mean over the seeds; a diverged run has 0.
+        mean, low, high: mean paired difference of `worst` to the baseline, with its paired-t 95 % interval;
+            None for the baseline and for too few pairs. Not corrected for several comparisons.
+        n: runs that were attacked.
+        signs: signs of gradient masking, with the number of runs that show each.
+    """
+
+    recipe: str
+    means: Mapping[str, float]
+    n: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    signs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Further:
+    """A metric that decides nothing, of one recipe's runs.
+
+    Attributes:
+        metric, unit: its name and unit; a script's metrics have no unit.
+        score: mean over the seeds with a finite value; None if there is none.
+        n: pairs with the baseline in which both have a finite value.
+        mean, low, high: mean paired difference to the baseline, with its paired-t 95 % interval; None for the
+            baseline and for too few pairs. Not corrected for several comparisons.
+    """
+
+    recipe: str
+    metric: str
+    unit: str
+    score: float | None
+    n: int = 0
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One recipe against the baseline.
+
+    Attributes:
+        n: pairs of runs in which both have a score (a diverged run has the worst score).
+        mean, low, high: mean paired difference and its paired-t 95 % interval; None if n is too small.
+        p: exact two-sided sign-flip p value. p_holm: the same after Holm over all recipes of the study.
+        rho: correlation of the paired scores over the seeds; None if undefined.
+        mde: minimum detectable effect, at a power of 80 %; None if no effect can be detected.
+        verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
+        failed: runs of the recipe that failed; their pairs are left out. diverged: runs that diverged;
+            they count as the worst score.
+        improvement: probability that the recipe beats the baseline in one pair (ties count half).
+        differences: the paired differences, in the order of `seeds`.
+        changes: the recipe's changes, e.g. `("swap DecoupledConv2d",)`. With more than one the effect is
+            confounded: it belongs to all of them together.
+        parameters, flops: of the model, and of one training step.
+        reach: time to the baseline's last validation score.
+    """
+
+    recipe: str
+    n: int
+    mean: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None
+    rho: float | None
+    mde: float | None
+    verdict: str
+    reason: str
+    failed: int = 0
+    diverged: int = 0
+    improvement: float | None = None
+    differences: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
+    step_time: Ratio | None = None
+    memory: Ratio | None = None
+    changes: tuple[str, ...] = ()
+    parameters: Amount | None = None
+    flops: Amount | None = None
+    reach: Reach | None = None
+
+    @property
+    def ties(self) -> int:
+        """Pairs with equal scores."""
+        return self.differences.count(0.0)
+
+    @property
+    def wins(self) -> int:
+        """Pairs in which the recipe is better; ties do not count."""
+        return round((self.improvement or 0.0) * self.n - self.ties / 2)
+
+    @property
+    def confounded(self) -> bool:
+        """Whether the recipe differs from the baseline in more than one thing."""
+        return len(self.changes) > 1
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study's outcome.
+
+    Attributes:
+        plan: what was decided before the first run.
+        effects: one per recipe, in the plan's order, the baseline left out.
+        runs: every run with a row, the baseline's first, by recipe and seed.
+        missing: how many runs of the plan have no row yet.
+        command: the command line that reproduces the study.
+        notes: remarks that a reader needs to judge the numbers.
+        looks: number of finished runs at each look at new results.
+        tuning: one entry per recipe, the baseline first; empty without tuning.
+        robustness: the same for disturbed inputs.
+        further: one entry per further metric and recipe, the baseline first; empty if there is no such metric.
+    """
+
+    plan: Plan
+    baseline_mean: float | None
+    baseline_sd: float | None
+    effects: tuple[Effect, ...]
+    runs: tuple[RunRecord, ...]
+    command: str
+    versions: Mapping[str, str]
+    notes: tuple[str, ...]
+    missing: int = 0
+    looks: tuple[int, ...] = ()
+    tuning: tuple[Tuned, ...] = ()
+    robustness: tuple[Robust, ...] = ()
+    further: tuple[Further, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as JSON-able data."""
+        return {**asdict(self), "plan": self.plan.to_dict()}
+
+    def __repr__(self) -> str:
+        verdicts = "; ".join(f"{effect.recipe}: {effect.verdict}" for effect in self.effects)
+        return f"<Results of {self.plan.task}: {len(self.runs)} runs, {self.missing} missing; {verdicts}>"
+
+    def _repr_html_(self) -> str:
+        unit = f" [{self.plan.unit}]" if self.plan.unit else ""
+        rows = [
+            (effect.recipe, *(_shown(value) for value in (effect.mean, effect.low, effect.high)), effect.verdict)
+            for effect in self.effects
+        ]
+        return html_table(
+            f"{self.plan.task}, {self.plan.model}",
+            ("recipe", f"difference{unit}", "from", "to", "verdict"),
+            rows,
+            self.notes,
+        )
+
+    @property
+    def failed(self) -> int:
+        """Number of runs that have no result: an exception, or a process that died. Diverged runs have one."""
+        return sum(run.status == "failed" for run in self.runs)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3g}".replace("-", "−")
+
+
+# --- from stored runs to results ------------------------------------------------------------------------
+
+# Recipe hash, kind, block, number: a ratio to the baseline for "step_time" and "memory"; for "parameters" and
+# "flops" the model's own number, which is stored for the baseline too.
+CostRow = tuple[str, str, int, float]
+
+
+# Seed, score of the recipe and score of the baseline, where both have one.
+_Pairs = list[tuple[int, float, float]]
+
+
+def summarise(
+    plan: Plan,
+    runs: Sequence[RunRecord],
+    costs: Sequence[CostRow],
+    used: Sequence[Mapping[str, str]],
+    looks: Sequence[int] = (),
+) -> Results:
+    """The results of a study, finished or not.
+
+    Args:
+        used: the distinct package versions of the runs.
+        looks: number of finished runs at each look at new results.
+    """
+    costs = [*costs, *_script_costs(plan, runs)]
+    scores = scores_of(plan, runs)
+    pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
+    adjusted = holm([sign_flip(_differences(each)) for each in pairs]).tolist()
+    effects = tuple(
+        _effect(plan, entry, each, p_holm, runs, costs)
+        for entry, each, p_holm in zip(plan.recipes[1:], pairs, adjusted, strict=True)
+    )
+    baseline = [scores[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in scores]
+    untrained = untrained_baseline(plan, baseline)
+    if untrained:
+        effects = tuple(replace(effect, verdict=UNTRAINED, reason=untrained) for effect in effects)
+    return Results(
+        plan=plan,
+        baseline_mean=float(np.mean(baseline)) if baseline else None,
+        baseline_sd=float(np.std(baseline, ddof=1)) if len(baseline) > 1 else None,
+        effects=effects,
+        runs=tuple(runs),
+        command=plan.command,
+        versions=plan.versions,
+        notes=(*([untrained] if untrained else []), *plan.notes, *_notes(plan, runs, effects, used, looks)),
+        missing=len(plan.grid) - len(runs),
+        looks=tuple(looks),
+        robustness=robust_of(plan, runs),
+        further=_further(plan, runs),
+    )
+
+
+def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
+    """Score by recipe and seed; a diverged run has the worst score, a failed one none."""
+    finished = [run.score for run in runs if run.score is not None]
+    # for an unbounded metric a finished run may be worse than `worst`, the score of an uninformed model
+    reached = finished if plan.worst is None else [*finished, plan.worst]
+    worst = (min if plan.direction == "max" else max)(reached, default=None)
+    found = {(run.recipe, run.seed): worst if run.status == "diverged" else run.score for run in runs}
+    return {key: score for key, score in found.items() if score is not None}
+
+
+def untrained_baseline(plan: Plan, scores: Sequence[float]) -> str | None:
+    """A sentence if the baseline is at chance level in every seed, else None; no recipe can then be judged.
+
+    At chance level: no better than the best constant prediction, up to two standard errors of an accuracy on the
+    test split, in each seed and on average.
+    """
+    if plan.chance is None or not scores:
+        return None
+    error = 0.0
+    if plan.unit == "%":
+        share = min(max(plan.chance / 100, 0.0), 1.0)
+        error = 100 * math.sqrt(share * (1 - share) / max(1, plan.splits.get("test", 1)))
+    gains = [plan.sign * (score - plan.chance) for score in scores]
+    if max(gains) > 2 * error or statistics.fmean(gains) > 2 * error / math.sqrt(len(gains)):
+        return None
+    found, chance = (f"{value:.4g} {plan.unit}".strip() for value in (statistics.fmean(scores), plan.chance))
+    return (
+        f"The baseline does not train: its mean {plan.metric} is {found}, and a constant prediction has {chance}. "
+        "Nothing can be compared with it; check the learning rate, the number of epochs and the data."
+    )
+
+
+def _paired(scores: Mapping[tuple[str, int], float], recipe: str, seeds: Sequence[int]) -> _Pairs:
+    both = [seed for seed in seeds if (recipe, seed) in scores and (BASELINE, seed) in scores]
+    return [(seed, scores[recipe, seed], scores[BASELINE, seed]) for seed in both]
+
+
+def _differences(pairs: _Pairs) -> tuple[float, ...]:
+    return tuple(ours - theirs for _, ours, theirs in pairs)
+
+
+def _effect(
+    plan: Plan,
+    entry: RecipeEntry,
+    pairs: _Pairs,
+    p_holm: float,
+    runs: Sequence[RunRecord],
+    costs: Sequence[CostRow],
+) -> Effect:
+    differences = _differences(pairs)
+    n, comparisons = len(pairs), len(plan.recipes) - 1
+    mean, low, high = paired_t(differences) or (differences[0] if n else None, None, None)
+    sds = detectable(n, comparisons)
+    mde = None if sds is None else sds * float(np.std(differences, ddof=1))
+    seen = Evidence(
+        differences=differences, mean=mean, low=low, high=high, p_holm=p_holm, mde=mde,
+        comparisons=comparisons, sesoi=plan.sesoi, sign=plan.sign, unit=plan.unit,
+    )  # fmt: skip
+    verdict, reason = judge(seen)
+    statuses = [run.status for run in runs if run.recipe == entry.name]
+    step_time = _ratio(costs, entry, "step_time")
+    return Effect(
+        recipe=entry.name,
+        n=n,
+        mean=mean,
+        low=low,
+        high=high,
+        p=sign_flip(differences) if n else None,
+        p_holm=p_holm if n else None,
+        rho=correlation([ours for _, ours, _ in pairs], [theirs for _, _, theirs in pairs]),
+        mde=mde,
+        verdict=verdict,
+        reason=reason,
+        failed=statuses.count("failed"),
+        diverged=statuses.count("diverged"),
+        improvement=improvement(differences, plan.direction),
+        differences=differences,
+        seeds=tuple(seed for seed, _, _ in pairs),
+        step_time=step_time,
+        memory=_ratio(costs, entry, "memory"),
+        changes=entry.changes,
+        parameters=_amount(plan, costs, entry, "parameters"),
+        flops=_amount(plan, costs, entry, "flops"),
+        reach=reach_of(plan, entry.name, runs, step_time.median if step_time else None),
+    )
+
+
+def _ratio(costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Ratio | None:
+    found = [ratio for hash_, name, _, ratio in costs if (hash_, name) == (entry.hash, kind)]
+    if not found:
+        return None
+    low, median, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist()
+    return Ratio(median, low, high, len(found))
+
+
+def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
+    """The ratios to the baseline, seed by seed, of what the runs of a script measured."""
+    found = {(run.recipe, run.seed): run.costs for run in runs}
+    return [
+        (entry.hash, kind, seed, value / base[kind])
+        for entry in plan.recipes[1:]
+        for seed in plan.seeds
+        for base in [found.get((BASELINE, seed), {})]
+        for kind, value in found.get((entry.name, seed), {}).items()
+        if base.get(kind)
+    ]
+
+
+def _amount(plan: Plan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
+    found = {hash_: number for hash_, name, _, number in costs if name == kind}
+    if entry.hash not in found or plan.baseline.hash not in found:
+        return None
+    return Amount(found[plan.baseline.hash], found[entry.hash])
+
+
+def reach_of(plan: Plan, recipe: str, runs: Sequence[RunRecord], step_time: float | None) -> Reach | None:
+    """Time until the recipe reaches the baseline's last validation score; None without a pair of curves.
+
+    Args:
+        step_time: of the recipe over the baseline's; None if it was not measured.
+    """
+    curves = {(run.recipe, run.seed): run for run in runs if run.status != "failed"}
+    pairs = [(curves.get((BASELINE, seed)), curves.get((recipe, seed))) for seed in plan.seeds]
+    found = [_epochs(plan, base, ours) for base, ours in pairs if base and ours and base.status == "finished"]
+    if not found:
+        return None
+    middle = statistics.median(found)
+    ratio = None if step_time is None or math.isinf(middle) else middle * step_time
+    return Reach(len(found), sum(map(math.isfinite, found)), ratio)
+
+
+def _epochs(plan: Plan, base: RunRecord, ours: RunRecord) -> float:
+    """Epochs until the baseline's last validation score, over the baseline's own; infinite if never."""
+    scores = [score for score in base.curve.get("val_score", ()) if score is not None]
+
+    def first(run: RunRecord) -> float:
+        curve = enumerate(run.curve.get("val_score", ()), start=1)
+        reached = (i for i, score in curve if score is not None and plan.sign * score >= plan.sign * scores[-1])
+        return float(next(reached, math.inf))
+
+    return first(ours) / first(base) if scores else math.inf
+
+
+def robust_of(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Robust, ...]:
+    """One entry per recipe, the baseline first; empty if the study attacks no model."""
+    judged = {(run.recipe, run.seed): run for run in runs if run.status != "failed"}
+    return tuple(_robust(plan, entry.name, judged) for entry in plan.recipes) if plan.threat else ()
+
+
+def _robust(plan: Plan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]) -> Robust:
+    mine = [judged[recipe, seed] for seed in plan.seeds if (recipe, seed) in judged]
+    means = {
+        name: statistics.fmean(float(run.robustness.get(name, 0.0)) for run in mine)
+        for name in ("clean", *ATTACKS, "worst")
+        if any(name in run.robustness for run in mine)
+    }
+    # a sign without the figures of its run
+    signs = Counter(sign.partition(":")[0] for run in mine for sign in run.robustness.get("signs", ()))
+    if recipe == BASELINE:
+        return Robust(recipe, means, len(mine), signs=dict(signs))
+    # a diverged model has no right answer
+    worst = {key: float(run.robustness.get("worst", 0.0)) for key, run in judged.items()}
+    mean, low, high = paired_t(_differences(_paired(worst, recipe, plan.seeds))) or (None, None, None)
+    return Robust(recipe, means, len(mine), mean, low, high, dict(signs))
+
+
+def _notes(
+    plan: Plan,
+    runs: Sequence[RunRecord],
+    effects: Sequence[Effect],
+    used: Sequence[Mapping[str, str]],
+    looks: Sequence[int],
+) -> list[str]:
+    statuses = [run.status for run in runs]
+    notes: list[str] = []
+    missing, diverged, failed = len(plan.grid) - len(runs), statuses.count("diverged"), statuses.count("failed")
+    if missing:
+        notes.append(f"{counted(missing, 'run')} of {len(plan.grid)} to do; the verdicts are provisional.")
+    if diverged:
+        worst = f"{plan.worst:g} {plan.unit}".strip() if plan.worst is not None else "the worst finished run"
+        notes.append(f"Diverged: {counted(diverged, 'run')}, with the score of the worst case: {worst}.")
+    if failed:
+        notes.append(f"Failed: {counted(failed, 'run')}, without a score; their pairs are left out.")
+    for change in plan.history:
+        parts = [f"{key} {', '.join(map(str, value))}" for key in ("seeds", "recipes") if (value := change[key])]
+        notes.append(
+            f"After {change['finished']} runs had been done, {' and '.join(parts)} were added: "
+            "the p values do not account for this second look."
+        )
+    unhelped = [effect.recipe for effect in effects if effect.rho is not None and effect.rho <= 0]
+    if unhelped:
+        notes.append(f"Pairing by seed did not reduce the noise for {', '.join(unhelped)} (correlation ≤ 0).")
+    if len(used) > 1:
+        names = sorted({name for v in used for name in v if len({u.get(name) for u in used}) > 1})
+        notes.append(f"The runs were made with different versions of {', '.join(names)}.")
+    if len(looks) > 1:
+        times = f"{', '.join(map(str, looks[:-1]))} and {looks[-1]}"
+        notes.append(
+            f"The results were looked at {len(looks)} times, when there were {times} runs: "
+            "the p values and intervals are those of one look."
+        )
+    return notes
+
+
+def _further(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Further, ...]:
+    """The metrics that decide nothing: the task's, or those that a script logged."""
+    names = dict.fromkeys([*plan.metrics, *(name for run in runs for name in run.metrics)])
+    return tuple(_further_of(plan, name, entry.name, runs) for name in names for entry in plan.recipes)
+
+
+def _further_of(plan: Plan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> Further:
+    values = {(run.recipe, run.seed): run.metrics.get(metric) for run in runs}
+    known = {key: value for key, value in values.items() if value is not None}
+    own = [known[recipe, seed] for seed in plan.seeds if (recipe, seed) in known]
+    found = Further(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
+    if recipe == BASELINE:
+        return found
+    differences = _differences(_paired(known, recipe, plan.seeds))
+    mean, low, high = paired_t(differences) or (statistics.fmean(differences) if differences else None, None, None)
+    return replace(found, n=len(differences), mean=mean, low=low, high=high)

@@ -1,0 +1,140 @@
+"""The dry run: the grid of a comparison, its estimated time, and the effects that it can detect."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gonio.lab.judging.cost import Gauge, training_step
+from gonio.lab.judging.statistics import ALPHA, counted, detectable, enough, least_p, points
+from gonio.lab.planning.plan import Plan, RecipeEntry
+from gonio.lab.running.engines.local import call_apart
+from gonio.lab.running.training import build, evaluate, prepare_process
+from gonio.lab.running.tuning import space_of
+from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.task import Task
+
+_START = 0.2  # seconds to fork a run's process, load its data and store its row
+_COSTS = 10.0  # seconds to measure the costs afterwards
+
+
+def dry_run(plan: Plan, *, jobs: int) -> str:
+    """The plan as text: grid, training, estimated time, and statistical power.
+
+    Trains a few steps of each recipe, in a process of its own, to estimate the time.
+
+    Args:
+        jobs: number of runs at a time.
+
+    Example:
+        >>> plan = gonio.lab.make_plan(["orthogonal-init"], seeds=5)
+        >>> text = gonio.lab.dry_run(plan, jobs=2)
+        >>> text[text.index("too few") :].split(".")[0]
+        'too few seeds to detect any effect'
+    """
+    lines = [
+        *_head(plan),
+        f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
+        f"{counted(len(plan.grid), 'run')}",
+        *(f"  {entry.name}" for entry in plan.recipes),
+        *_tuned(plan),
+    ]
+    if (threat := plan.threat) is not None:
+        lines.append(
+            f"attacks on each trained model: {counted(threat.examples, 'test example')}, largest change "
+            f"{threat.epsilon:.3g} per input number; noise, transfer, FGSM, PGD ({threat.steps} steps, "
+            f"{threat.restarts} restarts)"
+        )
+    if not plan.scripted:
+        seconds = _seconds(plan, jobs)
+        shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        lines.append(f"about {shown} with {counted(jobs, 'run')} at a time")
+    return "\n".join([*lines, _power(plan), *(f"note: {note}" for note in plan.notes)])
+
+
+def _head(plan: Plan) -> list[str]:
+    """The task, the training and the metric."""
+    better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
+    if plan.scripted:
+        return [f"script {plan.task}, judged by its {plan.metric} ({better})"]
+    return [
+        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
+        f"model {plan.model}, {plan.trained}" + (f", on {plan.device}" if plan.device != "cpu" else ""),
+        f"judged by {plan.metric} on the test split ({better}), at the epoch with the best validation score",
+    ]
+
+
+def _tuned(plan: Plan) -> list[str]:
+    """The budget and the search space of tuning."""
+    if plan.tuning is None:
+        return []
+    budget = counted(plan.tuning.trials, "trial")
+    total = plan.tuning.trials * len(plan.recipes)
+    spaces = [
+        f"  {entry.name}: " + ", ".join(f"{d.name} {d.low:.2g} to {d.high:.2g}" for d in space_of(plan, entry))
+        for entry in plan.recipes
+    ]
+    head = (
+        f"tuning first: {budget} each, {total} in all, on seed {plan.tuning.seed}, chosen by the validation score; the "
+        "number of epochs is not tuned"
+    )
+    return [head, *spaces]
+
+
+def _power(plan: Plan) -> str:
+    """The smallest effect that so many seeds can detect."""
+    comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
+    if comparisons == 0:
+        return "only the baseline: there is nothing to compare"
+    least = min(1.0, least_p(pairs) * comparisons)
+    head = (
+        f"smallest possible p with {counted(pairs, 'pair')} after Holm over {counted(comparisons, 'recipe')}: "
+        f"{least:.2g}"
+    )
+    sds = detectable(pairs, comparisons)
+    if sds is None:
+        return (
+            f"{head}; it must be below {ALPHA}: too few seeds to detect any effect. Use {enough(comparisons)} or more."
+        )
+    seen = f"minimum detectable effect (80 % power): {sds:.2f} standard deviations of the paired differences"
+    if not plan.sesoi:
+        return f"{head}; {seen}"
+    most = points(plan.sesoi / sds, plan.unit)
+    return f"{head}; {seen}, so {points(plan.sesoi, plan.unit)} if their standard deviation is at most {most}"
+
+
+def _seconds(plan: Plan, jobs: int) -> float:
+    found = call_apart(run_seconds, plan)
+    trials = plan.tuning.trials if plan.tuning else 0
+    runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
+    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+
+
+def run_seconds(plan: Plan) -> list[tuple[float, float]]:
+    """Estimated seconds of the training and of the attacks of one run of each recipe.
+
+    From three training steps and one validation. Meant for a process of its own.
+    """
+    prepare_process(plan.device)
+    task = resolve_task(plan.task)
+    return [_run_seconds(plan, task, entry) for entry in plan.recipes]
+
+
+def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
+    step = training_step(plan, task, entry)
+    model, _, _ = build(plan, task, entry, plan.seeds[0])
+    device = torch.device(plan.device)
+    with Gauge(device) as trained:
+        for _ in range(3):
+            step()
+    with Gauge(device) as judged:
+        evaluate(model, task, task.validation)
+    one, threat = trained.seconds / 3, plan.threat
+    steps = math.ceil(len(task.train) / plan.trained.batch_size)
+    training = plan.trained.epochs * (one * steps + judged.seconds)
+    if threat is None:
+        return training, 0.0
+    ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
+    misled_early = 0.5  # of the examples
+    return training, one * misled_early * threat.examples * threat.steps * ascents / plan.trained.batch_size

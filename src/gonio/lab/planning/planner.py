@@ -1,0 +1,415 @@
+"""From the arguments of a command to a plan; every mistake is found before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gonio.errors import InvalidArgumentError, UnmatchedRuleError
+from gonio.lab.planning.plan import (
+    ATTACK_SEED,
+    BASELINE,
+    TUNING_SEED,
+    AttackConfig,
+    Plan,
+    RecipeEntry,
+    Training,
+    Tuning,
+    installed_versions,
+)
+from gonio.lab.running.engines.local import call_apart
+from gonio.lab.running.scripts import probe_script
+from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast
+from gonio.lab.running.tuning import require_optuna
+from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.task import Task, paired
+from gonio.models import resolve as resolve_model
+from gonio.models.user_code import code_digest, is_user_code
+from gonio.optim.named import DECAYS, OPTIMIZERS
+from gonio.recipes import Recipe
+
+# One per seed system, in the order of the systems.
+BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
+_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
+_SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
+
+
+def make_plan(
+    recipes: Sequence[str | Recipe] | None = None,
+    *,
+    task: str = "digits",
+    model: str | None = None,
+    seeds: int | Sequence[int] = 8,
+    training: Training | Mapping[str, Any] | None = None,
+    sesoi: float | None = None,
+    tune: int = 0,
+    robust: bool = False,
+    device: str = "cpu",
+    workers: int | None = None,
+    command: str = "gonio compare",
+) -> Plan:
+    """Plan a comparison: recipes × seeds on one task and model, the baseline included.
+
+    Every recipe is planned on the model here, so a rule that matches no layer is an error before the first run.
+
+    Args:
+        recipes: built-in names, files, or recipes, without the baseline, which is always the first. None: the task's
+            own choice, or one per method family; a note names those that match no layer and are left out.
+        task: see :func:`gonio.lab.tasks.resolve`.
+        model: see :func:`gonio.models.resolve`; None is the task's own.
+        seeds: how many (0, 1, …), or which.
+        training: None is the task's own; a mapping holds values in place of the task's own.
+        sesoi: smallest effect of interest in the metric's unit; None is the task's own.
+        tune: tuning trials of every recipe, the baseline included, over its strengths and the learning rate.
+        robust: attack the trained models, as the task configures it.
+        device: kind of device on which the runs compute: `cpu`, `cuda` or `mps`.
+        workers: processes that load the items of data sets in each run; None is the task's own number.
+        command: the command line that reproduces the study, for the record.
+
+    Raises:
+        InvalidArgumentError: no seeds, a name twice, an invalid training.
+        UnmatchedRuleError: a rule matches no layer of the model; names rule, file and line.
+        UnknownNameError: no such task, model or recipe.
+
+    Example:
+        >>> plan = gonio.lab.make_plan(["orthogonal-init"], seeds=3)
+        >>> len(plan.grid), [recipe.name for recipe in plan.recipes]
+        (6, ['baseline', 'orthogonal-init'])
+    """
+    data, found = resolve_task(task), seeds_of(seeds)
+    spec = model or data.model
+    chosen = training if isinstance(training, Training) else replace(data.training, **training or {})
+    check_training(chosen, data, device=device)
+    workers = data.workers if workers is None else workers
+    _check_paired(data, chosen, workers)
+    _check_further(data, robust=robust, tune=tune)
+    with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
+        net = resolve_model(spec)(**data.sizes)
+    chance = _chance(data, _checked_outputs(net, spec, data))
+    fitting, left_out = _chosen(recipes, data, net)
+    entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
+    confounded = [
+        f"{each.name} changes several things at once ({', '.join(each.changes)}): its effect belongs to all of them "
+        "together."
+        for each in entries
+        if len(each.changes) > 1
+    ]
+    plan = Plan(
+        task=task,
+        model=spec,
+        recipes=tuple(entries),
+        seeds=found,
+        training=chosen,
+        metric=data.metric.name,
+        direction=data.metric.direction,
+        unit=data.metric.unit,
+        splits={name: len(split) for name, split in data.splits.items()},
+        data=data.digest(),
+        sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
+        worst=data.metric.worst,
+        code=code_of(task, spec),
+        notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
+        versions=installed_versions(),
+        command=command,
+        tuning=Tuning(trials=tune) if tune else None,
+        threat=data.threat if robust else None,
+        chance=chance,
+        device=device,
+        metrics={metric.name: metric.unit for metric in data.metrics},
+        workers=workers,
+    )
+    return replace(plan, notes=(*plan.notes, *_own_trainings(plan)))
+
+
+def make_script_plan(
+    recipes: Sequence[str | Recipe] | None = None,
+    *,
+    script: str,
+    seeds: int | Sequence[int] = 8,
+    metric: str = "score",
+    direction: str = "max",
+    unit: str = "",
+    sesoi: float = 0.0,
+    epsilon: float | None = None,
+    device: str = "cpu",
+    command: str = "gonio compare",
+) -> Plan:
+    """Plan a comparison that calls `script` for every run.
+
+    The script runs here up to its `run.apply_`, in a process of its own, and every recipe is planned on the
+    model that it passes: a rule that matches no layer is an error before the first run.
+
+    Args:
+        recipes: built-in names, files, or recipes. None: one per method family; those that match no layer of the
+            script's model are left out with a note.
+        script: `file.py:function`; the function is called with a :class:`Run` and gives the score.
+        metric, unit: of the score. direction: `max` if a larger score is better, else `min`.
+        sesoi: smallest effect of interest in the score's unit; 0: none, so no effect is called too small.
+        epsilon: largest change of an input number by attacks on the model that the script hands over; None: none.
+        device: kind of device that the script finds in `run.device`.
+
+    Raises:
+        InvalidArgumentError: no Python file, no seeds, an unknown direction, or an exception of the script.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> path = Path(tempfile.mkdtemp()) / "fit_line.py"
+        >>> _ = path.write_text('''
+        ... import torch
+        ... def train(run):
+        ...     model = torch.nn.Linear(4, 2)
+        ...     run.apply_(model)
+        ...     return float(model.weight.sum())
+        ... ''')
+        >>> plan = gonio.lab.make_script_plan(["orthogonal-init"], script=f"{path}:train", seeds=2)
+        >>> plan.scripted, plan.metric, len(plan.grid)
+        (True, 'score', 4)
+    """
+    if not is_user_code(script):
+        raise InvalidArgumentError("a script is file.py:function", repr(script), "Name a Python file.")
+    if direction not in ("max", "min"):
+        raise InvalidArgumentError("a score's direction is 'max' or 'min'", repr(direction), "Use one of them.")
+    _require(0 <= sesoi < math.inf, "sesoi must be 0 or a positive number", sesoi, "Give a larger one.")
+    loaded = _loaded(BUILT_IN_RECIPES if recipes is None else recipes)
+    if own := [recipe.name for recipe in loaded if recipe.optimizer is not None]:
+        named, do = f"{', '.join(own)}, which names one", "Leave the recipe out, or its optimizer."
+        raise InvalidArgumentError("a script builds its own optimizer", named, do)
+    unfit = _unfit(script, loaded, device)
+    if unfit and recipes is not None:
+        raise _script_error(script, "; ".join(unfit.values()))
+    fitting = [recipe for recipe in loaded if recipe.name not in unfit]
+    return Plan(
+        task=script,
+        model="",
+        recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)),
+        seeds=seeds_of(seeds),
+        training=None,
+        metric=metric,
+        direction=direction,
+        unit=unit,
+        splits={},
+        data="",
+        sesoi=sesoi,
+        code=code_of(script),
+        notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
+        versions=installed_versions(),
+        command=command,
+        threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
+        device=device,
+    )
+
+
+def _own_trainings(plan: Plan) -> list[str]:
+    """A note on each recipe that names its optimizer."""
+    own = [(entry.name, plan.training_of(entry)) for entry in plan.recipes if entry.content.get("optimizer")]
+    usual = f"{plan.trained.optimizer} with {plan.trained.lr:g}"
+    return [
+        f"{name} is trained by {each.optimizer} with a learning rate of {each.lr:g}, in place of {usual}."
+        for name, each in own
+    ]
+
+
+def _loaded(recipes: Sequence[str | Recipe]) -> list[Recipe]:
+    """The recipes, whose names must be unique."""
+    loaded = [recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) for recipe in recipes]
+    names = [BASELINE, *(recipe.name for recipe in loaded)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidArgumentError(
+            "each recipe of a comparison needs its own name, and none may be 'baseline'",
+            f"{', '.join(twice)} more than once",
+            "Rename one of them in its file.",
+        )
+    return loaded
+
+
+def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module) -> tuple[list[Recipe], list[str]]:
+    """The recipes, each of which matches the model, and a note on each default recipe that does not."""
+    fitting, notes = [], []
+    for recipe in _loaded(task.recipes or BUILT_IN_RECIPES if recipes is None else recipes):
+        try:
+            recipe.plan(model)
+            fitting.append(recipe)
+        except UnmatchedRuleError:
+            if recipes is not None:
+                raise
+            notes.append(_left_out(recipe.name))
+    return fitting, notes
+
+
+def _unfit(script: str, recipes: Sequence[Recipe], device: str) -> dict[str, str]:
+    """The recipes with a rule that matches no layer of the script's model, with the reason."""
+    try:
+        found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes], device)
+    except ChildProcessError as error:
+        found = {"error": str(error)}
+    if "error" in found:
+        raise _script_error(script, str(found["error"]))
+    return dict(found["unfit"])
+
+
+def _script_error(script: str, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{script!r} must reach run.apply_(model), and every recipe must fit that model",
+        found,
+        "Correct the script, or name recipes that fit.",
+    )
+
+
+def _left_out(name: str) -> str:
+    return f"{name} is left out: one of its rules matches no layer of this model."
+
+
+def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """The seeds from their number (0, 1, …) or from a sequence."""
+    wanted = range(seeds) if isinstance(seeds, int) else seeds
+    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
+    if count > _MOST_SEEDS:
+        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
+        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
+    found = tuple(wanted)
+    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
+        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
+        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
+    if not found or len(set(found)) < len(found):
+        needs = "a comparison needs at least one seed, none of them twice"
+        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
+    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+        other = "the seeds of a comparison must not be those of tuning and of attacks"
+        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
+    return found
+
+
+def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
+    """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
+    inputs, targets = task.train.take(range(2))
+    try:
+        with torch.no_grad():
+            outputs = task.outputs(model.eval(), inputs)
+            task.loss(outputs, targets)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
+            "and its outputs must fit the task's loss",
+            f"{type(error).__name__}: {error}",
+            "Choose a model for such inputs and targets.",
+        ) from error
+    return outputs
+
+
+def _chance(task: Task, outputs: Tensor) -> float | None:
+    """Score of the best constant prediction on the test split: equal outputs, or the most frequent class.
+
+    None if the metric cannot be computed for constant outputs.
+    """
+    constants = [torch.zeros_like(outputs[0])]
+    try:
+        targets = task.test.targets
+    except InvalidArgumentError:  # a data set that must be read for them
+        return None
+    if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
+        constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
+    try:
+        count = len(targets)
+        scores = [task.metric.function(c.expand(count, *c.shape), targets) for c in constants]
+    except Exception:  # a user's metric may reject constant outputs
+        return None
+    return float(max(scores) if task.metric.direction == "max" else min(scores))
+
+
+def _check_further(task: Task, *, robust: bool, tune: int) -> None:
+    """Whether the models can be attacked and the recipes tuned, if that is wanted."""
+    if robust and task.threat is None:
+        raise InvalidArgumentError(
+            f"--robust needs a task whose inputs have small disturbances; {task.name!r} does not configure any",
+            "a task without threat=",
+            "Leave --robust out, or give the Task a gonio.lab.AttackConfig.",
+        )
+    if tune:
+        _positive("the number of trials", tune)
+        require_optuna()
+
+
+def check_training(training: Training, task: Task, *, device: str = "cpu") -> None:
+    """Refuse a training that cannot be done on this task and device.
+
+    Raises:
+        InvalidArgumentError: names the setting.
+    """
+    for name in ("epochs", "batch_size", "lr"):
+        _require(0 < getattr(training, name) < math.inf, f"{name} must be a positive number", getattr(training, name))
+    known = {"optimizer": tuple(OPTIMIZERS), "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
+    for name, names in known.items():
+        found = getattr(training, name)
+        _require(found in names, f"{name} must be one of {', '.join(names)}", found, "Choose one of them.")
+    for name in ("weight_decay", "warm_up"):
+        _require(0 <= getattr(training, name) < math.inf, f"{name} must be 0 or above", getattr(training, name))
+    for name in ("momentum", "label_smoothing", "ema"):
+        _require(0 <= getattr(training, name) < 1, f"{name} must be from 0 to below 1", getattr(training, name))
+    warm, clip, parts = training.warm_up, training.clip, training.accumulate
+    _require(warm < training.epochs, f"warm_up must be shorter than the {training.epochs} epochs", warm)
+    _require(not (warm and training.schedule == "one-cycle"), "one-cycle warms up by itself", f"warm_up={warm:g}")
+    _require(clip is None or 0 < clip < math.inf, "clip must be a positive number", clip)
+    size = training.batch_size
+    _require(parts >= 1 and (parts == 1 or size >= 2 * parts), "accumulate needs two examples in each part",
+             f"{parts} parts of {size}")  # fmt: skip
+    most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
+    _require(size <= len(task.train), most, size, "Choose a smaller one.")
+    _require(not training.label_smoothing or task.loss is F.cross_entropy,
+             "label_smoothing needs a task whose loss is cross_entropy", task.name, "Leave it out.")  # fmt: skip
+    _check_precision(device, training.precision)
+
+
+def _require(holds: bool, problem: str, found: object, do: str = "Give another value.") -> None:
+    if not holds:
+        raise InvalidArgumentError(problem, str(found) if isinstance(found, str) and " " in found else repr(found), do)
+
+
+def _check_precision(device: str, precision: str) -> None:
+    """Compute a small convolution and its gradient, which is the only way to know whether the device can."""
+    if precision == "fp32":
+        return
+    try:
+        layer = nn.Conv2d(2, 2, 3).to(device)
+        with autocast(torch.device(device), precision):
+            layer(torch.ones(1, 2, 4, 4, device=device)).sum().backward()
+    except Exception as error:  # a backend may raise anything
+        found = f"{device}: {(str(error).splitlines() or [''])[0][:200]}"
+        needs = f"precision {precision} needs a device that computes in it"
+        raise InvalidArgumentError(needs, found, "Choose bf16 or fp32, or another --device.") from error
+
+
+def _check_paired(task: Task, training: Training, workers: int) -> None:
+    if not paired(task.train, training.batch_size, workers=workers):
+        raise InvalidArgumentError(
+            f"the training examples of {task.name!r} must be the same for all recipes of a seed",
+            "another first batch when it was read again with the same seed",
+            "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded.",
+        )
+
+
+def _notes_on(device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ()
+    return (
+        f"The runs computed on {device}. Initial weights, the order of the examples and their augmentation are drawn "
+        "on the CPU and are bit-equal on every device; sums are not, so scores may differ in their last digits from "
+        "those of another device, and between two runs of an operation that has no deterministic form.",
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    _require(0 < value < math.inf, f"{name} must be a positive number", value, "Give a larger one.")
+    return value
+
+
+def code_of(*specs: str) -> Mapping[str, str]:
+    """The digest of each user file."""
+    return {spec: digest for spec in specs if (digest := code_digest(spec)) is not None}

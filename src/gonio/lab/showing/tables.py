@@ -1,0 +1,466 @@
+"""How results are written: numbers and sentences, tables, and both on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gonio.escaping import plain
+from gonio.lab.judging.results import UNTRAINED, Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.lab.judging.statistics import counted
+from gonio.lab.planning.plan import BASELINE
+
+# Symbol and tone: a verdict is never shown by colour alone.
+_MARKS = {
+    "helps": ("▲", "good"),
+    "hurts": ("▼", "bad"),
+    "no useful effect": ("=", "even"),
+    "no evidence": ("?", "even"),
+    "underpowered": ("…", "even"),
+    UNTRAINED: ("!", "bad"),
+}
+
+
+def mark(verdict: str) -> tuple[str, str]:
+    """The symbol and the tone (good, bad, even) of a verdict; neutral ones for an unknown verdict."""
+    return _MARKS.get(verdict, ("·", "even"))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How scores and their differences are written.
+
+    Example:
+        >>> from gonio.lab.showing.tables import Scale
+        >>> scale = Scale(unit="points", decimals=2)
+        >>> scale.signed(0.618), scale.interval(-0.1, 1.0)
+        ('+0.62', '−0.10 to +1.00')
+    """
+
+    unit: str
+    decimals: int
+
+    @classmethod
+    def of(cls, results: Results) -> Scale:
+        """The scale of a study: differences of percentages are points; half of its smallest effect has two digits."""
+        unit = plain(results.plan.unit)
+        grain = abs(results.plan.sesoi) or results.baseline_sd or 0.0  # a script may have no effect of interest
+        decimals = 1 - math.floor(math.log10(grain / 2)) if grain > 0 and math.isfinite(grain) else 2
+        return cls("points" if unit in ("percent", "%", "points") else unit, min(max(decimals, 0), 6))
+
+    def score(self, value: float | None) -> str:
+        """A score or a width, without a sign for positive values."""
+        return "–" if value is None else f"{value:.{self.decimals}f}".replace("-", "−")
+
+    def signed(self, value: float | None) -> str:
+        """A difference, with its sign."""
+        return "–" if value is None else f"{value:+.{self.decimals}f}".replace("-", "−")
+
+    def interval(self, low: float | None, high: float | None) -> str:
+        """An interval of differences; empty if there is none."""
+        return "" if low is None or high is None else f"{self.signed(low)} to {self.signed(high)}"
+
+
+def p_value(p: float | None) -> str:
+    """A p value with its significant digits."""
+    if p is None:
+        return "–"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def ratio(value: Ratio | None) -> str:
+    """A cost as a factor."""
+    return "–" if value is None else f"×{value.median:.2f}"
+
+
+def rho(effect: Effect) -> str:
+    """The correlation of the pairs."""
+    return "–" if effect.rho is None else f"{effect.rho:.2f}".replace("-", "−")
+
+
+def lost(runs: Effect | Tuned) -> list[str]:
+    """The numbers of failed and of diverged runs, where there are any."""
+    return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
+
+
+def verdict_text(effect: Effect) -> str:
+    """The verdict with its limits: lost runs, and more than one change."""
+    limits = [*lost(effect), *(["confounded"] if effect.confounded else [])]
+    return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
+
+
+def won(effect: Effect) -> str:
+    """The pairs in which the recipe is better, of those that differ; ties are counted apart."""
+    if effect.improvement is None:
+        return "–"
+    tied = f", {counted(effect.ties, 'tie')}" if effect.ties else ""
+    return f"{effect.wins} of {effect.n}{tied}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or minutes from two minutes on."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def added(amount: Amount | None) -> str:
+    """The parameters or operations that a recipe adds, as a number and as a share of the baseline's."""
+    if amount is None:
+        return "–"
+    more = amount.recipe - amount.baseline
+    if more == 0:
+        return "none"
+    power = min(max(int(math.log10(abs(more)) // 3), 0), 4)
+    share = f" ({100 * (amount.ratio - 1):+.1f} %)" if amount.baseline else ""
+    number = f"{more / 1000**power:+.3g} {('', 'k', 'M', 'G', 'T')[power]}".rstrip()
+    return f"{number}{share}".replace("-", "−")
+
+
+def reached(reach: Reach | None) -> str:
+    """Time to the baseline's last validation score."""
+    if reach is None:
+        return "–"
+    outcome = "reached" if 2 * reach.reached > reach.n else "not reached"
+    said = outcome if reach.ratio is None else f"×{reach.ratio:.2f}"
+    return f"{said} (in {reach.reached} of {counted(reach.n, 'seed')})"
+
+
+def threat_text(results: Results) -> str:
+    """How inputs were disturbed; empty if they were not."""
+    threat = results.plan.threat
+    if threat is None:
+        return ""
+    bounds = [f"{b:g}" for b in (threat.low, threat.high) if b is not None]
+    inside = f", within {' to '.join(bounds)}" if len(bounds) == 2 else ""
+    return (
+        f"each input value changed by at most {threat.epsilon:.3g}{inside}; {counted(threat.examples, 'example')}; "
+        f"PGD with {counted(threat.steps, 'step')} and {counted(threat.restarts, 'restart')}"
+    )
+
+
+def tuning_text(results: Results) -> str:
+    """Budget and space of tuning; empty without tuning."""
+    tuning = results.plan.tuning
+    if tuning is None:
+        return ""
+    return (
+        f"{counted(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
+        f"within a factor of {tuning.rate_factor:g} of its default, strengths within {tuning.strength_factor:g}"
+    )
+
+
+def seen(results: Results) -> str:
+    """How often the results were looked at, if more than once, and how often the study was extended afterwards."""
+    looks, extended = len(results.looks), len(results.plan.history)
+    found = [f"looked at {looks} times"] if looks > 1 else []
+    found += [f"extended {counted(extended, 'time')} after a look"] if extended else []
+    return " and ".join(found)
+
+
+def headline(results: Results) -> str:
+    """The outcome in one sentence: the strongest statement that the results allow."""
+    effects, scale = results.effects, Scale.of(results)
+    if not effects:
+        return "There are no results yet."
+    if any(effect.verdict == UNTRAINED for effect in effects):
+        return next(effect.reason for effect in effects if effect.verdict == UNTRAINED)
+    if len(effects) == 1:
+        return _single(effects[0], scale)
+    helps, hurts = ([e for e in effects if e.verdict == verdict] for verdict in ("helps", "hurts"))
+    lead, word = helps or hurts, "help" if helps else "hurt"
+    if not lead:
+        return f"None of the {len(effects)} recipes is shown to help or to hurt: {_tally(effects)}."
+    best = max(lead, key=lambda e: abs(e.mean or 0.0))
+    if len(lead) == 1:
+        return f"{plain(best.recipe)} {word}s: {_estimate(best, scale)}."
+    return f"{len(lead)} of {len(effects)} recipes {word}, most {plain(best.recipe)}: {_estimate(best, scale)}."
+
+
+def others(results: Results) -> str:
+    """The verdicts of the recipes that the headline does not mention."""
+    verdicts = [e.verdict for e in results.effects]
+    lead = "helps" if "helps" in verdicts else "hurts"
+    rest = [e for e in results.effects if e.verdict != lead]
+    if lead not in verdicts or not rest:
+        return ""
+    first = f"{plain(rest[0].recipe)}: {plain(rest[0].verdict)}."
+    return first if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
+
+
+_SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few seeds to tell"}
+
+
+def _tally(effects: Sequence[Effect]) -> str:
+    words = Counter(e.verdict for e in effects)
+    *parts, last = [f"{n} {_SHORT.get(verdict, f'with {verdict}')}" for verdict, n in words.items()]
+    return f"{', '.join(parts)} and {last}" if parts else last
+
+
+def _single(effect: Effect, scale: Scale) -> str:
+    name, estimate = plain(effect.recipe), _estimate(effect, scale)
+    match effect.verdict:
+        case "helps" | "hurts":
+            return f"{name} {effect.verdict}: {estimate}."
+        case "no useful effect":
+            return f"{name} has no useful effect: {estimate}."
+        case "underpowered":
+            return f"Too few seeds to say whether {name} helps."
+        case _:
+            return f"No evidence that {name} helps or hurts: {estimate}."
+
+
+def _estimate(effect: Effect, scale: Scale) -> str:
+    if effect.mean is None:
+        return "no estimate"
+    interval = scale.interval(effect.low, effect.high)
+    return f"{scale.signed(effect.mean)} {scale.unit}" + (f" (95 % interval {interval})" if interval else "")
+
+
+def partial(results: Results) -> str:
+    """The runs without a score, in one sentence; empty if there are none."""
+    statuses = Counter(run.status for run in results.runs)
+    total = counted(len(results.runs) + results.missing, "run")
+    fates = {
+        "diverged and counted as the worst score": statuses["diverged"],
+        "failed and left no score": statuses["failed"],
+        "have not ended yet": results.missing,
+    }
+    parts = [f"{n} of {total} {fate}" for fate, n in fates.items() if n]
+    return f"{'; '.join(parts)}." if parts else ""
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+ATTACKS = {
+    "clean": "undisturbed",
+    "noise": "noise",
+    "transfer": "transfer",
+    "fgsm": "FGSM",
+    "pgd": "PGD",
+    "smoothed": "smoothed PGD",
+    "worst": "worst of all",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table; the first column names the recipe.
+
+    Attributes:
+        texts: columns of words; the others are numbers.
+        notes: remarks that a reader needs.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    texts: tuple[int, ...] = (0,)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Columns of numbers."""
+        return tuple(i for i in range(len(self.head)) if i not in self.texts)
+
+
+def tables(results: Results) -> tuple[Table, ...]:
+    """The tables of every export, the verdicts first; without those that have no row."""
+    optional = (further(results), attacks(results))
+    return (verdicts(results), evidence(results), *(table for table in optional if table.rows))
+
+
+def verdicts(results: Results) -> Table:
+    """Effect, interval, p, verdict and cost of each recipe."""
+    scale = Scale.of(results)
+
+    def row(e: Effect) -> tuple[str, ...]:
+        numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
+        return (e.recipe, *numbers, verdict_text(e), ratio(e.step_time), ratio(e.memory))
+
+    head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
+    return Table("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
+
+
+def evidence(results: Results) -> Table:
+    """The evidence of each verdict: pairs, lost runs, correlation of the pairs and minimum detectable effect."""
+    scale = Scale.of(results)
+
+    def row(e: Effect) -> tuple[str, ...]:
+        return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho(e), scale.score(e.mde), won(e))
+
+    detectable = f"detectable effect, {scale.unit}"
+    head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
+    return Table("Evidence", head, tuple(map(row, results.effects)))
+
+
+def further(results: Results) -> Table:
+    """The metrics that decide nothing, each with the baseline first; without rows if there are none."""
+
+    def row(one: Further) -> tuple[str, ...]:
+        largest = max(abs(other.score or 0.0) for other in results.further if other.metric == one.metric)
+        digits = 3 - math.floor(math.log10(largest)) if largest > 0 else 3  # four of the largest mean
+        shown = Scale(one.unit, min(max(digits, 0), 6))
+        name = plain(f"{one.metric}, {one.unit}" if one.unit else one.metric)
+        mean = "" if one.recipe == BASELINE else shown.signed(one.mean)
+        return (one.recipe, name, shown.score(one.score), mean, shown.interval(one.low, one.high))
+
+    head = ("recipe", "metric", "mean", "difference", "95 % interval")
+    remark = "Differences are paired by seed and not corrected for the number of recipes: no verdict."
+    return Table("Further metrics", head, tuple(map(row, results.further)), (0, 1), (remark,))
+
+
+def attacks(results: Results) -> Table:
+    """Accuracy on disturbed inputs, the baseline first; without rows if no model was attacked."""
+    made = [name for name in ATTACKS if any(name in robust.means for robust in results.robustness)]
+    points = Scale("points", 1)
+
+    def row(robust: Robust) -> tuple[str, ...]:
+        cells = [f"{robust.means[name]:.1f}" if name in robust.means else "–" for name in made]
+        mean = "" if robust.recipe == BASELINE else points.signed(robust.mean)
+        return (robust.recipe, *cells, mean, points.interval(robust.low, robust.high))
+
+    head = ("recipe", *(ATTACKS[name] for name in made), "difference in the worst", "95 % interval")
+    remark = "The difference is in points, paired by seed and not corrected for the number of recipes: no verdict."
+    signs = [f"{recipe}: {sign}" for recipe, found in hidden_gradients(results).items() for sign in found]
+    rows = tuple(map(row, results.robustness)) if made else ()
+    return Table("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
+
+
+def hidden_gradients(results: Results) -> dict[str, list[str]]:
+    """By recipe, the signs that gradients hide a weakness."""
+    return {
+        robust.recipe: [f"{sign} (in {n} of {counted(robust.n, 'run')})" for sign, n in robust.signs.items()]
+        for robust in results.robustness
+        if robust.signs
+    }
+
+
+def costs(results: Results) -> Table:
+    """Parameters, FLOPs, time to the baseline's score and CPU time; without rows if nothing was measured."""
+
+    def row(e: Effect) -> tuple[str, ...]:
+        trials = sum(tuned.seconds for tuned in results.tuning if tuned.recipe == e.recipe)
+        whole = trials + sum(run.seconds or 0.0 for run in results.runs if run.recipe == e.recipe)
+        cpu = f"{duration(whole)}, {duration(trials)} of it tuning" if trials else duration(whole)
+        return (e.recipe, added(e.parameters), added(e.flops), reached(e.reach), cpu)
+
+    head = ("recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score")
+    measured = any(e.parameters or e.flops or e.reach for e in results.effects)
+    return Table("Costs", (*head, "CPU time of the study"), tuple(map(row, results.effects)) if measured else ())
+
+
+def tuning(results: Results) -> Table:
+    """The settings that tuning chose, the baseline first; without rows if there was no tuning."""
+    scale, rows = Scale.of(results), []
+    for t in results.tuning:
+        limits = ", ".join(lost(t))
+        trials = f"{t.trials} ({limits})" if limits else f"{t.trials}"
+        scores = (scale.score(t.default_score), scale.score(t.score))
+        values = (_values(t.defaults), _values(t.chosen) or "not yet")
+        rows.append((t.recipe, trials, *values, *scores, duration(t.seconds)))
+    head = ("recipe", "trials", "defaults", "chosen", "validation, defaults", "validation, chosen", "CPU time")
+    return Table("Tuning", head, tuple(rows), (0, 2, 3))
+
+
+def _values(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+
+# --- terminal --------------------------------------------------------------------------------------------------------
+
+TONES = {"good": "bold blue", "bad": "bold dark_orange3", "even": "default"}
+TABLE_WIDTH = 92  # columns below which a table would break words
+
+
+def text(results: Results) -> RenderableType:
+    """The headline, missing runs and every recipe; print it with a rich Console or `rich.print`.
+
+    A table if the terminal is wide enough, otherwise three lines per recipe. Nothing in a name acts as markup or as
+    an escape sequence.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> console = Console(file=io.StringIO(), width=100)
+        >>> console.print(gonio.lab.showing.text(gonio.lab.showing.example()))
+        >>> print(console.file.getvalue().splitlines()[0])
+        decoupled-tanh helps: +0.90 points (95 % interval +0.80 to +1.00).
+    """
+    return _Verdicts(results)
+
+
+@dataclass(frozen=True)
+class _Verdicts:
+    results: Results
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        results, scale = self.results, Scale.of(self.results)
+        sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
+        yield from (Text(said, style=style) for sentence, style in sentences if (said := sentence(results)))
+        yield Text("")
+        if options.max_width >= TABLE_WIDTH:
+            table = verdicts(results)
+            head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
+            yield rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
+            yield Text("")
+            yield rich_table(evidence(results))
+        else:
+            for effect in results.effects:
+                yield from _lines(effect, scale)
+        for table in (further(results), attacks(results)):
+            if table.rows:
+                yield from (Text(""), Text(table.title, style="dim"), rich_table(table))
+        for recipe, signs in hidden_gradients(results).items():
+            yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
+        yield Text("")
+        yield Text(_baseline(results, scale), style="dim")
+
+
+def rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
+    """A table for a rich Console.
+
+    Args:
+        head: other titles of the columns.
+        verdicts: coloured cells of the column `verdict`, by row.
+    """
+    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, title in enumerate(head or table.head):
+        number = i in table.numbers
+        made.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number and bool(head))
+    for at, row in enumerate(table.rows):
+        cells = [Text(plain(cell)) for cell in row]
+        if verdicts:
+            cells[table.head.index("verdict")] = verdicts[at]
+        made.add_row(*cells)
+    return made
+
+
+def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
+    """One recipe on a narrow terminal."""
+    yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
+    interval = scale.interval(e.low, e.high)
+    effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
+    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
+    correlation = "" if e.rho is None else f", correlation {rho(e)}"
+    detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
+    yield Text(f"  {counted(e.n, 'pair')}{correlation}{detectable}")
+
+
+def _verdict(e: Effect) -> Text:
+    symbol, tone = mark(e.verdict)
+    return Text(f"{symbol} {plain(verdict_text(e))}", style=TONES[tone])
+
+
+def _baseline(results: Results, scale: Scale) -> str:
+    plan = results.plan
+    mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
+    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none"
+    return (
+        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd over seeds) · smallest effect of interest {sesoi}"
+        f" · {len(plan.seeds)} seeds" + (f" · {seen(results)}" if seen(results) else "")
+    )

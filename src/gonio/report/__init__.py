@@ -1,9 +1,0 @@
-"""A comparison's results as one self-contained page, a terminal table, JSON, CSV, markdown or LaTeX."""
-
-from gonio.report.example import example
-from gonio.report.exports import to_csv, to_json, to_latex, to_markdown
-from gonio.report.page import html, write_html
-from gonio.report.tables import text
-
-__all__ = ["example", "html", "text", "to_csv", "to_json", "to_latex", "to_markdown", "write_html"]
-__dir__ = __all__.copy  # the public names alone

@@ -1,0 +1,115 @@
+"""Claims as data: the schema is closed, and everything in the catalogue loads and plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.lab import Plan
+from gonio.lab.claims import SEEDS, Choice, claim_names, load_claim, load_claims, plan_claim
+from gonio.lab.claims.claim import read_claim
+from gonio.lab.claims.experiment import FULL_SEEDS
+
+ARMS = [{"name": "a"}, {"name": "b", "training": {"epochs": 3}}]
+VALID: dict[str, Any] = {
+    "name": "demo",
+    "seed": "002",
+    "claim": "A sentence.",
+    "source": "A paper.",
+    "quick": {"arms": ARMS},
+}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**VALID, **fields}
+
+
+def quick(**fields: Any) -> dict[str, Any]:
+    return changed(quick={"arms": ARMS, **fields})
+
+
+def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
+    claim = read_claim(VALID, origin="demo")
+    assert claim.quick is not None
+    assert claim.quick.decisive == {"b": 1.0, "a": -1.0}
+    assert claim.budget == "quick"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(seed="005"), "seed: Input should be"),
+        (changed(surprise=1), "surprise: Extra inputs"),
+        (changed(sesoi=0.0), "sesoi: Input should be greater than 0"),
+        (changed(sesoi="1"), "sesoi: Input should be a valid number"),
+        (changed(direction="up"), "direction: Input should be"),
+        (changed(measure="luck"), "there is no measure named 'luck'"),
+        (changed(options={"least": 3}), "has the options none; found least"),
+        (changed(not_tried="too large"), "has an experiment, quick or full, or says under not_tried"),
+        ({k: v for k, v in VALID.items() if k != "quick"}, "has an experiment, quick or full, or says"),
+        (quick(arms=[]), "needs arms with different names"),
+        (quick(arms=[{"name": "a"}]), "one arm needs a contrast"),
+        (quick(arms=[{"name": "a"}, {"name": "a"}]), "needs arms with different names"),
+        (quick(contrast={"c": 1.0}), "arms that do not exist: c"),
+        (quick(arms=[{"name": "a"}, {"name": "b", "recipe": "no-such-recipe"}]), "no recipe named"),
+        (quick(arms=[{"name": "a"}, {"name": "b", "recipe": {"swap": [{"use": "Nothing"}]}}]), "Nothing"),
+        (quick(arms=[{"name": "a"}, {"name": "b", "training": {"lr": -1.0}}]), "lr: Input should be greater"),
+        (quick(arms=[{"name": "a"}, {"name": "b", "measure": {"x": 1}}]), "has the options none; found x"),
+        (quick(seeds=0), "seeds: Input should be greater"),
+        (["a list"], "Input should be an object"),
+    ],
+)
+def test_mistakes_are_named(data: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_claim(data, origin="demo")
+
+
+def test_all_problems_are_in_one_error() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"seed: .*; sesoi: "):
+        read_claim(changed(seed="x", sesoi=-1), origin="demo")
+
+
+def test_an_unknown_name_gets_the_closest_ones() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean gain-tanh"):
+        load_claim("gain-tan")
+
+
+@pytest.mark.parametrize("name", claim_names())
+def test_every_claim_of_the_catalogue_has_a_plan(name: str) -> None:
+    claim = load_claim(name)
+    assert claim.name == name
+    for setting, full in ((claim.quick, False), (claim.full, True)):
+        if setting is None or setting.task.startswith("fashion"):
+            continue
+        plan = plan_claim(claim, Choice(full=full))
+        assert len(plan.seeds) >= (FULL_SEEDS if full else 10)
+        assert len({entry.hash for entry in plan.recipes}) == len(setting.arms)
+        again = Plan.from_dict(plan.to_dict())
+        assert (again, again.hash) == (plan, plan.hash)
+        assert sum(setting.decisive.values()) == pytest.approx(0) or len(setting.decisive) == 1
+        assert all(arm.level is not None for arm in setting.arms) or claim.picture != "levels"
+
+
+def test_an_effect_of_every_seed_can_pass_holm_over_the_catalogue() -> None:
+    tried = [claim for claim in load_claims() if claim.budget != "none"]
+    assert len(tried) * 2 / 2**FULL_SEEDS < 0.05
+    assert len(tried) * 2 / 2**10 > 0.05  # the claims' own ten seeds would not do
+
+
+def test_the_quick_claims_cover_every_seed_document_but_for_named_ones() -> None:
+    found = {claim.seed for claim in load_claims() if claim.budget == "quick"}
+    assert found <= set(SEEDS)
+    assert len([claim for claim in load_claims() if claim.budget == "quick"]) >= 6
+
+
+def test_another_model_is_refused_where_the_arms_are_arguments_of_the_own_one() -> None:
+    with pytest.raises(InvalidArgumentError, match="differ in arguments of deep-mlp; found --model digits-cnn"):
+        plan_claim(load_claim("gain-tanh"), Choice(model="digits-cnn"))
+
+
+def test_another_model_and_other_seeds() -> None:
+    plan = plan_claim(load_claim("orthogonality-spread"), Choice(model="digits-cnn", seeds=3, first_seed=7))
+    assert (plan.model, plan.seeds) == ("digits-cnn", (7, 8, 9))
+    assert plan.recipes[1].setting == {"arm": {"name": "orthogonality"}}
