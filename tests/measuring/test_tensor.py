@@ -155,7 +155,7 @@ def test_random_weights_look_random_and_others_do_not() -> None:
 def test_the_histogram_counts_every_pair() -> None:
     found = measure(nn.Linear(10, 30))["weight"]
     assert sum(found.angle_histogram) == found.pairs == 435
-    identical = measure({"w.weight": torch.ones(5, 4)})["w"]
+    identical = measure({"w.weight": torch.full((5, 4), 3.0)})["w"]
     assert identical.angle_histogram[0] == 10
     assert measure({"w.weight": torch.tensor([[1.0, 0], [-1, 0]])})["w"].angle_histogram[179] == 1
 

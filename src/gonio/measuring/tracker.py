@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
-from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
+from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
@@ -26,11 +26,7 @@ from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers, watch_steps
 from gonio.surgery import Where, as_selector, sites
 
-FIGURES = (  # the columns of a CSV file, in this order
-    *("frobenius", "norm_mean", "norm_std", "norm_min", "norm_max", "zero_filters", "nonfinite"),
-    *("angle_mean", "angle_std", "alignment", "alignment_z", "coherence"),
-    *("sigma_max", "stable_rank"),
-)
+FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
 
 class Tracker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,34 @@ ExtraFigures = Collection[Literal["operator_norm"]]
 EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
 NEGATIVE = "running variances are negative"  # the note on such a tensor, with their number
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How tables show a figure: its heading, its meaning, its width in characters.
+
+    Attributes:
+        form: of the figure, or of the figure and its value for random weights; "" for a number of three digits.
+        spectral: whether a page shows it in the table of spectra.
+    """
+
+    title: str
+    explanation: str
+    width: int = 6
+    form: str = ""
+    spectral: bool = False
+
+
+def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
+    """A field of a measurement that is None where it does not apply: the one place that declares a figure.
+
+    Tables, pages and exports follow from it. A rule on it stands in `findings/rules.py`, its text in `rules.yaml`.
+
+    Args:
+        shown, options: of :class:`Shown`, for a figure with a column of its own.
+        tracked: whether :class:`gonio.Tracker` logs it.
+    """
+    return field(default=None, metadata={"shown": Shown(*shown, **options) if shown else None, "tracked": tracked})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,40 +119,42 @@ class TensorMeasurement:
     filters: int | None = None
     dim: int | None = None
     rms: float | None = None
-    frobenius: float | None = None
-    norm_mean: float | None = None
-    norm_std: float | None = None
-    norm_quantiles: tuple[float, ...] | None = None
+    frobenius: float | None = figure(tracked=True)
+    norm_mean: float | None = figure(tracked=True)
+    norm_std: float | None = figure(tracked=True)
+    norm_quantiles: tuple[float, ...] | None = figure(tracked=True)
     norm_nonzero_min: float | None = None
-    zero_filters: int | None = None
+    zero_filters: int | None = figure("zero", "filters whose entries are all 0", 4, tracked=True)
     pairs: int | None = None
-    angle_mean: float | None = None
-    angle_std: float | None = None
-    angle_std_random: float | None = None
-    alignment: float | None = None
+    angle_mean: float | None = figure(tracked=True)
+    angle_std: float | None = figure(tracked=True)
+    angle_std_random: float | None = figure("chance", "standard deviation of angles of random directions", 6, "±{:.1f}")
+    alignment: float | None = figure("align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", tracked=True)
     alignment_error: float | None = None
-    alignment_z: float | None = None
-    coherence: float | None = None
-    coherence_random: float | None = None
-    welch_bound: float | None = None
-    near_duplicates: int | None = None
+    alignment_z: float | None = figure("z", "distance of align from 1 in standard deviations of random weights", 7, tracked=True)
+    coherence: float | None = figure("coher.", "largest |cos|", tracked=True)
+    coherence_random: float | None = figure("chance", "median of the largest |cos| of random directions", 6, "{:.2f}")
+    welch_bound: float | None = figure("Welch", "least possible largest |cos|")
+    near_duplicates: int | None = figure("near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones")
     near_antipodal: int | None = None
     closest: tuple[int, int] | None = None
-    sigma_max: float | None = None
+    sigma_max: float | None = figure(tracked=True)
     sigma_min: float | None = None
     sigma_error: float | None = None
     sigma_random: float | None = None
-    stable_rank: float | None = None
+    stable_rank: float | None = figure("s.rank", "stable rank ‖W‖²/σ²", spectral=True, tracked=True)
     stable_rank_random: float | None = None
-    effective_rank: float | None = None
-    spectrum_distance: float | None = None
+    effective_rank: float | None = figure("e.rank", "effective rank: exp of the entropy of the singular values", spectral=True)
+    spectrum_distance: float | None = figure(
+        "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9, "{:.2f} · {:.2f}", spectral=True
+    )
     spectrum_distance_random: float | None = None
-    spectrum_outliers: int | None = None
+    spectrum_outliers: int | None = figure("beyond", "σ above those of random weights (share of ‖W‖²)", 8, spectral=True)
     spectrum_outlier_share: float | None = None
     spectrum_quantiles: tuple[float, ...] | None = None
-    orthogonality_defect: float | None = None
+    orthogonality_defect: float | None = figure("orth.", "spread of σ², 0 if orthogonal · by chance", 9, "{:.2f} · {:.2f}", spectral=True)
     orthogonality_defect_random: float | None = None
-    operator_norm: float | None = None
+    operator_norm: float | None = figure("‖layer‖", "operator norm of the layer", 7, spectral=True)
     angle_histogram: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
@@ -145,6 +175,14 @@ class TensorMeasurement:
     def total_filters(self) -> int:
         """Filters of all groups; 0 for a tensor without filters."""
         return (self.groups or 0) * (self.filters or 0)
+
+
+TRACKED = tuple(
+    name
+    for declared in fields(TensorMeasurement)
+    if declared.metadata.get("tracked")
+    for name in (("norm_min", "norm_max") if declared.name == "norm_quantiles" else (declared.name,))
+)
 
 
 @torch.no_grad()
