@@ -109,7 +109,7 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     found = measure({"w.weight": weight})
     assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
     assert found["w"].coherence == pytest.approx(1.0)
-    said = "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more"
+    said = "1 of 17997000 pairs of filters has an absolute cosine of 0.95 or more"
     texts = {finding.code: finding.found for finding in found.findings}
     assert texts["G202"] == f"{said}; the largest is 1.000, of filters 11 and 5987"
     assert texts["G203"] == "filters 11 and 5987 are proportional: their absolute cosine is 1"

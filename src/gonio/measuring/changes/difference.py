@@ -19,7 +19,7 @@ from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
-from gonio.measuring.exports import json_data
+from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
@@ -116,7 +116,7 @@ class Differences(Table[TensorDifference]):
     Example:
         >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
         >>> found, found["a"].norm_ratio
-        (<Differences of 1 tensors>, 2.0)
+        (<Differences of 1 tensor>, 2.0)
     """
 
     ROW: ClassVar = TensorDifference
@@ -161,7 +161,7 @@ class Differences(Table[TensorDifference]):
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
         left = reasons([t for t in self.tensors if t.status == "not compared"])
-        said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
+        said = f"Compared: {equal + len(self.moved)} of {counted(len(self.tensors), 'tensor')}, {equal} of them equal."
         return f"{said} Not compared: {left or 'none'}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class Differences(Table[TensorDifference]):
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
-        return f"<Differences of {len(self.tensors)} tensors>"
+        return f"<Differences of {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")

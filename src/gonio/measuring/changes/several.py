@@ -20,7 +20,7 @@ from gonio.geometry.blocks import Change
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress
-from gonio.measuring.exports import json_data
+from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
@@ -104,7 +104,7 @@ class Changes(Table[Agreement]):
         >>> found = gonio.measure(base, {"a.weight": base["a.weight"] + one["a.weight"]},
         ...     {"a.weight": base["a.weight"] - one["a.weight"] + 0.5 * two["a.weight"]})
         >>> found, round(found["a"].cosine_mean, 1), found.findings[0].code
-        (<Changes of 2 models, 1 tensors>, -0.9, 'G504')
+        (<Changes of 2 models, 1 tensor>, -0.9, 'G504')
     """
 
     ROW: ClassVar = Agreement
@@ -168,7 +168,7 @@ class Changes(Table[Agreement]):
         return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
-        return f"<Changes of {len(self.models)} models, {len(self.tensors)} tensors>"
+        return f"<Changes of {len(self.models)} models, {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.base)} → {len(self.models)} models", style="bold")

@@ -12,6 +12,7 @@ from torch import Tensor
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
+from gonio.measuring.exports import counted
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
@@ -76,7 +77,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
             "Rename the keys of one of them.",
         )
     moved = sum(old != new for old, new in names.items())
-    notes = (f"{moved} names matched across prefixes",) if moved else ()
+    notes = (f"{counted(moved, 'name')} matched across prefixes",) if moved else ()
     holds = bool(found.adapters)
     return TunedModel(name_of(source), made, holds, rest_equal=holds and not alone, notes=(*found.notes, *notes))
 

@@ -19,8 +19,8 @@ from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
 from gonio.geometry.views import PLAIN
-from gonio.measuring.reading.entry import TensorEntry, numbers_of
-from gonio.measuring.reading.layouts import why_no_filters
+from gonio.measuring.exports import are, counted
+from gonio.measuring.reading.entry import TensorEntry, numbers_of, why_no_filters
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ExtraFigures = Collection[Literal["operator_norm"]]
 EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
-NEGATIVE = "running variances are negative"  # the note on such a tensor, with their number
+NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
 
@@ -129,9 +129,13 @@ class TensorMeasurement:
     angle_mean: float | None = figure(tracked=True)
     angle_std: float | None = figure(tracked=True)
     angle_std_random: float | None = figure("chance", "standard deviation of angles of random directions", 6, "±{:.1f}")
-    alignment: float | None = figure("align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", tracked=True)
+    alignment: float | None = figure(
+        "align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", tracked=True
+    )
     alignment_error: float | None = None
-    alignment_z: float | None = figure("z", "distance of align from 1 in standard deviations of random weights", 7, tracked=True)
+    alignment_z: float | None = figure(
+        "z", "distance of align from 1 in standard deviations of random weights", 7, tracked=True
+    )
     coherence: float | None = figure("coher.", "largest |cos|", tracked=True)
     coherence_random: float | None = figure("chance", "median of the largest |cos| of random directions", 6, "{:.2f}")
     welch_bound: float | None = figure("Welch", "least possible largest |cos|")
@@ -144,21 +148,27 @@ class TensorMeasurement:
     sigma_random: float | None = None
     stable_rank: float | None = figure("s.rank", "stable rank ‖W‖²/σ²", spectral=True, tracked=True)
     stable_rank_random: float | None = None
-    effective_rank: float | None = figure("e.rank", "effective rank: exp of the entropy of the singular values", spectral=True)
+    effective_rank: float | None = figure(
+        "e.rank", "effective rank: exp of the entropy of the singular values", spectral=True
+    )
     spectrum_distance: float | None = figure(
         "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9, "{:.2f} · {:.2f}", spectral=True
     )
     spectrum_distance_random: float | None = None
-    spectrum_outliers: int | None = figure("beyond", "σ above those of random weights (share of ‖W‖²)", 8, spectral=True)
+    spectrum_outliers: int | None = figure(
+        "beyond", "σ above those of random weights (share of ‖W‖²)", 8, spectral=True
+    )
     spectrum_outlier_share: float | None = None
     spectrum_quantiles: tuple[float, ...] | None = None
-    orthogonality_defect: float | None = figure("orth.", "spread of σ², 0 if orthogonal · by chance", 9, "{:.2f} · {:.2f}", spectral=True)
+    orthogonality_defect: float | None = figure(
+        "orth.", "spread of σ², 0 if orthogonal · by chance", 9, "{:.2f} · {:.2f}", spectral=True
+    )
     orthogonality_defect_random: float | None = None
     operator_norm: float | None = figure("‖layer‖", "operator norm of the layer", 7, spectral=True)
     angle_histogram: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        figures = "" if self.filters is None else f": {self.total_filters} filters of length {self.dim}"
+        figures = "" if self.filters is None else f": {counted(self.total_filters, 'filter')} of length {self.dim}"
         angles = "" if self.alignment is None else f", alignment {self.alignment:.3g}"
         why = f": {plain(self.reason)}" if self.reason else ""
         return f"<{plain(self.path)} ({plain(self.kind)}){figures}{angles}{why}>"
@@ -217,7 +227,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     del raw  # a quantised tensor is released once its values are computed
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
     negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
-    notes = (*notes, f"{negative} {NEGATIVE}") if negative else notes
+    if negative:
+        notes = (*notes, f"{counted(negative, 'running variance')} {are(negative)} {NEGATIVE}")
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
@@ -247,7 +258,7 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
         values |= {"norm_quantiles": found.quantiles, "norm_nonzero_min": found.nonzero_min}
         values["zero_filters"] = found.zeros
     if len(fine) < len(norms):
-        notes = (*notes, f"{len(norms) - len(fine)} filters with non-finite entries left out")
+        notes = (*notes, f"{counted(len(norms) - len(fine), 'filter')} with non-finite entries left out")
     whole = len(fine) == len(norms) > values["zero_filters"]
     gram = shared_gram(matrices) if whole else None
     pairs = pair_statistics(matrices, name=name, gram=gram, deep=deep)

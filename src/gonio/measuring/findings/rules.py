@@ -24,6 +24,7 @@ from gonio.errors import UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
+from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.reading.entry import PADDING
@@ -158,7 +159,7 @@ class Suppressed:
             ('Not found, though gonio.toml suppresses it: G405, G101 for head.*.',)
         """
         count = len(self.findings)
-        said = [f"{count} finding{'s' if count > 1 else ''} suppressed by {self.by}"] if count else []
+        said = [f"{counted(count, 'finding')} suppressed by {self.by}"] if count else []
         if self.unmatched:
             said.append(f"Not found, though {self.by} suppresses it: {', '.join(self.unmatched)}.")
         return tuple(said)
@@ -247,7 +248,7 @@ def _nonfinite(t: TensorMeasurement) -> str | None:
     if not t.nonfinite:
         return None
     place = ", ".join(map(str, t.first_nonfinite or ()))
-    return f"{t.nonfinite} of {t.entries} values are NaN or infinite, the first at [{place}]"
+    return f"{t.nonfinite} of {t.entries} values {are(t.nonfinite)} NaN or infinite, the first at [{place}]"
 
 
 @rule("G101", WEIGHT_RULES)
@@ -259,7 +260,7 @@ def _zero(t: TensorMeasurement) -> str | None:
 def _dead(t: TensorMeasurement) -> str | None:
     if not t.zero_filters or t.zero_filters == t.total_filters or (t.zero_filters == 1 and PADDING in t.notes):
         return None
-    return f"{t.zero_filters} of {t.total_filters} filters are 0"
+    return f"{t.zero_filters} of {t.total_filters} filters {are(t.zero_filters)} 0"
 
 
 @rule("G103", WEIGHT_RULES)
@@ -299,8 +300,9 @@ def _alike(t: TensorMeasurement) -> str | None:
     if not t.near_duplicates or not t.closest or not t.dim or expected_pairs_above(NEAR, total, t.dim) > 1e-4:
         return None
     first, second = t.closest
+    have = "has" if t.near_duplicates == 1 else "have"
     return (
-        f"{t.near_duplicates} of {total} pairs of filters have an absolute cosine of {NEAR} or more; "
+        f"{t.near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more; "
         f"the largest is {t.coherence:.3f}, of filters {first} and {second}"
     )
 
@@ -368,7 +370,9 @@ def _decayed(facts: ModelFacts) -> str | None:
     free = facts.decayed
     if not free:
         return None
-    return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
+    return (
+        f"weight decay acts on {counted(len(free), 'weight')} whose scale has no effect: {listing(list(free), limit=3)}"
+    )
 
 
 @rule("G406", ADVICE)

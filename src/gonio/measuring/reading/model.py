@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.private_torch import ELEMENTWISE_NORMS, recurrent_weights, weights_of_hooks
-from gonio.measuring.reading.entry import PADDING, TensorEntry, header_of
-from gonio.measuring.reading.layouts import infer, is_batched_kernel
+from gonio.measuring.reading.entry import PADDING, TensorEntry, header_of, infer, is_batched_kernel
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites

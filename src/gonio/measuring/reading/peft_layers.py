@@ -26,9 +26,8 @@ class AdaptedLayers:
     """
 
     def __init__(self, everything: list[Site]) -> None:
-        tuners, other = (sys.modules.get(name) for name in ("peft.tuners.tuners_utils", "peft.utils.other"))
-        layer: Any = getattr(tuners, "BaseTunerLayer", ())
-        wrapper: Any = getattr(other, "ModulesToSaveWrapper", ())
+        layer = _peft("tuners.tuners_utils", "BaseTunerLayer")
+        wrapper = _peft("utils.other", "ModulesToSaveWrapper")
         self.layers = {site.path: site.module for site in everything if isinstance(site.module, layer)}
         self.saved = {site.path: site.module for site in everything if isinstance(site.module, wrapper)}
         self._modules = {site.path: site.module for site in everything}
@@ -61,6 +60,12 @@ class AdaptedLayers:
         return ["original_module"] if wrapper.disable_adapters or not active else ["modules_to_save", active[0]]
 
 
+def _peft(module: str, name: str) -> Any:
+    """A class of peft; no class at all while peft is not imported."""
+    found: Any = getattr(sys.modules.get(f"peft.{module}"), name, None)
+    return () if found is None else found
+
+
 def _active(layer: Any) -> list[str]:
     """The adapters in use, merged ones first; none where they are disabled."""
     merged = list(getattr(layer, "merged_adapters", ()))
@@ -73,7 +78,7 @@ def _active(layer: Any) -> list[str]:
 def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the adapted layer that its active adapters may change."""
     base = layer.get_base_layer()
-    if not _active(layer) or getattr(layer, "merged_adapters", ()):
+    if not _active(layer) or getattr(layer, "merged_adapters", False):
         return
     own = getattr(layer, "parameter_name", None)  # of an adapter of one parameter of a module
     for name, value in base.named_parameters(recurse=False):
@@ -124,8 +129,7 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
 
 def _products(layer: Any) -> list[str]:
     """The low-rank adapters of a layer, whose product peft computes."""
-    lora: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "LoraLayer", ())
-    if not isinstance(layer, lora) or not hasattr(layer, "get_delta_weight"):
+    if not isinstance(layer, _peft("tuners.lora.layer", "LoraLayer")) or not hasattr(layer, "get_delta_weight"):
         return []
     held = [getattr(layer, name, None) for name in ("lora_A", "lora_embedding_A")]
     return [name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part]

@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import Adapter, AdapterConfig, adapters_in, entries_of_adapters
-from gonio.measuring.reading.entry import TensorEntry
-from gonio.measuring.reading.formats import StoredTensors, StoredWeight, stored_weights
-from gonio.measuring.reading.layouts import Shapes, clean_names, infer, is_batched_kernel, stores_inputs_first
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
+from gonio.measuring.reading.entry import (
+    Shapes,
+    TensorEntry,
+    clean_names,
+    infer,
+    is_batched_kernel,
+    stores_inputs_first,
+)
+from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
@@ -83,11 +89,12 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
-        opened, quantization, config = _opened(source)
-        adapters = adapters_in(opened.stored, config)
+        opened, quantization, about = _opened(source)
+        config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
+        adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, quantization, parts), *opened.others]
-        if config.refusal:
+        if config is not None and config.refusal:
             opened = replace(opened, notes=(*opened.notes, plain(config.refusal)))
     if base is not None and not adapters:
         raise InvalidArgumentError(
@@ -103,7 +110,10 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
 
 def _entries(stored: StoredTensors, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
-    weights = {part: weight for weight in stored_weights(stored, quantization) for part in weight.parts}
+    suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
+    weights = (
+        {part: one for one in stored_weights(suspects, stored, quantization) for part in one.parts} if suspects else {}
+    )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)
     for name, tensor in stored.items():
@@ -148,10 +158,10 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
 
 
-def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Mapping[str, Any], AdapterConfig]:
+def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Mapping[str, Any], Mapping[str, Any]]:
     """The tensors, and the configurations of quantisation and of adapters in the file's folder."""
     if isinstance(source, Mapping):
-        return open_state(state_in(source, what="the mapping")), {}, AdapterConfig({})
+        return open_state(state_in(source, what="the mapping")), {}, {}
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
@@ -163,7 +173,7 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         )
     config, adapters = (_small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
     quantization = config.get("quantization_config")
-    return opened, quantization if isinstance(quantization, dict) else {}, AdapterConfig(adapters)
+    return opened, quantization if isinstance(quantization, dict) else {}, adapters
 
 
 def _no_source(given: object) -> InvalidArgumentError:

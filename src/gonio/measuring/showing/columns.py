@@ -32,7 +32,7 @@ def _near(t: TensorMeasurement) -> str:
 
 
 C = Column[TensorMeasurement]
-# The texts of figures that take more than one number, and the columns that no single figure has, by the one before them.
+# The texts of figures that take more than one number, and columns that no single figure has, by the one before them.
 _TEXTS = {"alignment_z": _z, "spectrum_outliers": _beyond, "near_duplicates": _near}
 _TEXTS["zero_filters"] = lambda t: str(t.zero_filters or "–")
 _COMPOSED: dict[str, tuple[Column[TensorMeasurement], ...]] = {

@@ -196,6 +196,9 @@ def _readers() -> tuple[Reader, ...]:
     return tuple(import_module(f"{__name__}.{name}").adapters_of for name in names)
 
 
+MARKS = (".lora_", ".oft_", "trainable_tokens_")  # in the keys of files that may hold adapters
+
+
 def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> list[Adapter]:
     """The adapters among these tensors."""
     groups: dict[tuple[str, str], Group] = {}

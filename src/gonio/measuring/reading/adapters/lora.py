@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Group
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.layouts import INPUTS_FIRST
+from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}

@@ -94,4 +94,4 @@ def _row_values(weight: StoredTensor, largest: StoredTensor) -> Tensor:
     return weight.load().float().mul_(largest.load().float()[:, None] / 127)
 
 
-FORMATS = (Format(_four_bits, _STATES, ("uint8",)), Format(_by_row, (".SCB",)))
+FORMATS = (Format(_four_bits, _STATES), Format(_by_row, (".SCB",)))

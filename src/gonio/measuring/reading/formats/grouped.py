@@ -84,4 +84,4 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
 
 
-FORMATS = (Format(_grouped, ("qweight",), ("int32",)),)
+FORMATS = (Format(_grouped, ("qweight",)),)

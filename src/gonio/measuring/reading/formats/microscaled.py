@@ -40,4 +40,4 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
     return torch.ldexp(table[halves(codes.load(), high_first=False)], powers.unsqueeze(-1)).reshape(shape)
 
 
-FORMATS = (Format(_microscaled, ("_blocks",), ("uint8",)),)
+FORMATS = (Format(_microscaled, ("_blocks",)),)
