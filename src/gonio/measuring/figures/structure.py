@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
+from gonio.measuring.private_torch import BATCH_NORMS, STATISTICAL_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
@@ -199,7 +198,7 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     return batch, (samples % batch or batch) if samples else None
 
 
-_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
+_NORMS = (*STATISTICAL_NORMS, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class NormUse:
     @property
     def averages_over_batches(self) -> bool:
         """Whether it is a batch norm that updates its statistics in training."""
-        return isinstance(self.module, _BatchNorm) and not self.frozen
+        return isinstance(self.module, BATCH_NORMS) and not self.frozen
 
     @property
     def values(self) -> int | None:
