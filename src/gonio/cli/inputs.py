@@ -16,7 +16,7 @@ from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
-from gonio.models.user_code import is_user_code
+from gonio.models.by_name import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs

@@ -404,11 +404,10 @@ _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
 
 @rule("G409", ADVICE)
 def _out_of_scale(facts: ModelFacts) -> str | None:
-    found = []
+    found, norms = [], {norm.path for norm in facts.norms}
     for signal in facts.signals:
-        norm = "Norm" in signal.kind  # its input counts as of unit size
-        weighted = "Linear" in signal.kind or "Conv" in signal.kind
-        size = signal.rms if norm else signal.gain if weighted else None
+        norm = signal.path in norms  # its input counts as of unit size
+        size = signal.rms if norm else signal.gain if signal.path in facts.weighted else None
         if size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR)):
             found.append(f"{signal.path or 'the model'} (× {size:.3g})")
     return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None

@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.private_torch import ELEMENTWISE_NORMS, recurrent_weights, weights_of_hooks
+from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
 from gonio.measuring.reading.entry import PADDING, TensorEntry, header_of, infer, is_batched_kernel
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
+from gonio.surgery.facts import facts_of
 
 Read = Callable[[], Tensor]
 
@@ -135,7 +136,7 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
         if name in found:
             return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
         return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
-    if isinstance(module, ELEMENTWISE_NORMS) and tensor.ndim > 1:
+    if tensor.ndim > 1 and facts_of(module).removes_scale:
         return None, "gains and shifts, one per entry of the input"
     if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
         return None, "a buffer: not trained"
