@@ -164,7 +164,8 @@ def _dequantized(tensor: Tensor) -> Numbers:
         plain = tensor.dequantize()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {error}")
-    return Numbers(plain.detach(), notes=(f"dequantised from {_named(tensor.dtype)}",))
+    kind = _named(tensor.dtype) if tensor.is_quantized else type(tensor).__name__  # whose dtype is that of its values
+    return Numbers(plain.detach(), notes=(f"dequantised from {kind}",))
 
 
 def _no_floats(tensor: Tensor) -> Numbers:
