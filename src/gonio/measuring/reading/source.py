@@ -39,11 +39,10 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
-_STANDARD = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "diffusion_pytorch_model.safetensors",
-    "adapter_model.safetensors",
+_STANDARD = frozenset(
+    f"{stem}.{kind}"
+    for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+    for kind in ("safetensors", "bin")
 )
 
 

@@ -17,15 +17,8 @@ from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntr
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}
 _KNOWN |= {"alpha", "dora_scale", "ranknum"}
-_PLAIN_STARTS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "eva",
-    "orthogonal",
-    "mica",
-)  # initialisations that leave the base as it is
+# Initialisations that leave the base as it is.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTensor]) -> list[Adapter]:

@@ -18,14 +18,8 @@ from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight,
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
-ACTIVATIONS = (
-    "input_scale",
-    "scale_input",
-    "input_scale_ub",
-    "output_scale",
-    "scale_output",
-    "act_scale",
-)  # no weights
+# Scales of activations, beside those of weights.
+ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
 
 def _scaled(name: str, stored: StoredTensors, config: Mapping[str, Any]) -> StoredWeight | None:
