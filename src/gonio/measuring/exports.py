@@ -14,8 +14,8 @@ def json_data(value: Any) -> Any:
 
     Example:
         >>> from gonio.measuring.exports import json_data
-        >>> json_data({"norms": (1.0, float("inf")), "name": "a\\x1b"})
-        {'norms': [1.0, None], 'name': 'a\\\\x1b'}
+        >>> json_data({"norms": (1.0, float("inf")), "name": "a"})
+        {'norms': [1.0, None], 'name': 'a'}
     """
     if is_dataclass(value):
         return {field.name: json_data(getattr(value, field.name)) for field in fields(value)}
