@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,10 @@ def agrees(before: dict[str, Tensor], merged: dict[str, Tensor], after: Any, *, 
 
 TUNERS: dict[str, dict[str, Any]] = {
     "AdaLoraConfig": {"total_step": 10}, "AdamssConfig": {}, "BOFTConfig": {"boft_block_size": 4}, "DeloraConfig": {},
-    "FourierFTConfig": {"n_frequency": 20}, "GraloraConfig": {}, "HRAConfig": {}, "IA3Config": {"feedforward_modules": []},
-    "LNTuningConfig": {"target_modules": ["ln"]}, "LoHaConfig": {}, "LoKrConfig": {}, "LoraConfig": {}, "MissConfig": {"r": 4},
+    "FourierFTConfig": {"n_frequency": 20}, "GraloraConfig": {}, "HRAConfig": {},
+    "IA3Config": {"feedforward_modules": []},
+    "LNTuningConfig": {"target_modules": ["ln"]}, "LoHaConfig": {}, "LoKrConfig": {}, "LoraConfig": {},
+    "MissConfig": {"r": 4},
     "OFTConfig": {"oft_block_size": 4}, "OSFConfig": {}, "RandLoraConfig": {}, "ShiraConfig": {"r": 2},
     "TrainableTokensConfig": {"target_modules": ["emb"], "token_indices": [1, 2]},
     "VBLoRAConfig": {"vector_length": 16, "num_vectors": 8}, "VeraConfig": {},
@@ -354,7 +355,8 @@ def test_a_configuration_is_checked_key_by_key() -> None:
     assert AdapterConfig({"twist": None, "lora_alpha": 4}).refusal == ""
     assert AdapterConfig({"lora_alpha": True}).number("lora_alpha") is None
     assert AdapterConfig({"alpha_pattern": {"q": 3, ".*": 4}}).pattern("alpha_pattern", "a.q") == 3
-    fits: Callable[[str], float | None] = lambda path: AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern(
-        "alpha_pattern", path
-    )
+
+    def fits(path: str) -> float | None:
+        return AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern("alpha_pattern", path)
+
     assert (fits("b.c"), fits("a.b.c"), fits("a.b.cd"), fits("ab.c")) == (2, 2, None, None)

@@ -112,9 +112,11 @@ def scaled(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "compressed-tensors": ("l.weight_scale", (1,)), "ComfyUI": ("l.scale_weight", ()), "another trainer": ("l.scale", (1, 1)),
-    "of rows": ("l.weight_scale", (256,)), "of columns": ("l.weight_scale", (1, 192)), "of blocks": ("l.weight_scale_inv", (4, 3)),
-    "TransformerEngine": ("l.scale_inv", (1,)), "quanto": ("l.weight.scale", (256, 1)), "of blocks of 2": ("l.weight_scale", (128, 96)),
+    "compressed-tensors": ("l.weight_scale", (1,)), "ComfyUI": ("l.scale_weight", ()),
+    "another trainer": ("l.scale", (1, 1)), "of rows": ("l.weight_scale", (256,)),
+    "of columns": ("l.weight_scale", (1, 192)), "of blocks": ("l.weight_scale_inv", (4, 3)),
+    "TransformerEngine": ("l.scale_inv", (1,)), "quanto": ("l.weight.scale", (256, 1)),
+    "of blocks of 2": ("l.weight_scale", (128, 96)),
 }  # fmt: skip
 
 
@@ -250,8 +252,11 @@ def test_weights_stored_with_their_inputs_first_are_told_by_their_bias(tmp_path:
     assert (linear["a"].filters, linear["b"].notes) == (6, ())
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM(6, 12, proj_size=4), nn.LSTM(6, 12, proj_size=4, bidirectional=True, num_layers=2),
-                                   nn.LSTMCell(6, 5), nn.GRUCell(6, 5), nn.ConvTranspose2d(4, 8, 3), nn.ConvTranspose1d(4, 6, 5)])  # fmt: skip
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LSTM(6, 12, proj_size=4), nn.LSTM(6, 12, proj_size=4, bidirectional=True, num_layers=2), nn.LSTMCell(6, 5),
+     nn.GRUCell(6, 5), nn.ConvTranspose2d(4, 8, 3), nn.ConvTranspose1d(4, 6, 5)],
+)  # fmt: skip
 def test_layouts_of_files_are_those_of_the_layers(layer: nn.Module) -> None:
     found, file = measure(nn.ModuleDict({"l": layer})), measure({f"l.{k}": v for k, v in layer.state_dict().items()})
     for row in found.layers:
@@ -293,7 +298,8 @@ def test_quantised_recurrent_layers_have_rows(kind: Any) -> None:
 
 STATE = {"a.weight": seeded(8, 6), "b.bias": torch.zeros(6)}
 BESIDE: dict[str, Any] = {
-    "a metric": torch.tensor(71.2), "class weights": torch.ones(10), "random state": torch.ones(5000, dtype=torch.uint8),
+    "a metric": torch.tensor(71.2), "class weights": torch.ones(10),
+    "random state": torch.ones(5000, dtype=torch.uint8),
     "an optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "a list": [torch.ones(2)], "a matrix": torch.ones(4, 4),
 }  # fmt: skip
 

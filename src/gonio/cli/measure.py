@@ -84,7 +84,7 @@ def measure(
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
         found = measuring.measure(
-            first, batch=example, base=adapted, engine=engine, also=figures, deep=deep, progress=update
+            first, batch=example, base=adapted, engine=engine, extra_figures=figures, deep=deep, progress=update
         )
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
-from gonio.measuring.figures.tensor import TensorMeasurement, measure_tensor
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
@@ -29,11 +29,7 @@ from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_
 from gonio.surgery import Where, as_selector, sites
 from gonio.surgery.steps import watch
 
-FIGURES = (  # the columns of a CSV file, in this order
-    *("frobenius", "norm_mean", "norm_std", "norm_min", "norm_max", "zero_filters", "nonfinite"),
-    *("angle_mean", "angle_std", "alignment", "alignment_z", "coherence"),
-    *("sigma_max", "stable_rank"),
-)
+FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
 
 class Tracker:
@@ -230,7 +226,7 @@ class Tracker:
         """
         return frame_from(self.rows, ["step", "layer", *self._figures])
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[TensorEntry]:
         """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
         found = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]

@@ -17,11 +17,11 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
-from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
-from gonio.measuring.exports import json_data
-from gonio.measuring.findings.rules import Finding, markdown_findings, told
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.exports import counted, json_data
+from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
@@ -117,7 +117,7 @@ class Differences(Table[TensorDifference]):
     Example:
         >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
         >>> found, found["a"].norm_ratio
-        (<Differences of 1 tensors>, 2.0)
+        (<Differences of 1 tensor>, 2.0)
     """
 
     ROW: ClassVar = TensorDifference
@@ -162,7 +162,7 @@ class Differences(Table[TensorDifference]):
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
         left = reasons([t for t in self.tensors if t.status == "not compared"])
-        said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
+        said = f"Compared: {equal + len(self.moved)} of {counted(len(self.tensors), 'tensor')}, {equal} of them equal."
         return f"{said} Not compared: {left or 'none'}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,14 +193,14 @@ class Differences(Table[TensorDifference]):
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
-        return f"<Differences of {len(self.tensors)} tensors>"
+        return f"<Differences of {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        yield from told(self.findings)
+        yield from render_findings(self.findings)
         if self.moved:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             width = options.max_width
@@ -256,7 +256,7 @@ def _row_alone(rows: Rows, deltas: Deltas) -> TensorDifference:
     return rows[0]
 
 
-def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Differences:
+def assembled(before: str, model: TunedModel, rows: Sequence[TensorDifference]) -> Differences:
     """The differences of one model with their findings."""
     return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
 
@@ -269,7 +269,7 @@ Reduce = Callable[[Rows, Deltas], Reduced]
 
 def compared(
     base: Source, after: Sequence[Source], reduce: Reduce[Reduced], engine: Engine, progress: Progress
-) -> tuple[list[Tuned], list[Reduced]]:
+) -> tuple[list[TunedModel], list[Reduced]]:
     """The models, and for each name what `reduce` makes of the row and of the change of every model.
 
     One tensor of the base is read once and then released. On a Ray cluster workers call `reduce`, so that only its
@@ -294,7 +294,7 @@ def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], num
     return [reduce(*_compared(name, held.get(name), models)) for name in (names[number] for number in numbers)]
 
 
-def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, Entry], list[Tuned], list[str]]:
+def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, TensorEntry], list[TunedModel], list[str]]:
     """The tensors of the base and of the models, and the names of both: those of the base first."""
     held = base_entries(base)
     models = [tuned(held, one) for one in after]
@@ -302,7 +302,7 @@ def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, Entry], li
 
 
 @torch.no_grad()
-def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[Rows, Deltas]:
+def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel]) -> tuple[Rows, Deltas]:
     rows: Rows = []
     changes: Deltas = []
     before: Tensor | str | None = None
@@ -325,7 +325,9 @@ def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDiffe
     return TensorDifference(name=name, path=path, status=status, reason=reason, **values)
 
 
-def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple[TensorDifference, Change | None]:
+def _row_of(
+    name: str, held: TensorEntry, entry: TensorEntry, before: Tensor | str
+) -> tuple[TensorDifference, Change | None]:
     if isinstance(before, str):
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")

@@ -12,7 +12,8 @@ from torch import Tensor
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.reading.entry import Entry, numbers_of
+from gonio.measuring.exports import counted
+from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
 
@@ -22,7 +23,7 @@ NONFINITE = "NaN or infinite values"
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedModel:
     """A model beside its base.
 
     Attributes:
@@ -32,18 +33,18 @@ class Tuned:
     """
 
     name: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     adapters: bool = False
     rest_equal: bool = False
     notes: tuple[str, ...] = ()
 
 
-def base_entries(source: Source) -> dict[str, Entry]:
+def base_entries(source: Source) -> dict[str, TensorEntry]:
     """The tensors of a base by name, as the plain model has them."""
     return _plain(contents_of(source).entries)
 
 
-def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
+def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
     """The tensors of a source under the names of the base.
 
     Names that differ by a prefix (`model.`, `base_model.model.`) are matched. Where the source holds adapters, an
@@ -63,7 +64,7 @@ def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None
-        missing = Entry(name, "", None, None, f"the base has no weight {adapter.path}")
+        missing = TensorEntry(name, "", None, None, f"the base has no weight {adapter.path}")
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
     for name, path in _unread(made, base, found, names):
         for owned in (key for key in base if key.rpartition(".")[0] == path):
@@ -76,14 +77,14 @@ def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
             "Rename the keys of one of them.",
         )
     moved = sum(old != new for old, new in names.items())
-    notes = (f"{moved} names matched across prefixes",) if moved else ()
+    notes = (f"{counted(moved, 'name')} matched across prefixes",) if moved else ()
     holds = bool(found.adapters)
-    return Tuned(name_of(source), made, holds, rest_equal=holds and not alone, notes=(*found.notes, *notes))
+    return TunedModel(name_of(source), made, holds, rest_equal=holds and not alone, notes=(*found.notes, *notes))
 
 
-def _plain(entries: Iterable[Entry]) -> dict[str, Entry]:
+def _plain(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors of the plain model by their names in it; a trained copy of a layer before the original."""
-    made: dict[str, Entry] = {}
+    made: dict[str, TensorEntry] = {}
     for entry in entries:
         name = entry.weight_name or entry.name
         if entry.role not in ("part", "adapter") and not (name in made and ".original_module." in entry.name):
@@ -92,7 +93,7 @@ def _plain(entries: Iterable[Entry]) -> dict[str, Entry]:
 
 
 def _unread(
-    made: Mapping[str, Entry], base: Mapping[str, Entry], found: Contents, names: Mapping[str, str]
+    made: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry], found: Contents, names: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     """Tensors of adapters that are not read, each with the path of the layer of the base that it belongs to."""
     wrapped = {entry.weight_name for entry in found.entries if ".base_layer." in f".{entry.name}"}
@@ -154,7 +155,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 # --- reading a pair --------------------------------------------------------------------------------------------------
 
 
-def values_of(entry: Entry, when: str) -> Tensor | str:
+def values_of(entry: TensorEntry, when: str) -> Tensor | str:
     """The values, all finite, in their own dtype of two bytes or more, or the reason why there are none."""
     if entry.load is None or entry.role == "unknown":
         return entry.reason
@@ -168,7 +169,7 @@ def values_of(entry: Entry, when: str) -> Tensor | str:
     return f"{NONFINITE} {when}" if count_nonfinite(values)[0] else values
 
 
-def layout_of_pair(before: Entry, after: Entry) -> Layout | None:
+def layout_of_pair(before: TensorEntry, after: TensorEntry) -> Layout | None:
     """The layout that a model knows, before one that is inferred from a shape."""
     inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)
     return after.layout if inferred else before.layout

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
+from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
@@ -158,7 +158,7 @@ def _movable(free: list[ScaleVariable]) -> MovableScale | None:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFacts:
     """Batch sizes and weight decays, as far as they are known.
 
     Attributes:
@@ -171,7 +171,7 @@ class Training:
     decayed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Training:
+    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> TrainingFacts:
         """Read a data loader, without drawing from it, and an optimizer.
 
         Raises:
@@ -234,7 +234,7 @@ class NormUse:
     @property
     def averages_over_batches(self) -> bool:
         """Whether it is a batch norm that updates its statistics in training."""
-        return isinstance(self.module, _BatchNorm) and not self.frozen
+        return isinstance(self.module, BATCH_NORMS) and not self.frozen
 
     @property
     def values(self) -> int | None:
@@ -254,23 +254,26 @@ class NormUse:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelFacts:
     """The facts that the rules on a whole model read.
 
     Attributes:
-        norms: every normalisation layer.
+        norms: every normalisation layer. `weighted`: paths of the linear layers and convolutions.
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
     """
 
     norms: tuple[NormUse, ...]
-    training: Training
+    weighted: frozenset[str]
+    training: TrainingFacts
     decayed: tuple[str, ...]
     constant: tuple[str, ...]
     signals: tuple[Signal, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: Training) -> Setting:
+    def of(
+        cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: TrainingFacts
+    ) -> ModelFacts:
         everything = sites(model)
         wrappers = [site.module for site in everything if "_checkpoint_wrapped_module" in site.module._modules]
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
@@ -288,7 +291,8 @@ class Setting:
             for name, parameter in site.module._parameters.items()
             if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
-        return cls(tuple(norms), training, tuple(free), structure.constant, tuple(signals))
+        weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
+        return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals))
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:

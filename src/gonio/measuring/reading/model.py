@@ -13,20 +13,20 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.private_torch import ELEMENTWISE_NORMS, recurrent_weights, weights_of_hooks
-from gonio.measuring.reading.entry import PADDING, Entry, header_of
-from gonio.measuring.reading.layouts import infer, is_batched_kernel
+from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
+from gonio.measuring.reading.entry import PADDING, TensorEntry, header_of, infer, is_batched_kernel
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
+from gonio.surgery.facts import facts_of
 
 Read = Callable[[], Tensor]
 
 
-def entries_of_model(model: nn.Module) -> list[Entry]:
+def entries_of_model(model: nn.Module) -> list[TensorEntry]:
     """One entry per parameter and buffer, tied ones once, and one per weight that a layer or an adapter computes."""
     seen: dict[int, str] = {}
-    made: list[Entry] = []
+    made: list[TensorEntry] = []
     everything = sites(model)
     adapted = AdaptedLayers(everything)
     for site in everything:
@@ -38,20 +38,20 @@ def entries_of_model(model: nn.Module) -> list[Entry]:
                 made.append(_entry_of(site, name, path, tensor, computed.get(name)))
             else:
                 reason = f"tied to {first}, where it is measured"
-                made.append(Entry(path, type(site.module).__name__, None, None, reason))
+                made.append(TensorEntry(path, type(site.module).__name__, None, None, reason))
     if not adapted.layers and not adapted.saved:
         return made
     return [*_placed(made, adapted), *_of_adapters(adapted)]
 
 
-def _placed(entries: list[Entry], adapted: AdaptedLayers) -> Iterator[Entry]:
+def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[TensorEntry]:
     """The entries with their names in the model without adapters."""
     for entry in entries:
         part, plain = adapted.role_of(entry.name)
         yield replace(entry, role="adapter" if part else entry.role, weight_name="" if plain == entry.name else plain)
 
 
-def _of_adapters(adapted: AdaptedLayers) -> Iterator[Entry]:
+def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:
     for path, layer in adapted.layers.items():
         base = layer.get_base_layer()
         layout, reason = _layout(base, "weight", None)
@@ -89,26 +89,26 @@ def _parametrizations(module: nn.Module) -> nn.ModuleDict | None:
     return lists if all(isinstance(part, nn.utils.parametrize.ParametrizationList) for part in lists.values()) else None
 
 
-def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> Entry:
+def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> TensorEntry:
     """The entry of a tensor; for one that cannot be inspected, an entry with the reason."""
     try:
         return _entry(site, name, path, tensor, read)
     except Exception as error:  # a tensor's subclass, or a property of the module, runs code of its own
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        return Entry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
+        return TensorEntry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
 
 
-def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> Entry:
+def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> TensorEntry:
     module = site.module
     kind = type(module).__name__
     notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
     if name == "weight" and getattr(module, "padding_idx", None) is not None:
         notes = (*notes, PADDING)
     if tensor is not None and is_lazy(tensor):
-        return Entry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
+        return TensorEntry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
     load = read or partial(_read, module, name)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
-        return Entry(path, kind, None, load, "a part of a parametrization", notes)
+        return TensorEntry(path, kind, None, load, "a part of a parametrization", notes)
     parametrization = parametrization_of(module, name)
     if parametrization is not None:
         remarks = parametrization.remarks(load)
@@ -117,7 +117,7 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     shape, dtype = (None, "") if tensor is None else header_of(tensor)
-    made = Entry(path, kind, layout, load, reason, notes, shape, dtype)
+    made = TensorEntry(path, kind, layout, load, reason, notes, shape, dtype)
     try:
         layout_of(module, name)
     except NotApplicableError:
@@ -136,7 +136,7 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
         if name in found:
             return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
         return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
-    if isinstance(module, ELEMENTWISE_NORMS) and tensor.ndim > 1:
+    if tensor.ndim > 1 and facts_of(module).removes_scale:
         return None, "gains and shifts, one per entry of the input"
     if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
         return None, "a buffer: not trained"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.surgery import Site
 
 _INSIDE = {"base_layer", "token_adapter"}  # the names under which peft's layers hold the layer that they adapt
@@ -26,8 +26,8 @@ class AdaptedLayers:
     """
 
     def __init__(self, everything: list[Site]) -> None:
-        tuners, other = (sys.modules.get(name) for name in ("peft.tuners.tuners_utils", "peft.utils.other"))
-        layer, wrapper = getattr(tuners, "BaseTunerLayer", ()), getattr(other, "ModulesToSaveWrapper", ())
+        layer = _peft("tuners.tuners_utils", "BaseTunerLayer")
+        wrapper = _peft("utils.other", "ModulesToSaveWrapper")
         self.layers = {site.path: site.module for site in everything if isinstance(site.module, layer)}
         self.saved = {site.path: site.module for site in everything if isinstance(site.module, wrapper)}
         self._modules = {site.path: site.module for site in everything}
@@ -60,6 +60,12 @@ class AdaptedLayers:
         return ["original_module"] if wrapper.disable_adapters or not active else ["modules_to_save", active[0]]
 
 
+def _peft(module: str, name: str) -> Any:
+    """A class of peft; no class at all while peft is not imported."""
+    found: Any = getattr(sys.modules.get(f"peft.{module}"), name, None)
+    return () if found is None else found
+
+
 def _active(layer: Any) -> list[str]:
     """The adapters in use, merged ones first; none where they are disabled."""
     merged = list(getattr(layer, "merged_adapters", ()))
@@ -72,17 +78,23 @@ def _active(layer: Any) -> list[str]:
 def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the adapted layer that its active adapters may change."""
     base = layer.get_base_layer()
-    if not _active(layer) or getattr(layer, "merged_adapters", ()):
+    if not _active(layer) or getattr(layer, "merged_adapters", False):
         return
     own = getattr(layer, "parameter_name", None)  # of an adapter of one parameter of a module
     for name, value in base.named_parameters(recurse=False):
         if own is not None and name != own:
             continue
-        if value.ndim > 1 or any(getattr(layer, "lora_bias", {True: True}).values()):
+        if value.ndim > 1 or _has_bias(layer):
             yield name, value
 
 
-def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[Entry]:
+def _has_bias(layer: Any) -> bool:
+    """Whether the adapters may change a bias; of LoRA only those with a bias of their own do."""
+    biases = getattr(layer, "lora_bias", None)
+    return biases is None or any(biases.values())
+
+
+def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[TensorEntry]:
     """The value in use of each tensor that the layer's adapters change, and the product of each low-rank adapter.
 
     Args:
@@ -98,13 +110,13 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
     said = f"{path}.base_and_{kind}.{'+'.join(active)}"
     if getattr(layer, "merged_adapters", ()):
         weight = partial(_own_weight, layer)
-        yield Entry(said, type(layer.get_base_layer()).__name__, layout, weight, reason,
+        yield TensorEntry(said, type(layer.get_base_layer()).__name__, layout, weight, reason,
                     (f"merged into the base's weight: {', '.join(active)}",), role="adapter")  # fmt: skip
         return
     for name, _ in _changed(layer):
         main = name in ("weight", getattr(layer, "parameter_name", ""))
         stacked = reason or "not known to be a stack of filters"
-        yield Entry(
+        yield TensorEntry(
             said if main else f"{path}.{name}.base_and_{kind}.{'+'.join(active)}",
             type(layer.get_base_layer()).__name__,
             layout if name == "weight" else None,
@@ -117,16 +129,15 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
 
 def _products(layer: Any) -> list[str]:
     """The low-rank adapters of a layer, whose product peft computes."""
-    lora = getattr(sys.modules.get("peft.tuners.lora.layer"), "LoraLayer", ())
-    if not isinstance(layer, lora) or not hasattr(layer, "get_delta_weight"):
+    if not isinstance(layer, _peft("tuners.lora.layer", "LoraLayer")) or not hasattr(layer, "get_delta_weight"):
         return []
     held = [getattr(layer, name, None) for name in ("lora_A", "lora_embedding_A")]
     return [name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part]
 
 
-def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason: str) -> Entry:
+def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason: str) -> TensorEntry:
     scale = getattr(layer, "scaling", {}).get(adapter)
-    notes = ("with its scale",) if scale is None else (f"with its scale {scale:.4g}",)
+    notes: tuple[str, ...] = ("with its scale",) if scale is None else (f"with its scale {scale:.4g}",)
     experts = getattr(layer, "num_experts", 1)
     if experts > 1:
         turned = bool(getattr(layer.get_base_layer(), "is_transposed", False))
@@ -137,7 +148,7 @@ def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason:
         delta: Tensor = layer.get_delta_weight(adapter).detach()
         return (delta.mT if turned else delta).flatten(0, 1) if experts > 1 else delta
 
-    return Entry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, load, reason, notes, role="adapter")
+    return TensorEntry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, load, reason, notes, role="adapter")
 
 
 def _own_weight(layer: Any) -> Tensor:

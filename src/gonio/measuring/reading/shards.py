@@ -10,7 +10,7 @@ from typing import Any
 
 from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.state_dicts import Opened
 from gonio.measuring.reading.torch_files import open_torch
@@ -30,7 +30,7 @@ def open_shards(index: Path) -> Opened:
             stored[name] = tensors[name]
         else:
             reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
-            missing.append(Entry(name, "", None, None, reason))
+            missing.append(TensorEntry(name, "", None, None, reason))
     notes = [f"the index names {plain(name)} twice; the last place is read" for name in doubled[:5]]
     held = [(name, shard) for shard, tensors in shards.items() if not isinstance(tensors, str) for name in tensors]
     strays = {

@@ -1,7 +1,7 @@
 """Everything that can be measured: a model, a state dict, a file, or a folder that holds a model.
 
-Every tensor of a source is accounted for: it is measured, it is a part of a measured weight, or it has the reason why it
-is not read. Files are read tensor by tensor, and no code in a file ever runs.
+Every tensor of a source is accounted for: it is measured, it is a part of a measured weight, or it has the reason why
+it is not read. Files are read tensor by tensor, and no code in a file ever runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import Adapter, AdapterConfig, adapters_in, entries_of_adapters
-from gonio.measuring.reading.entry import Entry
-from gonio.measuring.reading.formats import Stored, StoredWeight, stored_weights
-from gonio.measuring.reading.layouts import Shapes, clean_names, infer, is_batched_kernel, stores_inputs_first
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
+from gonio.measuring.reading.entry import (
+    Shapes,
+    TensorEntry,
+    clean_names,
+    infer,
+    is_batched_kernel,
+    stores_inputs_first,
+)
+from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
@@ -33,11 +39,10 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
-_STANDARD = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "diffusion_pytorch_model.safetensors",
-    "adapter_model.safetensors",
+_STANDARD = frozenset(
+    f"{stem}.{kind}"
+    for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+    for kind in ("safetensors", "bin")
 )
 
 
@@ -56,7 +61,7 @@ class CheckpointPart(os.PathLike[str]):
 class Contents:
     """A source's tensors, notes on how it was read, and the adapters of a file or state dict."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
@@ -83,11 +88,12 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
-        opened, quantization, config = _opened(source)
-        adapters = adapters_in(opened.stored, config)
+        opened, quantization, about = _opened(source)
+        config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
+        adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, quantization, parts), *opened.others]
-        if config.refusal:
+        if config is not None and config.refusal:
             opened = replace(opened, notes=(*opened.notes, plain(config.refusal)))
     if base is not None and not adapters:
         raise InvalidArgumentError(
@@ -101,9 +107,12 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     return Contents(made, opened.notes, tuple(adapters))
 
 
-def _entries(stored: Stored, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[Entry]:
+def _entries(stored: StoredTensors, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
-    weights = {part: weight for weight in stored_weights(stored, quantization) for part in weight.parts}
+    suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
+    weights = (
+        {part: one for one in stored_weights(suspects, stored, quantization) for part in one.parts} if suspects else {}
+    )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)
     for name, tensor in stored.items():
@@ -111,8 +120,8 @@ def _entries(stored: Stored, quantization: Mapping[str, Any], of_adapters: set[s
         if weight is None:
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
-            role = "adapter" if name in of_adapters else ""
-            yield _without_batch(replace(made, inferred=True, role=role, weight_name=_plain_name(cleaned[name])))
+            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
+            yield _without_batch(replace(made, role="adapter") if name in of_adapters else made)
         elif weight.parts[0] == name:
             yield _computed(weight, cleaned.get(weight.name, weight.name), shapes)
         else:
@@ -130,7 +139,7 @@ def _plain_name(name: str) -> str:
     return "" if kept == name else kept
 
 
-def _without_batch(entry: Entry) -> Entry:
+def _without_batch(entry: TensorEntry) -> TensorEntry:
     """The entry of a modulated convolution's weight without its first dimension of 1."""
     if entry.layout is None or entry.shape is None or entry.load is None or not is_batched_kernel(entry.shape):
         return entry
@@ -138,20 +147,20 @@ def _without_batch(entry: Entry) -> Entry:
     return replace(entry, load=lambda: load()[0], shape=entry.shape[1:], notes=(*entry.notes, said))
 
 
-def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> Entry:
+def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
-        return Entry(name, "", None, None, weight.note)
+        return TensorEntry(name, "", None, None, weight.note)
     layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
     if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
         layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
     return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
 
 
-def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Mapping[str, Any], AdapterConfig]:
+def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Mapping[str, Any], Mapping[str, Any]]:
     """The tensors, and the configurations of quantisation and of adapters in the file's folder."""
     if isinstance(source, Mapping):
-        return open_state(state_in(source, what="the mapping")), {}, AdapterConfig({})
+        return open_state(state_in(source, what="the mapping")), {}, {}
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
@@ -163,7 +172,7 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         )
     config, adapters = (_small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
     quantization = config.get("quantization_config")
-    return opened, quantization if isinstance(quantization, dict) else {}, AdapterConfig(adapters)
+    return opened, quantization if isinstance(quantization, dict) else {}, adapters
 
 
 def _no_source(given: object) -> InvalidArgumentError:

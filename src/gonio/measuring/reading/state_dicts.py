@@ -12,11 +12,24 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
-_KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "params", "weights")
-_KEYS += ("state", "state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema", "shadow_params")
+_KEYS: tuple[str, ...] = (
+    *(
+        "state_dict",
+        "model_state_dict",
+        "model_state",
+        "model",
+        "module",
+        "net",
+        "network",
+        "params",
+        "weights",
+        "state",
+    ),
+    *("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema", "shadow_params"),
+)
 _DEPTH = 3
 _NESTED = 6  # levels below which containers of a checkpoint are not searched for tensors
 
@@ -26,7 +39,7 @@ class Opened:
     """The tensors of files or of a state dict; an entry with a reason for everything else; notes."""
 
     stored: dict[str, StoredTensor]
-    others: tuple[Entry, ...] = ()
+    others: tuple[TensorEntry, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -59,8 +72,8 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         for word in key.split("."):
             inner = inner.get(word) if isinstance(inner, Mapping) else None
         if not isinstance(inner, Mapping) or not _holds_tensors(inner):
-            places = list(_holders(content)) if isinstance(content, Mapping) else []
-            do = f"Tensors are under: {shorten_list(places, repr)}." if places else "Leave the key out."
+            held = list(_holders(content)) if isinstance(content, Mapping) else []
+            do = f"Tensors are under: {shorten_list(held, repr)}." if held else "Leave the key out."
             raise InvalidArgumentError(f"measure() looks for named tensors under the key {key!r} of {what}", "none", do)
         found = state_in(inner, what=f"{what} under {key!r}")
         beside = [*found.beside, *(other for other in _holders(content) if other != key.partition(".")[0])]
@@ -141,7 +154,7 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
             packed[f"{path}.weight"] = StoredTensor.of(value[0])
         elif value is not None:
             kind = type(value).__name__
-            others.append(Entry(str(name), kind, None, None, f"not a tensor but {kind}"))
+            others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))
     notes = [f"read from {plain(found.key)!r} of the checkpoint"] if found.key else []
     if found.beside:
         beside = listing([plain(key) for key in found.beside], limit=4)

@@ -124,8 +124,8 @@ def _is_archive(path: Path) -> bool:
     """Whether the file is a zip archive.
 
     Raises:
-        UnreadableFileError: for TorchScript, and for an archive that unpacks to more than its size. torch stores without compression,
-            so that no file of its own does.
+        UnreadableFileError: for TorchScript, and for an archive that unpacks to more than its size. torch stores
+            without compression, so that no file of its own does.
     """
     try:
         if not zipfile.is_zipfile(path):

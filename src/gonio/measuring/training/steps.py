@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
 from gonio.geometry.norms import whole
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
 from gonio.measuring.training.rotation import angle_between, step_rotation
 from gonio.optim.holding import step_of_hold
@@ -68,11 +68,11 @@ class StepFigures:
         self.invariant = None if graph.reason else graph.scale_invariant
         self.predictions: dict[str, Equilibrium] = {}
         self._model, self._also = model, frozenset(also)
-        self._copies: list[tuple[Entry, Tensor]] = []
+        self._copies: list[tuple[TensorEntry, Tensor]] = []
         self._initial: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, entries: Sequence[Entry], optimizer: Optimizer) -> None:
+    def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
         """Copy the weights that the optimizer is about to change."""
         parameters = self._parameters()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -83,7 +83,7 @@ class StepFigures:
                 self._initial.setdefault(entry.path, weight.to("cpu", copy=True))
 
     @torch.no_grad()
-    def take(self, optimizer: Optimizer) -> list[tuple[Entry, Figures]]:
+    def take(self, optimizer: Optimizer) -> list[tuple[TensorEntry, Figures]]:
         """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped."""
         parameters, found = self._parameters(), []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -98,7 +98,7 @@ class StepFigures:
         return found if any(figures.get("relative_update") for _, figures in found) else []
 
     def _figures(
-        self, entry: Entry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float | None
+        self, entry: TensorEntry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float | None
     ) -> Figures:
         step = step_rotation(before, after)
         norm = float(step.norm)
@@ -122,11 +122,11 @@ class StepFigures:
             figures["initial_angle"] = degrees(angle_between(self._initial[entry.path].to(after.device), after))
         return {name: value for name, value in figures.items() if isfinite(value)}
 
-    def _parameters(self) -> Callable[[Entry], list[Tensor]]:
+    def _parameters(self) -> Callable[[TensorEntry], list[Tensor]]:
         """A function that gives the parameters from which the weight of an entry is computed."""
         modules = {site.path: site.module for site in sites(self._model)}
 
-        def parameters(entry: Entry) -> list[Tensor]:
+        def parameters(entry: TensorEntry) -> list[Tensor]:
             path, _, name = entry.name.rpartition(".")
             module = modules.get(path, self._model)
             own = module._parameters.get(name)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
-from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
@@ -44,11 +44,11 @@ class Adapter:
     path: str
     name: str
     kind: str
-    change: Callable[[Tensor, Entry], Tensor] | None
+    change: Callable[[Tensor, TensorEntry], Tensor] | None
     parts: tuple[str, ...] = ()
     tensor: str = "weight"
     reason: str = ""
-    check: Callable[[Entry], str] = lambda _: ""
+    check: Callable[[TensorEntry], str] = lambda _: ""
     product: StoredTensor | None = None
     layout: Layout = PLAIN
     note: str = ""
@@ -58,13 +58,13 @@ class Adapter:
         """The name of the adapted tensor."""
         return f"{self.path}.{self.tensor}" if self.path else self.tensor
 
-    def adapted(self, base: Entry) -> Entry:
+    def adapted(self, base: TensorEntry) -> TensorEntry:
         """The entry of the adapted tensor of a base."""
         if reason := self.reason or self.check(base):
             return base.unknown(reason)
         return replace(base, load=partial(self._total, base), notes=())
 
-    def _total(self, base: Entry) -> Tensor:
+    def _total(self, base: TensorEntry) -> Tensor:
         weight = base.read()
         if self.change is None or not isinstance(weight, Tensor):
             raise ValueError(self.reason or "the base has no values here")
@@ -84,7 +84,7 @@ class Group:
     parts: dict[str, StoredTensor] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
-    def adapter(self, kind: str, change: Callable[[Tensor, Entry], Tensor] | None, **more: Any) -> Adapter:
+    def adapter(self, kind: str, change: Callable[[Tensor, TensorEntry], Tensor] | None, **more: Any) -> Adapter:
         return Adapter(self.path, self.name, kind, change, tuple(self.keys.values()), **more)
 
     def refused(self, kind: str, reason: str, **more: Any) -> Adapter:
@@ -196,6 +196,9 @@ def _readers() -> tuple[Reader, ...]:
     return tuple(import_module(f"{__name__}.{name}").adapters_of for name in names)
 
 
+MARKS = (".lora_", ".oft_", "trainable_tokens_")  # in the keys of files that may hold adapters
+
+
 def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> list[Adapter]:
     """The adapters among these tensors."""
     groups: dict[tuple[str, str], Group] = {}
@@ -217,13 +220,13 @@ def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> li
     return [found for group in groups.values() for read in _readers() for found in read(group, config, stored)]
 
 
-def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> list[Entry]:
+def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]) -> list[TensorEntry]:
     """The product of each low-rank adapter and, if the base is given, the tensor of the base and the adapted one.
 
     Args:
         base: the tensors of the adapted model by name; empty if it is not given.
     """
-    made: list[Entry] = []
+    made: list[TensorEntry] = []
     for adapter in adapters:
         end = f".{adapter.name}" if adapter.name else ""
         if adapter.product is not None:
@@ -235,5 +238,5 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> l
         if held is not None:
             made += [held, replace(adapter.adapted(held), name=name, weight_name="", inferred=False)]
         elif reason := adapter.reason if not base else f"the base has no weight {adapter.path}":
-            made += [Entry(name, "", None, None, reason, role="adapter")] if base or not adapter.product else []
+            made += [TensorEntry(name, "", None, None, reason, role="adapter")] if base or not adapter.product else []
     return made

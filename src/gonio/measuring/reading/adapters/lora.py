@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
@@ -12,21 +12,13 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Group
-from gonio.measuring.reading.entry import Entry, StoredTensor
-from gonio.measuring.reading.layouts import INPUTS_FIRST
+from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}
 _KNOWN |= {"alpha", "dora_scale", "ranknum"}
-_PLAIN_STARTS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "eva",
-    "orthogonal",
-    "mica",
-)  # initialisations that leave the base as it is
+# Initialisations that leave the base as it is.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTensor]) -> list[Adapter]:
@@ -34,38 +26,30 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     names = next((pair for pair in _NAMES if all(name in group.parts for name in pair)), None)
     if names is None:
         return []
-    down, up = (group.parts[name] for name in names)
+    down, up = (group.parts[name].shape for name in names)
+    if not (len(down) >= 2 and len(up) >= 2 and up[1] == down[0] and all(n == 1 for n in up[2:])):
+        return [group.refused("lora", f"its A {down} and B {up} do not fit")]
     unknown = sorted(set(group.parts) - _KNOWN)
-    fits = len(down.shape) >= 2 and len(up.shape) >= 2 and up.shape[1] == down.shape[0]
-    if not (fits and all(n == 1 for n in up.shape[2:])):
-        return [group.refused("lora", f"its A {down.shape} and B {up.shape} do not fit")]
+    reason = config.refusal or (f"the adapter has a part that is not read: {unknown[0]}" if unknown else "")
+    if reason:
+        return [group.refused("lora", reason)]
     try:
-        scale, reason = _scale(group, down.shape[0], config), ""
+        scale, experts = _scale(group, down[0], config), _experts(group, config, down[0])
     except ValueError as error:
-        scale, reason = None, str(error)
-    reason = config.refusal or (f"the adapter has a part that is not read: {unknown[0]}" if unknown else reason)
-    experts = _experts(group, config, down.shape[0])
-    made = [_of_weight(group, config, names, 1.0 if scale is None else scale, experts)]
+        scale, experts, reason = None, 1, str(error)
+    made = _of_weight(group, config, names, 1.0 if scale is None else scale, experts)
     said = "without its scale, which the file does not hold" if scale is None else f"with its scale {scale:.4g}"
-    change, product = made[0].change, made[0].product
-    reason = reason or made[0].reason or (UNKNOWN_SCALE if scale is None else "")
-    keep = not (config.refusal or unknown or experts == 0)
-    note = f"the product of the adapter's B and A, {said}" + (
-        f"; {experts} experts: a matrix each" if experts > 1 else ""
-    )
-    weight = group.adapter(
-        "lora", None if reason else change, tensor=made[0].tensor, reason=reason,
-        product=product if keep else None, layout=made[0].layout, note=note, check=made[0].check,
-    )  # fmt: skip
-    bias = group.parts.get("lora_B.bias")
-    if bias is None:
-        return [weight, *(replace(weight, tensor=name, product=None) for name in _targets(group, config)[1:])]
-    shifted = partial(_shifted, bias, 1.0 if scale is None else scale)
-    return [weight, group.adapter("lora", None if reason else shifted, tensor="bias", reason=reason)]
+    said += f"; {experts} experts: a matrix each" if experts > 1 else ""
+    reason = reason or made.reason or (UNKNOWN_SCALE if scale is None else "")
+    weight = replace(made, reason=reason, note=f"the product of the adapter's B and A, {said}")
+    others = [replace(weight, tensor=name, product=None) for name in _targets(group, config)[1:]]
+    if (bias := group.parts.get("lora_B.bias")) is not None:
+        others.append(group.adapter("lora", partial(_shifted, bias, scale), tensor="bias", reason=reason))
+    return [weight, *others]
 
 
 def _scale(group: Group, rank: int, config: AdapterConfig) -> float | None:
-    """alpha / r, or alpha / √r for rank-stabilised adapters; the alpha beside the matrices before the configuration's."""
+    """alpha / r, or alpha / √r for rank-stabilised adapters; an alpha in the file before the configuration's."""
     if rank < 1:
         return None
     stored = group.parts.get("alpha")
@@ -110,10 +94,7 @@ def _experts(group: Group, config: AdapterConfig, rows: int) -> int:
     """The number of stacked matrices that an adapter of a parameter changes; 1 for a layer, 0 if it is not known."""
     if "lora_A" not in group.parts or not _targets(group, config):
         return 1
-    try:
-        rank = _rank(group, config)
-    except ValueError:
-        return 0
+    rank = _rank(group, config)
     return rows // rank if rank and rows % rank == 0 else 0
 
 
@@ -124,7 +105,7 @@ def _of_experts(down: StoredTensor, up: StoredTensor, scale: float, experts: int
     return torch.einsum("ore,eri->eoi", b, a).mul_(scale)
 
 
-def _added_to_experts(delta: StoredTensor, experts: int, weight: Tensor, base: Entry) -> Tensor:
+def _added_to_experts(delta: StoredTensor, experts: int, weight: Tensor, base: TensorEntry) -> Tensor:
     values = delta.load().reshape(experts, -1, delta.shape[-1])
     straight, turned = tuple(weight.shape) == values.shape, tuple(weight.shape) == values.mT.shape
     if straight == turned:
@@ -137,41 +118,45 @@ def _added_to_experts(delta: StoredTensor, experts: int, weight: Tensor, base: E
 
 
 def _of_weight(group: Group, config: AdapterConfig, names: tuple[str, str], scale: float, experts: int) -> Adapter:
-    """The adapter of the weight, whatever the configuration says of its scale."""
+    """The adapter of the weight, whether or not its scale is known."""
+    if experts != 1:
+        return _of_stack(group, config, scale, experts)
     down, up = (group.parts[name] for name in names)
     rows, columns, mid = up.shape[0], down.shape[1:], group.parts.get("lora_mid")
-    if experts != 1:
-        targets = _targets(group, config)
-        load = partial(_of_experts, down, up, scale, experts)
-        product = StoredTensor((max(1, experts) * rows, columns[0]), "float32", lambda: load().flatten(0, 1))
-        several = "which of the layer's parameters it changes is not known" if len(targets) > 1 else ""
-        change = partial(_added_to_experts, product, experts)
-        reason = several or ("" if experts else "the number of its experts is not known")
-        return group.adapter("lora", change, tensor=targets[0], reason=reason, product=product,
-                             layout=Layout(blocks=max(1, experts)))  # fmt: skip
     if mid is not None:
         if mid.shape[:2] != (up.shape[1], down.shape[0]) or prod(columns[1:]) != 1:
             return group.refused("lora", f"its lora_mid {mid.shape} does not fit")
         columns = (columns[0], *mid.shape[2:])
     embedding, flipped = names[0] == "lora_embedding_A", bool(config.get("fan_in_fan_out"))
     if embedding or (flipped and len(columns) == 1):
-        shape: tuple[int, ...] = (columns[0], rows)
-        delta = StoredTensor(shape, "float32", lambda: _delta(group, names, scale).mT)
-        layout = Layout(transposed=not embedding)
+        delta = StoredTensor((columns[0], rows), "float32", lambda: _delta(group, names, scale).mT)
     else:
-        delta, layout = StoredTensor((rows, *columns), "float32", lambda: _delta(group, names, scale)), Layout()
+        delta, flipped = StoredTensor((rows, *columns), "float32", lambda: _delta(group, names, scale)), False
     norms = group.parts.get("lora_magnitude_vector") or group.parts.get("dora_scale")
     start = config.get("init_lora_weights", True)
-    plain = isinstance(start, (bool, str, type(None))) and start in _PLAIN_STARTS
-    start = None if plain else str(start).lower()
-    reason = "" if start in (None, "pissa", "olora") else f"its initialisation {start[:40]!r} changes the base"
+    start = "" if isinstance(start, (bool, str, type(None))) and start in _PLAIN_STARTS else str(start).lower()
+    reason = "" if start in ("", "pissa", "olora") else f"its initialisation {start[:40]!r} changes the base"
 
-    def change(weight: Tensor, base: Entry) -> Tensor:
-        return _adapted(_delta(group, names, scale), norms, embedding, (start, down.shape[0], scale), weight, base)
+    def change(weight: Tensor, base: TensorEntry) -> Tensor:
+        initial = partial(_initial, start=start, rank=down.shape[0], scale=scale) if start else None
+        return _adapted(_delta(group, names, scale), norms, embedding, initial, weight, base)
 
-    square = not embedding and len(columns) == 1 and rows == columns[0]
-    check = _undecided if flipped and square else lambda _: ""
+    square = flipped and not embedding and rows == columns[0]
+    layout, check = Layout(transposed=flipped and not embedding), _undecided if square else lambda _: ""
     return group.adapter("lora", change, reason=reason, product=delta, layout=layout, check=check)
+
+
+def _of_stack(group: Group, config: AdapterConfig, scale: float, experts: int) -> Adapter:
+    """The adapter of a parameter that holds a matrix for each expert."""
+    targets = _targets(group, config)
+    if not experts:
+        return group.refused("lora", "the number of its experts is not known", tensor=targets[0])
+    down, up = group.parts["lora_A"], group.parts["lora_B"]
+    load = partial(_of_experts, down, up, scale, experts)
+    product = StoredTensor((experts * up.shape[0], down.shape[1]), "float32", lambda: load().flatten(0, 1))
+    reason = "which of the layer's parameters it changes is not known" if len(targets) > 1 else ""
+    change, layout = partial(_added_to_experts, product, experts), Layout(blocks=experts)
+    return group.adapter("lora", change, tensor=targets[0], reason=reason, product=product, layout=layout)
 
 
 def _delta(group: Group, names: tuple[str, str], scale: float) -> Tensor:
@@ -193,9 +178,9 @@ def _adapted(
     delta: Tensor,
     norms: StoredTensor | None,
     embedding: bool,
-    start: tuple[str | None, int, float],
+    initial: Callable[[Tensor], Tensor] | None,
     weight: Tensor,
-    base: Entry,
+    base: TensorEntry,
 ) -> Tensor:
     """The base's weight as peft changes it, and the product: with norms of its own where these are trained (DoRA)."""
     turned = embedding or (weight.ndim == delta.ndim == 2 and _is_turned(delta, base, tuple(weight.shape)))
@@ -203,29 +188,29 @@ def _adapted(
     if tuple(total.shape) != tuple(delta.shape):
         made, found = tuple(delta.mT.shape if embedding else delta.shape), tuple(weight.shape)
         raise ValueError(f"the adapter is made for a weight of the shape {made}, the base has the shape {found}")
-    if start[0] is not None:
-        total = total - _initial(total, *start)
+    if initial is not None:
+        total = total - initial(total)
     total = total + delta.to(total)
     if norms is not None:
         total = with_norms(total, norms.load().to(total))
     return total.mT if turned else total
 
 
-def _is_turned(delta: Tensor, base: Entry, shape: tuple[int, ...]) -> bool:
+def _is_turned(delta: Tensor, base: TensorEntry, shape: tuple[int, ...]) -> bool:
     """Whether the base stores its inputs first. peft ignores `fan_in_fan_out` for layers that do not."""
     if delta.shape[0] != delta.shape[1]:
         return shape == tuple(delta.mT.shape)
     return base.layout is not None and base.layout.transposed
 
 
-def _undecided(base: Entry) -> str:
+def _undecided(base: TensorEntry) -> str:
     """Why the product of a configuration with `fan_in_fan_out` cannot be added to a square weight."""
     if not base.inferred or any(note.startswith(INPUTS_FIRST) for note in base.notes):
         return ""
     return "whether this square weight is stored with its inputs first is not known: pass the model as the base"
 
 
-def _initial(weight: Tensor, start: str | None, rank: int, scale: float) -> Tensor:
+def _initial(weight: Tensor, *, start: str, rank: int, scale: float) -> Tensor:
     """The product that peft takes out of the base when it makes a PiSSA or OLoRA adapter.
 
     References: [1] F. Meng et al., "PiSSA", 2024, arXiv 2404.02948, section 3. [2] K. Büyükakyüz, "OLoRA", 2024, arXiv
@@ -257,6 +242,6 @@ def with_norms(total: Tensor, norms: Tensor) -> Tensor:
     return made.transpose(0, 1) if inputs else made
 
 
-def _shifted(shift: StoredTensor, scale: float, weight: Tensor, base: Entry) -> Tensor:
+def _shifted(shift: StoredTensor, scale: float | None, weight: Tensor, base: TensorEntry) -> Tensor:
     """A bias, and the bias of the adapter's B times the scale."""
-    return weight + shift.load().to(weight) * scale
+    return weight + shift.load().to(weight) * (scale or 0.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group
-from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 
 TERMS = 5  # of the Neumann series, where the configuration names no other number
 MOST_TERMS = 100
@@ -79,7 +79,7 @@ def _series(skew: Tensor, terms: int) -> Tensor:
 
 
 def _turned(
-    packed: StoredTensor, terms: int, radius: float | None, turned: bool, weight: Tensor, base: Entry
+    packed: StoredTensor, terms: int, radius: float | None, turned: bool, weight: Tensor, base: TensorEntry
 ) -> Tensor:
     """The base's weight with its inputs rotated. peft ignores `fan_in_fan_out` for layers that store outputs first."""
     if not base.inferred and base.layout is not None:

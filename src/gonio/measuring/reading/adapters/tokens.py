@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group
-from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 
 
 def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTensor]) -> list[Adapter]:
@@ -34,7 +34,7 @@ def _indices(config: AdapterConfig, path: str) -> list[int] | None:
     return given if known else None
 
 
-def _replaced(rows: StoredTensor, indices: list[int], weight: Tensor, base: Entry) -> Tensor:
+def _replaced(rows: StoredTensor, indices: list[int], weight: Tensor, base: TensorEntry) -> Tensor:
     trained = rows.load().to(weight)
     if weight.ndim != 2 or trained.shape[1] != weight.shape[1] or max(indices, default=0) >= len(weight):
         raise ValueError(f"its trained tokens do not fit the base's shape {tuple(weight.shape)}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
+from itertools import product
 from pkgutil import iter_modules
 from typing import Any
 
@@ -34,7 +35,7 @@ class StoredWeight:
     kind: str = "quantised"
 
 
-Stored = Mapping[str, StoredTensor]
+StoredTensors = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,15 @@ class Format:
     """A format: which tensors may be the first part of a weight, and a function that decides it by shapes and values.
 
     Attributes:
-        endings: of the tensor's key. `dtypes`: the beginnings of its dtype.
+        endings: of the tensor's key, or `dtypes`: the beginnings of its dtype.
         read: of the key, all tensors of the file and its `quantization_config`.
         quantised: whether the configuration of a quantisation concerns it.
     """
 
-    read: Callable[[str, Stored, Mapping[str, Any]], StoredWeight | None]
-    endings: tuple[str, ...] = ("",)
-    dtypes: tuple[str, ...] = ("",)
+    read: Callable[[str, StoredTensors, Mapping[str, Any]], StoredWeight | None]
+    endings: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     quantised: bool = True
-
-
-@cache
-def formats() -> tuple[Format, ...]:
-    """The formats of all modules of this package."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    return tuple(known for name in names for known in import_module(f"{__name__}.{name}").FORMATS)
 
 
 # Of a `quantization_config`: the keys that the readers use, and those that change no weight.
@@ -88,24 +82,24 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     return f"the quantisation has a key that is not understood: {', '.join(unknown[:3])}" if unknown else ""
 
 
-def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeight]:
+def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mapping[str, Any]) -> list[StoredWeight]:
     """Every weight among the tensors that is stored as several of them in a known format; those computed last.
 
     Args:
+        suspects: the keys that may be a weight's first part, see :data:`ENDINGS`.
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
     """
     refusal, made = refusal_of(config), []
-    for name, tensor in stored.items():
-        for known in formats():
-            if not (name.endswith(known.endings) and tensor.dtype.startswith(known.dtypes)):
-                continue
-            if (found := known.read(name, stored, config)) is not None:
-                refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
-                made.append(refused if refusal and known.quantised else found)
+    for name, known in product(suspects, FORMATS):
+        if not (name.endswith(known.endings) or stored[name].dtype.startswith(known.dtypes)):
+            continue
+        if (found := known.read(name, stored, config)) is not None:
+            refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
+            made.append(refused if refusal and known.quantised else found)
     return sorted(made, key=lambda weight: weight.stored is not None)
 
 
-def present(stored: Stored, *names: str) -> dict[str, StoredTensor] | None:
+def present(stored: StoredTensors, *names: str) -> dict[str, StoredTensor] | None:
     """These tensors, if all of them are there."""
     return {name: stored[name] for name in names} if all(name in stored for name in names) else None
 
@@ -113,3 +107,12 @@ def present(stored: Stored, *names: str) -> dict[str, StoredTensor] | None:
 def computed(load: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> StoredTensor:
     """A weight of this shape that `load` computes from the arguments."""
     return StoredTensor(shape, "float32", partial(load, *arguments))
+
+
+FORMATS: tuple[Format, ...] = tuple(
+    known
+    for module in sorted(iter_modules(__path__), key=lambda module: module.name)
+    for known in import_module(f"{__name__}.{module.name}").FORMATS
+)
+ENDINGS = tuple(ending for known in FORMATS for ending in known.endings)
+DTYPES = tuple(dtype for known in FORMATS for dtype in known.dtypes)

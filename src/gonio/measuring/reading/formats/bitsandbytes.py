@@ -12,13 +12,13 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
-from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed, present
+from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed, present
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _LARGEST_STATE = 1 << 16  # bytes of the description of a 4-bit weight
 
 
-def _four_bits(state: str, stored: Stored, config: Mapping[str, Any]) -> StoredWeight | None:
+def _four_bits(state: str, stored: StoredTensors, config: Mapping[str, Any]) -> StoredWeight | None:
     name, _, kind = state.rpartition(".quant_state.")
     parts = present(stored, name, f"{name}.absmax", f"{name}.quant_map")
     if parts is None or stored[state].entries > _LARGEST_STATE:
@@ -35,7 +35,7 @@ def _four_bits(state: str, stored: Stored, config: Mapping[str, Any]) -> StoredW
     return StoredWeight(name, (*parts, state), made, f"dequantised from 4 bits ({kind.rpartition('__')[2]})")
 
 
-def _four_bit_values(parts: Stored, about: Mapping[str, Any]) -> Tensor:
+def _four_bit_values(parts: StoredTensors, about: Mapping[str, Any]) -> Tensor:
     """table[code] · scale of the block, the high half of each byte first.
 
     Scales that are quantised themselves are table[code] · scale of their block + offset.
@@ -75,7 +75,7 @@ def _check(what: str, expected: int, found: int) -> None:
 # --- bitsandbytes, int8, and the largest absolute value of each row --------------------------------------------------
 
 
-def _by_row(scb: str, stored: Stored, _: Mapping[str, Any]) -> StoredWeight | None:
+def _by_row(scb: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     name = f"{scb.removesuffix('SCB')}weight"
     weight = stored.get(name)
     if weight is None or weight.dtype != "int8" or len(weight.shape) != 2 or stored[scb].shape != weight.shape[:1]:
@@ -94,4 +94,4 @@ def _row_values(weight: StoredTensor, largest: StoredTensor) -> Tensor:
     return weight.load().float().mul_(largest.load().float()[:, None] / 127)
 
 
-FORMATS = (Format(_four_bits, _STATES, ("uint8",)), Format(_by_row, (".SCB",)))
+FORMATS = (Format(_four_bits, _STATES), Format(_by_row, (".SCB",)))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed, present
+from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed, present
 
 
-def _grouped(name: str, stored: Stored, about: Mapping[str, Any]) -> StoredWeight | None:
+def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> StoredWeight | None:
     path = name.removesuffix("qweight")
     parts = present(stored, name, f"{path}qzeros", f"{path}scales")
     if path == name or parts is None or any(len(part.shape) != 2 for part in parts.values()):
@@ -38,7 +38,7 @@ def _bits(stored: int, numbers: int) -> int | None:
     return stored // numbers if numbers and stored % numbers == 0 else None
 
 
-def _gptq_values(parts: Stored, bits: int, about: Mapping[str, Any]) -> Tensor:
+def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Tensor:
     """(code − zero) · scale of its group, codes packed along the inputs; as (outputs, inputs).
 
     The first version of the format stores zero − 1, and readers add 1; the second one, `gptq_v2`, stores zero.
@@ -59,7 +59,7 @@ def _gptq_values(parts: Stored, bits: int, about: Mapping[str, Any]) -> Tensor:
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its int32 of the code of each output
 
 
-def _awq_values(parts: Stored, bits: int, about: Mapping[str, Any]) -> Tensor:
+def _awq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Tensor:
     """(code − zero) · scale of its group, codes packed along the outputs, interleaved; as (outputs, inputs).
 
     References:
@@ -84,4 +84,4 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
 
 
-FORMATS = (Format(_grouped, ("qweight",), ("int32",)),)
+FORMATS = (Format(_grouped, ("qweight",)),)

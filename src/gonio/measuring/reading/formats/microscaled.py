@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed
+from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
 from gonio.measuring.reading.formats.bitsandbytes import halves
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _microscaled(name: str, stored: Stored, _: Mapping[str, Any]) -> StoredWeight | None:
+def _microscaled(name: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     path = name.removesuffix("_blocks")
     codes, scales = stored[name], stored.get(f"{path}_scales")
     if path == name or scales is None or codes.dtype != "uint8" or codes.shape[:-1] != scales.shape:
@@ -40,4 +40,4 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
     return torch.ldexp(table[halves(codes.load(), high_first=False)], powers.unsqueeze(-1)).reshape(shape)
 
 
-FORMATS = (Format(_microscaled, ("_blocks",), ("uint8",)),)
+FORMATS = (Format(_microscaled, ("_blocks",)),)

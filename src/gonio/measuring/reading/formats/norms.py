@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed
+from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
 
 
 def _plain_name(key: str, ending: str) -> str:
@@ -20,7 +20,7 @@ def _plain_name(key: str, ending: str) -> str:
     return f"{path}{last}" if found else name
 
 
-def _weight_norm(key: str, stored: Stored, _: Mapping[str, Any]) -> StoredWeight | None:
+def _weight_norm(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     ending, other = (".original0", ".original1") if key.endswith(".original0") else ("_g", "_v")
     direction = f"{key.removesuffix(ending)}{other}"
     if direction not in stored:
@@ -48,7 +48,7 @@ def _normalised(norms: StoredTensor, direction: StoredTensor) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True))
 
 
-def _spectral_norm(key: str, stored: Stored, _: Mapping[str, Any]) -> StoredWeight | None:
+def _spectral_norm(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     if key.endswith(".original"):
         ending, names = ".original", (f"{key.removesuffix('.original')}.0._u", f"{key.removesuffix('.original')}.0._v")
     else:
@@ -84,7 +84,7 @@ def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor, axes: lis
     return wide / max(found, key=lambda sigma: float(sigma.abs()))
 
 
-def _pruned(key: str, stored: Stored, _: Mapping[str, Any]) -> StoredWeight | None:
+def _pruned(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     name = key.removesuffix("_mask")
     original = f"{name}_orig"
     if original not in stored or stored[original].shape != stored[key].shape or f"{name}_u" in stored:

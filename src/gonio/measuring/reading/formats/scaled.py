@@ -13,22 +13,16 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed
+from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
 
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
-ACTIVATIONS = (
-    "input_scale",
-    "scale_input",
-    "input_scale_ub",
-    "output_scale",
-    "scale_output",
-    "act_scale",
-)  # no weights
+# Scales of activations, beside those of weights.
+ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
 
-def _scaled(name: str, stored: Stored, config: Mapping[str, Any]) -> StoredWeight | None:
+def _scaled(name: str, stored: StoredTensors, config: Mapping[str, Any]) -> StoredWeight | None:
     weight = stored[name]
     if len(weight.shape) < 2:
         return None
