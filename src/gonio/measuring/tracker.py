@@ -259,7 +259,7 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
 
 
-def _is_complex(entry: Entry) -> bool:
+def _is_complex(entry: TensorEntry) -> bool:
     return entry.dtype.startswith("complex")
 
 
