@@ -1,4 +1,4 @@
-"""Spectral norm: which norm, when its vectors move, and how batches of layers are ticked."""
+"""Spectral norm: which norm, how its vectors are found, and what is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
 from gonio.parametrizations import spectral_norm, spectral_views
 from parametrizations.layers import LAYERS, make, sample
-from tolerances import close
 
 CONVS = [name for name in LAYERS if "conv" in name]
 

@@ -7,7 +7,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,12 +27,10 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.errors import NoMatchError
 from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry, Training
 from gonio.lab.tasks.task import Batch, Examples, Metric, Task
 from gonio.models import resolve as resolve_model
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
@@ -182,8 +180,6 @@ class Step:
         self.optimizer = make_optimizer(model, training)
         if hold is not None:
             hold(self.optimizer)
-        with suppress(NoMatchError):  # a model without spectral norms has none to advance
-            tick_on_step(self.optimizer, model)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
         """Take the step; the loss, and the objective with the penalty. If that is not finite, nothing is changed."""
