@@ -1,6 +1,6 @@
 """Weight parametrizations: pure and reversible."""
 
-from gonio.parametrizations.checkpoints import plain_state_dict
+from gonio.parametrizations.checkpoints import plain_state_dict, weight_by_hook
 from gonio.parametrizations.filters import Sphere, WeightNorm
 from gonio.parametrizations.mechanism import attach, detach, is_parametrized, parametrization_of
 from gonio.parametrizations.orthogonal import Orthogonal
@@ -21,6 +21,7 @@ __all__ = [
     "parametrization_of",
     "plain_state_dict",
     "tick_",
+    "weight_by_hook",
 ]
 
 __dir__ = __all__.copy  # the public names alone
