@@ -1,7 +1,8 @@
 """Spectral and weight normalisation of all weights of a network, as one training step uses them.
 
-Forward reads every effective weight once and advances the singular vectors once, which both do in
-training mode by themselves after a step (here, where no weight changes, gonio by a call); backward takes the gradient of every trained tensor.
+Forward reads every effective weight once and advances the singular vectors once. In training both libraries do so
+by themselves; here no weight changes, and gonio's are advanced by a call. Backward takes the gradient of every
+trained tensor.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio import regularizers as R
 from gonio import surgery as S
+from gonio.recipes import Recipe
 from references import decoupled as ref_decoupled
 from references import parametrizations as ref_P
 from references import regularizers as ref_R
@@ -153,7 +155,7 @@ def _decoupled(
         invariances={name: change for name, change in _SCALINGS.items() if name in keeps} | _BOTH_FLIPPED,
         sensitivities={name: change for name, change in _SCALINGS.items() if name not in keeps} | _SIGNS,
         channels_last=len(shape) == 4,
-        couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
+        couples_batch=getattr(make().operator.magnitude, "radius_in", "absolute") == "mean_norm",
     )
 
 
@@ -502,6 +504,7 @@ PARAMETRIZATIONS += _on_corners(
     "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
 )
 PARAMETRIZATIONS += _on_corners("Orthogonal", P.Orthogonal, ref_P.orthogonal)
+PARAMETRIZATIONS += _on_corners("OrthogonalConv", P.OrthogonalConv, ref_P.orthogonal_conv)
 PARAMETRIZATIONS += _on_corners("WeightStandardization", P.WeightStandardization, ref_P.standardized)
 PARAMETRIZATIONS += _on_corners(
     "scaled WeightStandardization",
@@ -588,13 +591,38 @@ def _small_network() -> nn.Module:
     )
 
 
+def _decoupled_network() -> nn.Module:
+    return nn.Sequential(
+        gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
+        nn.ReLU(),
+        nn.Flatten(),
+        gnn.DecoupledLinear(4 * 5 * 5, 3),
+    )
+
+
 def _images() -> Tensor:
     return seeded(4, 2, 5, 5)
 
 
-def _verb(name: str, apply: Callable[[nn.Module], Any], **options: bool) -> VerbCase:
-    return VerbCase(name=name, model=_small_network, inputs=_images, apply=apply, **options)
+def _verb(name: str, apply: Callable[[nn.Module], Any], **options: Any) -> VerbCase:
+    return VerbCase(**{"name": name, "model": _small_network, "inputs": _images, "apply": apply, **options})
 
+
+def _held_network() -> nn.Module:
+    model = _small_network()
+    optim.hold_(model, _optimizer(model))
+    return model
+
+
+_OPTIMIZERS: WeakKeyDictionary[nn.Module, torch.optim.Optimizer] = WeakKeyDictionary()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """One that lives as long as the model: a hold ends with its optimizer."""
+    return _OPTIMIZERS.setdefault(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
+_RECIPE = {"name": "laws", "swap": [{"where": "type:BatchNorm2d", "use": "SwitchableNorm2d"}]}
 
 VERBS += [
     _verb("init_", lambda m: S.init_(m, init.orthogonal_, gain=1.0), idempotent=True),
@@ -604,13 +632,19 @@ VERBS += [
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
-    _verb("hold_ initial", lambda m: optim.hold_(m, torch.optim.SGD(m.parameters())), keeps_function=True),
+    _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
+    _verb("release_", lambda m: optim.release_(m), model=_held_network, keeps_function=True),
+    _verb("apply_ a recipe", lambda m: Recipe.from_dict(_RECIPE).apply_(m)),
     _verb(
         "hold_ learned magnitudes",
-        lambda m: optim.hold_(
-            m, torch.optim.SGD(m.parameters()), where="[46]", norm="filters", radius=2.0, magnitude="learned"
-        ),
+        lambda m: optim.hold_(m, _optimizer(m), where="[46]", norm="filters", radius=2.0, magnitude="learned"),
         keeps_function=True,
+    ),
+    _verb("project_weights_", gnn.project_weights_, model=_decoupled_network, keeps_function=True, idempotent=True),
+    _verb(
+        "convert_gradually_",
+        lambda m: S.convert_gradually_(m, torch.optim.SGD(m.parameters()), steps=5),
+        model=_decoupled_network,
     ),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
@@ -618,6 +652,6 @@ VERBS += [
     _verb("swap_ layer norm", lambda m: S.swap_(m, gnn.to_layer_norm, positions=(5, 5))),
     *[
         _verb(f"parametrize_ {kind.__name__}", lambda m, kind=kind: S.parametrize_(m, kind()))
-        for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.WeightStandardization)
+        for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.OrthogonalConv, P.WeightStandardization)
     ],
 ]

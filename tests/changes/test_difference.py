@@ -66,7 +66,7 @@ def test_what_cannot_be_compared_has_a_reason() -> None:
     }
     assert found["conv"].angle_mean is None
     assert found["conv"].relative == pytest.approx(1.0)
-    assert found.coverage.startswith("Compared: 2 of 6 tensors, of which 1 are equal. Not compared: 4 (fc: shape")
+    assert found.coverage.startswith("Compared: 2 of 6 tensors, 1 of them equal. Not compared: 4 (fc: shape")
 
 
 def test_measure_of_two_sources_is_their_difference() -> None:
@@ -95,7 +95,7 @@ def test_it_prints_as_a_table_and_exports(monkeypatch: pytest.MonkeyPatch) -> No
     text = str(found)
     assert max(map(len, text.splitlines())) <= 70
     assert "state dict → state dict" in text
-    assert "Compared: 3 of 3 tensors, of which 0 are equal. Not compared: none." in text
+    assert "Compared: 3 of 3 tensors, 0 of them equal. Not compared: none." in text
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["schema"] == "gonio.difference/1"
     assert len(found) == len(list(found)) == 3
     with pytest.raises(UnknownNameError, match="no tensor named 'con'"):

@@ -222,7 +222,7 @@ def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
 def test_findings_are_seen_beside_a_file_too(folder: Path) -> None:
     result = invoke("measure", "broken.pt", "--json", "-")
     assert json.loads(result.stdout)["findings"]
-    assert result.stderr.startswith("findings: 1 error\nerror G001  weight: 1 of 12 values are NaN")
+    assert result.stderr.startswith("findings: 1 error\nerror G001  weight: 1 of 12 values is NaN")
     torch.save({f"{i}.weight": torch.full((2, 2), torch.nan) for i in range(30)}, "many.pt")
     said = invoke("measure", "many.pt", "--html", "page.html").stderr
     assert (said.count("error G001"), said.endswith("… and 20 more\n")) == (10, True)

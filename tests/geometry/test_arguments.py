@@ -1,4 +1,4 @@
-"""What the functions of geometry take: arrays, lists, weights of convolutions, numbers of any size; one rule for all."""
+"""What the functions of geometry take: arrays, lists, weights of convolutions, numbers of any size."""
 
 from __future__ import annotations
 

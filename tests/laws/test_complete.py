@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from torch import nn
 
+import gonio
 from catalog import INITS, LAYERS, PARAMETRIZATIONS, REGULARIZERS, VERBS
 from gonio.nn.angular import Angular
 from gonio.nn.magnitude import Magnitude
 from gonio.parametrizations import Parametrization
 from gonio.regularizers import Regularizer
+from gonio.surgery import Edited
 
 
 def exported(package: str) -> dict[str, Any]:
@@ -55,7 +58,8 @@ def test_magnitudes_and_angular_functions() -> None:
     """Each is used by some layer of the catalogue."""
     for base in (Magnitude, Angular):
         attribute = base.__name__.lower()
-        used = {type(getattr(case.make(), attribute, None)).__name__ for case in LAYERS}
+        operators = [getattr(case.make(), "operator", None) for case in LAYERS]
+        used = {type(getattr(operator, attribute, None)).__name__ for operator in operators}
         assert not missing(concrete(f"gonio.nn.{attribute}", base) - {base.__name__}, used)
 
 
@@ -72,8 +76,56 @@ def test_inits() -> None:
     assert not missing(verbs("gonio.init"), {case.function.__name__ for case in INITS})
 
 
+# What changes something without being a verb, and why.
+_NO_VERB = {
+    "parametrizations.tick_": "a part of a training step: it moves the singular vectors, which cannot be taken back",
+}
+# Verbs that are tested elsewhere, and where.
+_TESTED = {
+    "integrations.lightning.add_penalty_": "tests/integrations: its model is a LightningModule",
+    "integrations.transformers.add_penalty_": "tests/integrations: it takes a Trainer",
+}
+
+
+def takes_a_model(function: Callable[..., Any]) -> bool:
+    """Whether it takes a model, or what has one; functions of `gonio.init` take a tensor, methods of an Edit a part."""
+    names = list(inspect.signature(function).parameters)
+    return any(name in names for name in (("model",) if names[:1] == ["self"] else ("model", "module", "trainer")))
+
+
+def verbs_of_all_packages() -> dict[str, Callable[..., Any]]:
+    """Public functions, and public methods of public classes, that end in an underscore and take a model, by name."""
+    packages = [name for name in gonio.__all__ if inspect.ismodule(getattr(gonio, name))]
+    found: dict[str, Callable[..., Any]] = {}
+    for package in [*packages, "integrations.lightning", "integrations.transformers"]:
+        module = importlib.import_module(f"gonio.{package}")
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+        for name in public:
+            member = getattr(module, name)
+            inner = inspect.getmembers(member, inspect.isroutine) if inspect.isclass(member) else [(name, member)]
+            for own, function in inner:
+                ends = own.endswith("_") and not own.startswith("_") and inspect.isfunction(function)
+                if ends and takes_a_model(function):
+                    found[f"{package}.{name}.{own}" if inspect.isclass(member) else f"{package}.{name}"] = function
+    return found
+
+
 def test_verbs() -> None:
-    assert not missing(verbs("gonio.surgery"), first_words(VERBS))
+    """Every verb of every package is in the catalogue, and so under the laws of verbs."""
+    found = verbs_of_all_packages()
+    assert {"surgery.swap_", "optim.hold_", "recipes.Recipe.apply_", "parametrizations.tick_"} <= set(found)
+    names = {name.rpartition(".")[2] for name in found if name not in {**_NO_VERB, **_TESTED}}
+    assert not missing(names, first_words(VERBS))
+    gone = [name for name in {**_NO_VERB, **_TESTED} if name not in found]
+    assert not gone, f"excused, but not there: {gone}"
+
+
+def test_verbs_return_an_edited() -> None:
+    """One handle: `str()` of it is a table, and `undo_()` ends the change."""
+    for name, function in verbs_of_all_packages().items():
+        if name not in _NO_VERB:
+            returned = typing.get_type_hints(function)["return"]
+            assert issubclass(returned, Edited), f"{name} returns {returned}"
 
 
 @pytest.mark.parametrize("cases", [LAYERS, REGULARIZERS, PARAMETRIZATIONS, INITS, VERBS])

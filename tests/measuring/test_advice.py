@@ -172,7 +172,10 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
         ),
         "G411": (
             [(forgotten(normed()), {})],
-            [(normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})],
+            [
+                *((normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})),
+                *((drawn(kind), {}) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+            ],
         ),
         "G406": (
             [(checkpointed, {})],
@@ -211,6 +214,15 @@ def normed() -> nn.Sequential:
 def forgotten(model: nn.Sequential) -> nn.Sequential:
     for norm in (model[1], model[4]):
         norm.reset_running_stats()
+        nn.init.normal_(norm.bias)  # as training leaves it; initialisations draw gains alone
+    return model
+
+
+def drawn(kind: type[nn.Module]) -> nn.Sequential:
+    """Gains as DCGAN and pix2pix draw them, before any training."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), kind(32))
+    nn.init.normal_(model[1].weight, 1, 0.02)
+    nn.init.zeros_(model[1].bias)
     return model
 
 
@@ -398,7 +410,7 @@ def test_groups_with_and_without_decay() -> None:
     model = convolutions(nn.BatchNorm2d)
     groups = [{"params": [model[0].weight], "weight_decay": 0.0}, {"params": [model[3].weight], "weight_decay": 0.1}]
     said = found((model, {"optimizer": torch.optim.AdamW(groups)}))["G405"]
-    assert said == "weight decay acts on 1 weights whose scale has no effect: 3.weight"
+    assert said == "weight decay acts on 1 weight whose scale has no effect: 3.weight"
 
 
 def test_a_compiled_model_and_wrapped_ones_are_advised_as_the_plain_one() -> None:

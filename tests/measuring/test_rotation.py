@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foreign import TORCHS_MUON
 from gonio.errors import InvalidArgumentError
-from gonio.measuring import Equilibrium, equilibrium, step_rotation
+from gonio.measuring import Equilibrium, equilibrium, register_equilibrium, step_rotation
 from gonio.measuring.training.rotation import angle_between
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -33,6 +33,9 @@ class Lion(torch.optim.Optimizer):
                 update = torch.sign(β1 * m + (1 - β1) * p.grad)
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
                 m.lerp_(p.grad, 1 - β2)
+
+
+register_equilibrium(Lion, "lion")
 
 
 # --- the figures --------------------------------------------------------------------------------------------------

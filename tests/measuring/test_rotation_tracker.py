@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gonio
-from gonio.errors import InvalidArgumentError
-from gonio.measuring.training.steps import _WATCHED, TRAINING
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.measuring.training.steps import TRAINING
 from measuring.nets import OPTIMIZERS, Watch, train
 
 
@@ -149,17 +149,82 @@ def test_it_sees_what_other_hooks_do_whenever_they_were_registered() -> None:
 
 
 def test_its_hooks_end_with_it() -> None:
-    before = len(_WATCHED)
     model, opt, tracker = watched()
     other = gonio.Tracker(model, optimizer=opt, every=1)
-    assert len(_WATCHED) == before + 2
+    assert len(vars(opt)["_gonio_watches"]) == 2
     tracker.undo_()
     tracker.undo_()
     del other
     gc.collect()
-    assert len(_WATCHED) == before
+    assert vars(opt)["_gonio_watches"] == []
     step(model, opt)
     assert tracker.rows == []
+
+
+@pytest.mark.parametrize("cause", ["logger", "weight", "optimizer"])
+def test_an_error_does_not_end_the_training(cause: str) -> None:
+    """Of a logger, of a model that changes under the tracker, of an optimizer whose groups lack what others have."""
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk")
+
+    tracker = gonio.Tracker(model, fail if cause == "logger" else (), optimizer=opt, every=1)
+    if cause == "weight":
+        tracker._entries = fail  # type: ignore[method-assign]
+    elif cause == "optimizer":
+        tracker.training._figures = fail  # type: ignore[union-attr, method-assign]
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="Tracker: a step could not be measured, and its rows are missing: OSError: d"):
+        opt.step()
+    opt.step()  # without a second warning
+    assert torch.allclose(model.weight, before - 0.2)
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent with any options in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"] or 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rate"),
+    [
+        ("Muon", {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}, True),  # no option of torch's Muon but these
+        ("SGD", {"lr": 0.1, "weight_decay": 0.1}, True),
+        ("AdamW", {"lr": 0.1, "weight_decay": 0.1, "betas": None}, True),
+        ("Adafactor", {"lr": None, "weight_decay": None}, False),  # it computes its own rate
+    ],
+)
+def test_an_optimizer_is_not_what_its_name_says(name: str, options: dict[str, Any], rate: bool) -> None:
+    """Its rows have no prediction, and training goes on."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    opt = type(name, (Descent,), {})(model.parameters(), options)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert [row["layer"] for row in tracker.rows] == ["0", "1"]
+    assert all(("learning_rate" in row) == rate and "predicted_rotation" not in row for row in tracker.rows)
+    assert {layer.reason for layer in tracker.rotations} == {f"the equilibrium of {name} is not known"}
+    assert tracker.to_html()
+
+
+def test_complex_weights_have_no_rows() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.complex64))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert [row["layer"] for row in tracker.rows] == ["0"]
+    with pytest.raises(NoMatchError, match=r"selects only 1 \(its weight is complex\)"):
+        gonio.Tracker(model, optimizer=opt, where="1")
 
 
 def test_a_tracker_that_is_collected_during_a_step_does_not_disturb_it() -> None:

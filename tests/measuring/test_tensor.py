@@ -109,7 +109,7 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     found = measure({"w.weight": weight})
     assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
     assert found["w"].coherence == pytest.approx(1.0)
-    said = "1 of 17997000 pairs of filters have an absolute cosine of 0.95 or more"
+    said = "1 of 17997000 pairs of filters has an absolute cosine of 0.95 or more"
     texts = {finding.code: finding.found for finding in found.findings}
     assert texts["G202"] == f"{said}; the largest is 1.000, of filters 11 and 5987"
     assert texts["G203"] == "filters 11 and 5987 are proportional: their absolute cosine is 1"
@@ -155,7 +155,7 @@ def test_random_weights_look_random_and_others_do_not() -> None:
 def test_the_histogram_counts_every_pair() -> None:
     found = measure(nn.Linear(10, 30))["weight"]
     assert sum(found.angle_histogram) == found.pairs == 435
-    identical = measure({"w.weight": torch.ones(5, 4)})["w"]
+    identical = measure({"w.weight": torch.full((5, 4), 3.0)})["w"]
     assert identical.angle_histogram[0] == 10
     assert measure({"w.weight": torch.tensor([[1.0, 0], [-1, 0]])})["w"].angle_histogram[179] == 1
 
@@ -218,7 +218,7 @@ def periodic_operator(layer: nn.Module, side: int) -> Tensor:
 def test_the_operator_norm_is_that_of_the_dense_operator(name: str) -> None:
     layer = CONVOLUTIONS[name]()
     assert measure(layer)["weight"].operator_norm is None
-    found = measure(layer, also=("operator_norm",))["weight"]
+    found = measure(layer, extra_figures=("operator_norm",))["weight"]
     side = 18 if name == "stride 3" else 16
     assert found.notes[-1] == f"operator norm on a periodic grid of {'×'.join([str(side)] * (layer.weight.ndim - 2))}"
     dense = periodic_operator(layer, side)
@@ -236,9 +236,9 @@ def test_a_kernel_of_one_position_has_the_norm_of_its_matrix(layer: nn.Module) -
 
 def test_a_figure_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"no figure named 'operator_nrm'\. Did you mean operator_norm"):
-        measure(nn.Linear(2, 2), also=("operator_nrm",))
+        measure(nn.Linear(2, 2), extra_figures=("operator_nrm",))
     with pytest.raises(InvalidArgumentError, match=r"is a tuple of figures; found 'operator_norm'"):
-        measure(nn.Linear(2, 2), also="operator_norm")
+        measure(nn.Linear(2, 2), extra_figures="operator_norm")
 
 
 def test_long_filters_are_drawn_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,16 +256,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "frozen": (lambda: nn.Linear(6, 5).requires_grad_(False), Verdict()),
     "zeros": (lambda: changed(lambda w: w.zero_()), Verdict(code="G101", said="every value is 0")),
     "ones": (lambda: changed(lambda w: w.fill_(1), lambda: nn.Linear(30, 20)), Verdict(code="G201")),
-    "a dead filter": (lambda: changed(lambda w: w[2].zero_()), Verdict(code="G102", said="1 of 5 filters are 0")),
+    "a dead filter": (lambda: changed(lambda w: w[2].zero_()), Verdict(code="G102", said="1 of 5 filters is 0")),
     "one NaN": (
         lambda: changed(set_at((3, 2), NAN)),
-        Verdict(code="G001", said="1 of 30 values are NaN or infinite, the first at [3, 2]"),
+        Verdict(code="G001", said="1 of 30 values is NaN or infinite, the first at [3, 2]"),
     ),
     "one infinity": (lambda: changed(set_at((0, 5), -INF)), Verdict(code="G001", said="the first at [0, 5]")),
     "all NaN": (lambda: changed(lambda w: w.fill_(NAN)), Verdict(code="G001", said="30 of 30")),
     "a NaN among many": (
         lambda: changed(set_at((2, 1_000_000), NAN), lambda: Bag(torch.randn(3, 1_200_000))),
-        Verdict(code="G001", said="1 of 3600000 values are NaN or infinite, the first at [2, 1000000]"),
+        Verdict(code="G001", said="1 of 3600000 values is NaN or infinite, the first at [2, 1000000]"),
     ),
     "a NaN in a statistic": (
         lambda: (m := nn.BatchNorm2d(4)) and (m.running_var.fill_(NAN), m)[1],

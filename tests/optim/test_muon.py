@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import layout_of, matrix_view
 from gonio.optim import Muon
 from gonio.penalty.matrices import Blocks
+from gonio.surgery.facts import Facts, register
 from laws.support import reloaded
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,15 +93,21 @@ class Attention(nn.Module):
         self.num_heads = heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.qkv(x)[..., : x.shape[-1]])
+
+
+register(Attention, Facts(fused={"qkv": 3}))
+
 
 def test_a_head_does_not_see_the_others() -> None:
     """The update of one head is the same whatever gradient the others have; as one matrix it is not."""
-    model = nn.ModuleDict({"attn": Attention(), "head": nn.Linear(8, 2)})
+    model = nn.Sequential(OrderedDict(attn=Attention(), head=nn.Linear(8, 2)))
     groups = gonio.param_groups(model, matrices=True)
     assert groups.matrices == {"attn.qkv.weight": "6 matrices 4×8", "attn.proj.weight": "matrix 8×8"}
 
     def first_head(groups: Any, other: float) -> Tensor:
-        weight = model["attn"].qkv.weight
+        weight = model.attn.qkv.weight
         weight.data = seeded(24, 8)
         weight.grad = seeded(24, 8, seed=1) * torch.tensor([1.0] * 4 + [other] * 20).view(-1, 1)
         Muon(groups, lr=0.1).step()
@@ -107,7 +115,7 @@ def test_a_head_does_not_see_the_others() -> None:
         return weight.detach()[:4].clone()
 
     assert torch.equal(first_head(groups, 1), first_head(groups, 30))
-    whole = [{"params": [model["attn"].qkv.weight]}]
+    whole = [{"params": [model.attn.qkv.weight]}]
     assert not torch.allclose(first_head(whole, 1), first_head(whole, 30), atol=1e-2)
 
 
@@ -133,7 +141,7 @@ def test_blocks_are_cut_and_joined(blocks: Blocks, shape: tuple[int, ...], sizes
 
 
 def test_other_parameters_are_trained_by_adamw() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 6), "head": nn.Linear(6, 2)})
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 6), head=nn.Linear(6, 2)))
     optimizer = Muon(gonio.param_groups(model, 0.1, matrices=True), lr=0.1, others_lr=0.01)
     others = ["body.bias", "head.weight", "head.bias"]
     twin = {name: nn.Parameter(model.get_parameter(name).detach().clone()) for name in others}
@@ -154,7 +162,7 @@ def test_other_parameters_are_trained_by_adamw() -> None:
 def test_the_state_is_saved_with_the_blocks() -> None:
     def start() -> tuple[nn.Module, Muon]:
         torch.manual_seed(0)
-        model = nn.ModuleDict({"attn": Attention(), "head": nn.Linear(8, 2)})
+        model = nn.Sequential(OrderedDict(attn=Attention(), head=nn.Linear(8, 2)))
         return model, Muon(gonio.param_groups(model, matrices=True), lr=0.1)
 
     def train(model: nn.Module, optimizer: Muon, seed: int) -> None:
@@ -174,14 +182,14 @@ def test_the_state_is_saved_with_the_blocks() -> None:
 
 
 def test_held_weights_with_gains_train_by_muon() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 6), "head": nn.Linear(6, 2)})
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 6), head=nn.Linear(6, 2)))
     optimizer = Muon(gonio.param_groups(model, matrices=True), lr=0.1)
     gonio.hold_(model, optimizer, where="body", norm="filters", step="fixed", magnitude="learned")
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    norms = model["body"]._parameters["weight"].norm(dim=1).detach().clone()
+    norms = model.body._parameters["weight"].norm(dim=1).detach().clone()
     optimizer.step()
-    assert torch.allclose(model["body"]._parameters["weight"].norm(dim=1), norms, rtol=1e-6)
+    assert torch.allclose(model.body._parameters["weight"].norm(dim=1), norms, rtol=1e-6)
 
 
 def test_errors() -> None:

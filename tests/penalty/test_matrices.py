@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import foreign
 import gonio
 from gonio.errors import InvalidArgumentError
 from gonio.penalty.matrices import Blocks
+from surgery.net import Net
 
 GOLDEN = Path(__file__).with_name("matrices.txt")
 TIMM = (
@@ -109,16 +111,16 @@ def test_every_golden_list_belongs_to_a_model() -> None:
 
 
 def test_every_trained_parameter_is_in_one_group() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "frozen": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
-    model["frozen"].requires_grad_(False)
-    model["again"] = model["body"]
+    model = named(body=nn.Linear(4, 4), frozen=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 4))
+    model.frozen.requires_grad_(False)
+    model.add_module("again", model.body)
     members = [p for group in gonio.param_groups(model, 0.1, matrices=True) for p in group["params"]]
     assert {id(p) for p in members} == {id(p) for p in model.parameters() if p.requires_grad}
-    assert len(members) == 4
+    assert len(members) == 6  # weight and bias of three layers
 
 
 def test_decay_without_and_with_a_number() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    model = named(body=nn.Linear(4, 4), head=nn.Linear(4, 2))
     default = gonio.param_groups(model, matrices=True)
     assert [(g["matrices"], g.get("weight_decay")) for g in default] == [(True, None), (False, 0.0)]
     given = gonio.param_groups(model, 0.1, matrices=True)
@@ -134,9 +136,16 @@ class Packed(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
 
+    def forward(self, x):
+        return self.qkv(x)[..., :8]
+
+
+def named(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
+
 
 def test_heads_that_no_module_knows_are_asked_for() -> None:
-    model = nn.ModuleDict({"a": Packed(), "head": nn.Linear(8, 2)})
+    model = named(a=Packed(), head=nn.Linear(8, 2))
     assert gonio.param_groups(model, matrices=True).matrices == {"a.qkv.weight": "matrix 24×8"}
     asked = gonio.param_groups(model, matrices=True, heads={"*.qkv": 4})
     assert asked.matrices == {"a.qkv.weight": "6 matrices 4×8"}
@@ -144,7 +153,7 @@ def test_heads_that_no_module_knows_are_asked_for() -> None:
 
 
 def test_packed_projections_of_torchs_attention() -> None:
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 2)})
+    model = Net(lambda m, x: m.head(m.attn(x, x, x)[0]), attn=nn.MultiheadAttention(8, 2), head=nn.Linear(8, 2))
     found = gonio.param_groups(model, matrices=True)
     assert found.matrices == {"attn.in_proj_weight": "6 matrices 4×8", "attn.out_proj.weight": "matrix 8×8"}
 
@@ -160,4 +169,32 @@ def test_packed_projections_of_torchs_attention() -> None:
 )
 def test_errors(call: Callable[[nn.Module], object], match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):
-        call(nn.ModuleDict({"a": Packed()}))
+        call(named(a=Packed(), head=nn.Linear(8, 2)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module, *, runs: bool = True) -> None:
+        super().__init__()
+        self.model, self.runs = model, runs
+
+    def forward(self, x):
+        if not self.runs:
+            raise NotImplementedError
+        return {"logits": self.model(x)}
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda m: Wrapped(m, runs=False), lambda m: Wrapped(nn.Sequential(m))])
+def test_the_output_layer_is_found_inside_of_wrappers(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Net(lambda m, x: m.first(torch.relu(m.head(x))), first=nn.Linear(16, 4), head=nn.Linear(8, 16))
+    model.head, model.first = model.head, model.first
+    inputs = nn.Sequential(nn.Linear(8, 8), model)
+    groups = gonio.param_groups(wrap(inputs), matrices=True)
+    ends = [name for name, why in groups.others.items() if why == "the output layer"]
+    assert [name.rsplit(".", 2)[-2] for name in ends] == ["first"]
+    assert groups.notes == ()
+
+
+def test_a_model_that_cannot_be_run_has_no_known_output_layer_and_says_so() -> None:
+    groups = gonio.param_groups(nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)}), matrices=True)
+    assert "head.weight" in groups.matrices
+    assert "note: no layer is left out as the output layer: the model could not be run" in str(groups)

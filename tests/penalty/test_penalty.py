@@ -274,3 +274,20 @@ def test_samples_depend_on_the_seed_alone() -> None:
 
     assert value(0) == value(0)
     assert value(0) != value(1)
+
+
+@pytest.mark.parametrize("case", ["another regularizer", "another model", "fewer terms"])
+def test_a_state_of_other_terms_is_refused_by_name(case: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    penalty = gonio.Penalty(layers, [(None, gonio.regularizers.SRIP(1e-3))])
+    penalty()
+    other = {
+        "another regularizer": lambda: gonio.Penalty(layers, [(None, gonio.regularizers.L2(1e-3))]),
+        "another model": lambda: gonio.Penalty(
+            nn.ModuleDict({"a": layers[0]}), [(None, gonio.regularizers.SRIP(1e-3))]
+        ),
+        "fewer terms": lambda: gonio.Penalty(layers, [("0", gonio.regularizers.SRIP(1e-3))]),
+    }[case]()
+    with pytest.raises(InvalidArgumentError, match=r"takes the state of the same terms; found .*1\.weight/SRIP"):
+        other.load_state_dict(penalty.state_dict())
+    assert other.step == 0

@@ -21,7 +21,8 @@ from gonio.errors import (
     UnmatchedRuleError,
 )
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.recipes import Recipe, apply
+from gonio.recipes import Recipe
+from gonio.surgery import steps
 from recipes.models import convnet, recipe, state
 
 TEXT = """
@@ -214,10 +215,12 @@ def test_a_model_that_is_gone_waits_for_nothing() -> None:
     for _ in range(3):
         Recipe.load("muon").apply_(convnet())
     gc.collect()
+    before = len(steps._OF_ALL)
     Recipe.load("muon").apply_(model := convnet())
-    assert len([each for each in apply._WAITING if any(ref() is not None for ref in each.parameters)]) == 1
-    assert len(apply._WAITING) == 1
+    assert len(steps._OF_ALL) == before + 1
     del model
+    gc.collect()
+    assert len(steps._OF_ALL) == before
 
 
 def test_an_optimizer_of_another_kind_is_refused() -> None:

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,19 +14,21 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
-    from gonio.lab import Plan
+    from gonio.lab import StudyPlan
     from gonio.lab.running.engines import Devices, Engine
 
-# By the fields of gonio.lab.Training; without an option the task's own value is used.
+# By the fields of gonio.lab.TrainingConfig; without an option the task's own value is used.
 _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
     "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
-    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum), adamw or muon.", metavar="NAME")],
-    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd and muon.")],
+    "optimizer": Annotated[
+        str | None, typer.Option(help="Name of the optimizer, e.g. sgd, adamw or muon.", metavar="NAME")
+    ],
+    "momentum": Annotated[float | None, typer.Option(help="Momentum, if the optimizer has one.")],
     "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
     "decay": Annotated[
         str | None, typer.Option(help="What decays: all parameters, or weights (no norms, no biases).", metavar="WHAT")
@@ -72,7 +73,8 @@ _Recipes = Annotated[
 _Task = Annotated[
     str,
     typer.Option(
-        help="bytes, digits, points, torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.", metavar="TASK"
+        help="A built-in task (gonio list tasks), torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.",
+        metavar="TASK",
     ),
 ]
 _Model = Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}; default: the task's own.", metavar="MODEL")]
@@ -185,9 +187,9 @@ def compare(
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
     if engine == "local" and not dry_run:
-        from gonio.lab.running import fork_server
+        from gonio.lab.running.engines.local import server_running
 
-        with fork_server.running("gonio.cli"):  # its imports take as long as those of this process
+        with server_running("gonio.cli"):  # its imports take as long as those of this process
             pass
     from gonio import lab
 
@@ -257,11 +259,11 @@ def _command(recipes: list[str], given: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
+def _show_plan(plan: StudyPlan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
     from gonio import lab
     from gonio.cli.inputs import build_model
-    from gonio.lab.planning.plan import extended
+    from gonio.lab.plan import extended
     from gonio.recipes import Recipe
 
     if (study / "plan.json").exists():
@@ -284,13 +286,11 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, device
     return Local(jobs, devices)
 
 
-def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:
+def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:
     """Run the study, show the verdicts and write the page; exit with 4 if runs failed or are missing."""
     from gonio import lab
     from gonio.lab.showing import text, write_html
 
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("the page of a study", "matplotlib", "lab")
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = lab.watcher_for(sys.stderr)

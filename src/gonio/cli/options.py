@@ -35,7 +35,7 @@ Level = Literal["info", "warn", "error"]  # lowest first
 
 
 class Figure(StrEnum):
-    """Figures that are measured on request only; typer knows no list of literals."""
+    """Figures that are measured on request only; an Enum, because typer cannot parse list[Literal]."""
 
     operator_norm = "operator_norm"
 
@@ -56,6 +56,10 @@ OfCheckpoint = Annotated[
 Base = Annotated[
     str | None,
     typer.Option(help="The base model of low-rank adapters: measure the adapted weights too.", metavar="MODEL|FILE"),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(help="Which state dict of a checkpoint to read, where it holds several; e.g. generator or ema.model."),
 ]
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
 Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of files over a running cluster.")]

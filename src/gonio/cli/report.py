@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
 if TYPE_CHECKING:
-    from gonio.lab import Plan, RunRecord
+    from gonio.lab import RunRecord, StudyPlan
 
 _SIGNS = {"finished": "+", "diverged": "!", "failed": "x", None: "."}
 
@@ -39,7 +39,8 @@ def report(
     check_folders(targets)
     for study in studies:
         _check_folder(study)
-    found = [Study.open(study).results() for study in studies]
+    opened = [Study.open(study) for study in studies]
+    found = [study.results() for study in opened]
     if len(found) == 1:
         formats = {
             "html": showing.html,
@@ -50,6 +51,7 @@ def report(
         }
         if not save_formats(targets, {name: partial(make, found[0]) for name, make in formats.items()}):
             show(showing.text(found[0]))
+            _print_damage(opened[0].damaged())
         return
     if html is not None:
         message = f"{len(found)} studies"
@@ -70,6 +72,13 @@ def status(study: Annotated[Path, typer.Argument(help="The study's folder.", met
         lost = f", {tuned.failed} failed" if tuned.failed else ""
         trials = opened.plan.tuning.trials if opened.plan.tuning else 0
         print_out(f"tuning of {plain(tuned.recipe)}: {tuned.trials} of {trials} trials{lost}")
+    _print_damage(opened.damaged())
+
+
+def _print_damage(names: list[str]) -> None:
+    """The rows of the database that are damaged; they count as absent."""
+    for name in names:
+        print_out(f"damaged in study.db and left out: {name}")
 
 
 def _check_folder(study: Path) -> None:
@@ -77,7 +86,7 @@ def _check_folder(study: Path) -> None:
         raise StudyError(str(study), "there is no such folder", "Check the path.")
 
 
-def _grid(plan: Plan, runs: tuple[RunRecord, ...]) -> str:
+def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:
     status = {(run.recipe, run.seed): run.status for run in runs}
     names = {recipe.name: plain(recipe.name) for recipe in plan.recipes}
     width = max(map(len, names.values()))

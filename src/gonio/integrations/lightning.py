@@ -6,44 +6,57 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError
 from gonio.measuring import Tracker
+from gonio.surgery import Change, Edited, UndoError
 
 _MARK = "_gonio_penalty"
 _STATE = "gonio_penalty"  # the key in a checkpoint
 
 
-class AddedPenalty:
-    """A penalty in a trainer's loss: methods of the trainer itself, which take precedence over those of its class.
+@dataclass
+class _Methods:
+    """Methods of a trainer itself, which take precedence over those of its class, until they are removed."""
+
+    owner: Any
+    names: tuple[str, ...]
+    also: Callable[[], object]
+    ended: bool = False
+
+    def run_(self) -> None:
+        """Restore the methods of the object's class."""
+        if self.ended:
+            raise UndoError("add_penalty_", "it was undone before")
+        for name in self.names:
+            vars(self.owner).pop(name, None)
+        self.also()
+        self.ended = True
+
+
+def with_methods_(owner: Any, *, also: Callable[[], object] = lambda: None, **methods: Any) -> Edited:
+    """Give an object its own methods for a penalty; the undo removes them, and calls `also`.
 
     Example:
         >>> layer = nn.Identity()
-        >>> added = gonio.integrations.lightning.AddedPenalty(layer, forward=lambda x: x + 1)
-        >>> before = layer(torch.zeros(1)); added.undo_(); before, layer(torch.zeros(1))
+        >>> edited = gonio.integrations.lightning.with_methods_(layer, forward=lambda x: x + 1)
+        >>> before = layer(torch.zeros(1)); edited.undo_(); before, layer(torch.zeros(1))
         (tensor([1.]), tensor([0.]))
     """
-
-    def __init__(self, owner: Any, *, on_undo: Callable[[], object] = lambda: None, **methods: Any) -> None:
-        if any(hasattr(getattr(owner, name, None), _MARK) for name in methods):
-            raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
-        for name, new in methods.items():
-            setattr(new, _MARK, True)
-            setattr(owner, name, new)
-        self._owner, self._methods, self._on_undo = owner, tuple(methods), on_undo
-
-    def undo_(self) -> None:
-        """Restore the methods of the object's class. A second call has no effect."""
-        for name in self._methods:
-            vars(self._owner).pop(name, None)
-        self._on_undo()
-        self._on_undo = lambda: None
+    if any(hasattr(getattr(owner, name, None), _MARK) for name in methods):
+        raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
+    for name, new in methods.items():
+        setattr(new, _MARK, True)
+        setattr(owner, name, new)
+    changes = tuple(Change(type(owner).__name__, f"{name} with the penalty") for name in methods)
+    return Edited("add_penalty_", changes, (), _Methods(owner, tuple(methods), also))
 
 
-def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenalty:
+def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
     """Add `penalty()` to the loss that `training_step` returns, in place; `undo_()` of the result removes it.
 
     Lightning treats the sum as the loss: precision, strategies, accumulation of gradients (the whole loss is
@@ -85,7 +98,7 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> AddedPenal
     def training_step(*batch: Any, **named: Any) -> Any:
         return _with(original(*batch, **named), penalty)
 
-    return AddedPenalty(module, training_step=training_step, **_state_hooks(module, penalty))
+    return with_methods_(module, training_step=training_step, **_state_hooks(module, penalty))
 
 
 def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError, import_extra
-from gonio.integrations.lightning import AddedPenalty
+from gonio.integrations.lightning import with_methods_
 from gonio.measuring import Tracker
+from gonio.surgery import Edited
 
 
-def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
+def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
     """Add `penalty()` to the training loss of a `transformers.Trainer`; `undo_()` of the result removes it.
 
     The penalty counts once per optimizer step for any number of micro-batches: if the Trainer does not divide the
@@ -65,9 +66,9 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> AddedPenalty:
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
     if not hasattr(penalty, "state_dict") or not hasattr(trainer, "add_callback"):
-        return AddedPenalty(trainer, compute_loss=_with_penalty)
+        return with_methods_(trainer, compute_loss=_with_penalty)
     state = _state_callback(penalty)
-    added = AddedPenalty(trainer, on_undo=lambda: trainer.remove_callback(state), compute_loss=_with_penalty)
+    added = with_methods_(trainer, also=lambda: trainer.remove_callback(state), compute_loss=_with_penalty)
     trainer.add_callback(state)
     return added
 

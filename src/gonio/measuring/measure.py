@@ -19,8 +19,8 @@ from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
 from gonio.measuring.figures.signals import measure_signals
-from gonio.measuring.figures.structure import Setting, Structure, Training, structure_of
-from gonio.measuring.figures.tensor import ALSO, Also, TensorMeasurement, measure_tensor
+from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
+from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.source import Source, contents_of, name_of
@@ -36,7 +36,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = ...,
     base: Source | None = ...,
     engine: Engine = ...,
-    also: Also = ...,
+    extra_figures: ExtraFigures = ...,
     deep: bool = ...,
     progress: Progress = ...,
 ) -> Measurements: ...
@@ -61,7 +61,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     base: Source | None = None,
     engine: Engine = "local",
-    also: Also = (),
+    extra_figures: ExtraFigures = (),
     deep: bool = False,
     progress: Progress = None,
 ) -> Measurements | Differences | Changes:
@@ -88,8 +88,8 @@ def measure(
             sums with the adapters are measured too.
         engine: `ray` distributes the tensors of one file, or of all files, over the Ray cluster to which this process
             is, or can be, connected; the files must have the same paths on all nodes.
-        also: figures that take longer than all others together: `operator_norm`, of convolutions, on a periodic grid of
-            16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
+        extra_figures: figures that take longer than all others together: `operator_norm`, of convolutions, on a
+            periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
@@ -104,7 +104,7 @@ def measure(
         InvalidArgumentError: if the source is none of these or holds no tensors; if a batch, a loader or an
             optimizer is given without a model, or is of another type; if a base is given without adapters; or for an
             unknown engine.
-        UnknownNameError: for an unknown figure in `also`.
+        UnknownNameError: for an unknown figure in `extra_figures`.
         UnreadableFileError: if a file is missing, damaged, or holds more than data.
 
     Example:
@@ -120,22 +120,22 @@ def measure(
         20(3), 1974.
     """
     options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base}
-    options |= {"also": also or None, "deep": deep or None}
+    options |= {"extra_figures": extra_figures or None, "deep": deep or None}
     if after is not None:
         _check_two((after, *more), options)
         if more:
             return changes(source, after, *more, engine=engine, progress=progress)
         return difference(source, after, engine=engine, progress=progress)
     _check(source, options, engine)
-    training = Training.of(loader, optimizer) if isinstance(source, nn.Module) else None
+    training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
     contents = contents_of(source, base)
     if engine == "ray":
-        words = (path_of(source), None if base is None else path_of(base), also, deep)
+        words = (path_of(source), None if base is None else path_of(base), extra_figures, deep)
         tensors = on_ray(_measured, words, [prod(entry.shape or ()) for entry in contents.entries], progress)
     else:
         tensors = []
         for entry in contents.entries:
-            tensors.append(measure_tensor(entry, also=also, deep=deep))
+            tensors.append(measure_tensor(entry, extra_figures=extra_figures, deep=deep))
             if progress is not None:
                 progress(len(tensors), len(contents.entries))
     name, versions = name_of(source), _versions()
@@ -146,7 +146,7 @@ def measure(
     return Measurements(
         name,
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        findings_of(tensors, Setting.of(source, structure, signals, training)),
+        findings_of(tensors, ModelFacts.of(source, structure, signals, training)),
         scale=structure.scale,
         mixtures=structure.mixtures,
         signals=signals,
@@ -182,12 +182,14 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
         raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
     if engine != "local":
         check_engine(engine, [given for given in (source, options["base"]) if given is not None])
-    also = options["also"] or ()
-    if isinstance(also, str):
-        raise InvalidArgumentError("measure(also=) is a tuple of figures", repr(also), f"Write ({also!r},).")
-    for name in also:
-        if name not in ALSO:
-            raise UnknownNameError("figure", str(name), ALSO)
+    extra_figures = options["extra_figures"] or ()
+    if isinstance(extra_figures, str):
+        raise InvalidArgumentError(
+            "measure(extra_figures=) is a tuple of figures", repr(extra_figures), f"Write ({extra_figures!r},)."
+        )
+    for name in extra_figures:
+        if name not in EXTRA_FIGURES:
+            raise UnknownNameError("figure", str(name), EXTRA_FIGURES)
 
 
 def _is_sizes(batch: object) -> bool:
@@ -214,7 +216,9 @@ def _versions() -> dict[str, str]:
     return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _measured(source: str, base: str | None, also: Also, deep: bool, numbers: Sequence[int]) -> list[TensorMeasurement]:
+def _measured(
+    source: Source, base: Source | None, extra_figures: ExtraFigures, deep: bool, numbers: Sequence[int]
+) -> list[TensorMeasurement]:
     """These tensors of a file, on a worker."""
     entries = contents_of(source, base).entries
-    return [measure_tensor(entries[number], also=also, deep=deep) for number in numbers]
+    return [measure_tensor(entries[number], extra_figures=extra_figures, deep=deep) for number in numbers]

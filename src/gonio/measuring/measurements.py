@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,13 +12,15 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import markdown_cell, plain, shorten
+from gonio.measuring.exports import counted, json_data
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.rules import Finding, Suppressed, told
+from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
-from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
+from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
+from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 
 if TYPE_CHECKING:
@@ -73,9 +74,13 @@ class Measurements(Table[TensorMeasurement]):
         return tuple(tensor for tensor in self.tensors if tensor.status == "measured")
 
     @property
+    def _layers(self) -> str:
+        return counted(len(self.layers), "layer")
+
+    @property
     def coverage(self) -> str:
         """How many tensors were measured, and why the others were not."""
-        said = f"Measured: {len(self.layers)} of {len(self.tensors)} tensors."
+        said = f"Measured: {len(self.layers)} of {counted(len(self.tensors), 'tensor')}."
         without = Counter(tensor.reason for tensor in self.tensors if tensor.status == "no filters")
         if without:
             kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
@@ -89,21 +94,25 @@ class Measurements(Table[TensorMeasurement]):
         batch = "dead units on the batch" if self.signals else "outputs only with batch="
         return (
             "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
-            f"rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or had the right data."
+            f"rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
+            "data."
         )
 
     def __repr__(self) -> str:
-        return f"<Measurements of {plain(self.source)}: {len(self.layers)} layers, {len(self.findings)} findings>"
+        findings = counted(len(self.findings), "finding")
+        return f"<Measurements of {plain(self.source)}: {self._layers}, {findings}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width, entries = options.max_width, sum(tensor.entries for tensor in self.tensors)
-        yield Text(f"{plain(self.source)}: {len(self.layers)} layers, {entries:,} numbers", style="bold")
+        yield Text(f"{plain(self.source)}: {self._layers}, {counted(entries, 'number')}", style="bold")
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
         none = [] if self.findings else [Text("No findings."), Text(self.scope, style="dim")]
         quiet = self.suppressed.sentences if self.suppressed is not None else ()
-        yield from told(self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)])
+        yield from render_findings(
+            self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)]
+        )
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             yield tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
@@ -168,7 +177,7 @@ class Measurements(Table[TensorMeasurement]):
             **{name: getattr(self, name) for name in ("mixtures", "signals", "findings", "suppressed", "tensors")},
             "versions": self.versions,
         }
-        return {key: _plain(value) for key, value in content.items()}
+        return {key: json_data(value) for key, value in content.items()}
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
@@ -188,25 +197,12 @@ def _plural(reason: str, n: int) -> str:
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
 
 
-def _plain(value: Any) -> Any:
-    """JSON-able data: records as objects, plain text, None for a non-finite number."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return plain(value)
-    if isinstance(value, dict):
-        return {plain(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def _sentence(scale: MovableScale) -> str:
     """The wasted L2 in one sentence."""
     return (
         f"The same function can be computed with {scale.wasted:.1%} less squared weight norm ({number(scale.least)} "
-        f"instead of {number(scale.sum)}, {scale.layers} layers; {scale.wasted_by_layer:.1%} less with one scale per "
-        f"layer instead of one per neuron): gonio.balance_(model) does it."
+        f"instead of {number(scale.sum)}, {counted(scale.layers, 'layer')}; {scale.wasted_by_layer:.1%} less with one "
+        f"scale per layer instead of one per neuron): gonio.balance_(model) does it."
     )
 
 

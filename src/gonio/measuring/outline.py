@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -16,9 +16,11 @@ from rich.text import Text
 from gonio.errors import GonioError
 from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
-from gonio.measuring.reading.entry import Entry, dtype_named
+from gonio.measuring.exports import counted, json_data
+from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.showing.table import Table, bare_table
+from gonio.measuring.showing.table import Table
+from gonio.pages.tables import bare_table
 
 SCHEMA = "gonio.outline/1"
 
@@ -57,7 +59,7 @@ class Outline(Table[TensorHeader]):
     Example:
         >>> found = gonio.measuring.outline({"a.weight": torch.zeros(2, 3)})
         >>> found, found["a"].shape
-        (<Outline of state dict: 1 tensors, 6 numbers>, (2, 3))
+        (<Outline of state dict: 1 tensor, 6 numbers>, (2, 3))
     """
 
     ROW: ClassVar = TensorHeader
@@ -76,23 +78,26 @@ class Outline(Table[TensorHeader]):
         """Their size, as far as known."""
         return sum(tensor.bytes or 0 for tensor in self.tensors)
 
+    @property
+    def _size(self) -> str:
+        return f"{counted(len(self.tensors), 'tensor')}, {counted(self.entries, 'number')}"
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
         return {
             "schema": SCHEMA,
             "source": self.source,
-            "notes": [plain(note) for note in self.notes],
+            "notes": json_data(self.notes),
             "entries": self.entries,
             "bytes": self.bytes,
-            "tensors": [{k: plain(v) if isinstance(v, str) else v for k, v in asdict(t).items()} for t in self.tensors],
+            "tensors": json_data(self.tensors),
         }
 
     def __repr__(self) -> str:
-        return f"<Outline of {plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers>"
+        return f"<Outline of {plain(self.source)}: {self._size}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        head = f"{plain(self.source)}: {len(self.tensors)} tensors, {self.entries:,} numbers, {_size(self.bytes)}"
-        yield Text(head, style="bold")
+        yield Text(f"{plain(self.source)}: {self._size}, {_size(self.bytes)}", style="bold")
         for note in self.notes:
             yield Text(plain(note), style="dim")
         kinds = Counter(tensor.dtype for tensor in self.tensors if tensor.dtype)
@@ -145,7 +150,7 @@ def outline(source: Source) -> Outline:
     return Outline(name_of(source), tuple(_header(entry) for entry in contents.entries), contents.notes)
 
 
-def _header(entry: Entry) -> TensorHeader:
+def _header(entry: TensorEntry) -> TensorHeader:
     known = {name: getattr(entry, name) for name in ("name", "path", "kind", "shape", "dtype", "reason")}
     if entry.shape is None:
         return TensorHeader(**known, entries=None, bytes=None)

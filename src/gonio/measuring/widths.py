@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite, log2, sqrt
 from statistics import NormalDist, linear_regression, pvariance
 from typing import Any, ClassVar
@@ -12,10 +12,11 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gonio.errors import InvalidArgumentError
-from gonio.measuring.findings.rules import Finding, Rule, findings_by, markdown_findings, rule, told
+from gonio.measuring.exports import json_data
+from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, markdown_findings, render_findings, rule
+from gonio.measuring.private_torch import tree_leaves
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
 from gonio.surgery import sites
@@ -85,7 +86,7 @@ def _beyond(interval: tuple[float, float] | None) -> int:
     return int(interval[0] > TOLERANCE) - int(interval[1] < -TOLERANCE)
 
 
-WIDTH_RULES: dict[str, Rule[WidthScaling]] = {}
+WIDTH_RULES: dict[str, FindingRule[WidthScaling]] = {}
 
 
 @rule("G601", WIDTH_RULES)
@@ -127,7 +128,7 @@ class Widths(Table[WidthScaling]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        return {"schema": "gonio.widths/1", **asdict(self)}
+        return {"schema": "gonio.widths/1", **json_data(self)}
 
     def to_markdown(self) -> str:
         """The table of exponents."""
@@ -153,7 +154,7 @@ class Widths(Table[WidthScaling]):
         said = f"Exponents of the width ({sizes}; {self.seeds} seeds, {self.steps} steps); 0: independent of the width"
         yield Text(said, style="bold")
         yield Text("")
-        yield from told(self.findings)
+        yield from render_findings(self.findings)
         flagged = {finding.path for finding in self.findings}
         kept = [column.name for column in COLUMNS]
         yield tensor_table("layer", self.tensors, COLUMNS, kept, options.max_width, flagged=flagged)
@@ -229,7 +230,7 @@ def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps:
     expected: dict[str, float] = {}
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        leaf = next((t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), None)
+        leaf = next((t for t in tree_leaves(output) if isinstance(t, Tensor)), None)
         if leaf is not None and layers[module] not in outputs:
             if leaf.requires_grad:
                 leaf.retain_grad()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -12,105 +11,55 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Where, as_selector, sites
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    NoMatchError,
+    NotApplicableError,
+    listing,
+)
 from gonio.execution import is_sharded
-from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of, norms_of, write_
+from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
+from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.edit import Change, Edit, Edited
 from gonio.surgery.graph import trace
-from gonio.surgery.optimizer import check_optimizer, parameter_ids
-from gonio.surgery.where import Where, as_selector, sites
-
-Step = Literal["free", "fixed"]
-STEPS = ("free", "fixed")
-KEY = "gonio_hold"  # in an optimizer's state dict
-
-
-@dataclass(eq=False)
-class _HeldWeight:
-    """One weight on its spheres: the radius of each of its vectors."""
-
-    label: str
-    parameter: nn.Parameter
-    vectors: Vectors
-    radius: Tensor
-    before: Tensor | None = None
+from gonio.surgery.steps import (
+    check_optimizer,
+    parameter_ids,
+    per_parameter,
+    real_optimizers,
+    take_out_,
+)
 
 
-@torch.no_grad()
-def _project_(weights: Sequence[_HeldWeight]) -> None:
-    """Scale each vector to its radius."""
-    vectors = [weight.vectors for weight in weights]
-    norms = norms_of(vectors, [weight.parameter.detach() for weight in weights])
-    for weight, factors in zip(weights, factors_of([weight.radius for weight in weights], norms), strict=True):
-        weight.vectors.scale_(weight.parameter, factors)
+@dataclass(frozen=True, eq=False, repr=False)
+class Held(Edited):
+    """The weights that :func:`hold_` holds. `str()` is a table; `undo_()` ends the hold.
 
-
-@torch.no_grad()
-def _fix_(weights: Sequence[_HeldWeight], rate: float) -> None:
-    """Replace the optimizer's change u by one of norm ηR: w ← R·unit(w − ηR·unit(−u)).
-
-    The changes are computed twice, so that at most one of them is in memory beside the weights as they were.
-    """
-    starts = [(weight, before) for weight in weights if (before := weight.before) is not None]
-    vectors, radii = [weight.vectors for weight, _ in starts], [weight.radius for weight, _ in starts]
-
-    def change(weight: _HeldWeight, before: Tensor) -> Tensor:
-        return weight.parameter.detach().to(weight.radius.dtype) - before
-
-    moved: list[Tensor] = []
-    factors = factors_of(radii, norms_of(vectors, (change(*start) for start in starts)), rate)
-    for (weight, before), factor in zip(starts, factors, strict=True):
-        # out of place: torch refuses to add in place to a weight of fewer rows than processes
-        moved.append(before.to(weight.radius.dtype) + weight.vectors.scaled(change(weight, before), factor))
-        weight.before = None
-    for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
-        write_(weight.parameter, weight.vectors.scaled(w, factor))
-
-
-def _alike(weights: Iterable[_HeldWeight]) -> list[list[_HeldWeight]]:
-    """Weights by device and by the dtype of their norms."""
-    found: dict[tuple[torch.device, torch.dtype], list[_HeldWeight]] = {}
-    for weight in weights:
-        if weight.radius.device != weight.parameter.device:  # the model was moved
-            weight.radius = weight.radius.to(weight.parameter.device)
-        found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
-    return list(found.values())
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """The weights that :func:`hold_` holds. `str()` is a table; `undo_()` ends it.
+    Then hooks, parameter groups, weight decay and layers are as before; trained weights stay.
 
     Attributes:
         changes: one :class:`gonio.surgery.Change` per weight.
         notes: what else was changed, such as weight decay, and what was left out.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), radius=2.0)
+        >>> held
+        <Held by hold_: 1 module>
+        >>> held.state_dict()["weight"].flatten()
+        tensor([2.])
     """
 
-    edited: Edited
-    _weights: tuple[_HeldWeight, ...] = field(repr=False)
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        return self.edited.changes
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.edited.notes
-
-    def undo_(self) -> None:
-        """End the hold: hooks, parameter groups, weight decay and layers are as before; trained weights stay.
-
-        Raises:
-            UndoError: as :meth:`gonio.Edited.undo_`.
-        """
-        self.edited.undo_()
+    _hold: Hold = field(repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The radii by the names of the weights; `optimizer.state_dict()` contains them as well."""
-        return {weight.label: weight.radius.clone() for weight in self._weights}
+        """The radii by the names of the weights; the state of the optimizer contains them as well."""
+        return {weight.label: weight.radius.clone() for weight in self._hold.weights}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over radii.
@@ -118,33 +67,7 @@ class Held:
         Raises:
             InvalidArgumentError: if a weight is missing or has other vectors.
         """
-        _load_radii(self._weights, state)
-
-    def __len__(self) -> int:
-        """The number of changed modules."""
-        return len(self.edited)
-
-    def __repr__(self) -> str:
-        return repr(self.edited).replace("Edited", "Held", 1)
-
-    def _repr_html_(self) -> str:
-        return self.edited._repr_html_()
-
-    def __str__(self) -> str:
-        return str(self.edited)
-
-
-def _load_radii(weights: Sequence[_HeldWeight], state: Mapping[str, Tensor]) -> None:
-    for weight in weights:
-        found = state.get(weight.label)
-        if found is None or found.shape != weight.radius.shape:
-            raise InvalidArgumentError(
-                f"the state of hold_() has a radius of shape {tuple(weight.radius.shape)} for {weight.label}",
-                "none" if found is None else f"one of shape {tuple(found.shape)}",
-                "Hold the same weights by the same norm as when the state was saved.",
-            )
-    for weight in weights:
-        weight.radius = state[weight.label].to(weight.radius)
+        self._hold.load_radii(state)
 
 
 def hold_(
@@ -167,8 +90,10 @@ def hold_(
       a weight turns by arctan η if u is orthogonal to it (as for a layer before a normalisation), in every layer and at
       every width. It takes a copy of the held weights during the step, and for half precision one more in float32.
 
-    It works with every optimizer of torch's interface, by hooks of `optimizer.step()`. Radii are in the state dict of
-    the optimizer. Loaded weights are projected by the next step.
+    It works with every optimizer of torch's interface, in a wrapper (Accelerate, Lightning, Lookahead, SAM) or not, by
+    what happens around `optimizer.step()`. The radii are state of the optimizer, as tensors. Loaded weights are
+    projected by the next step. An edit that overwrites a held weight (fold_, balance_, init_, lsuv_, …) sets its radius
+    to the new norm, and is refused where the radius was given as a number. A hold ends with its optimizer.
 
     Args:
         model: as it will be trained; edits and parametrizations first.
@@ -191,7 +116,9 @@ def hold_(
         NotApplicableError: if a vector is 0 and would stay so; if a learned gain has no effect because of a
             normalisation layer after it; if weight decay cannot be switched off for held weights alone because the
             optimizer has a schedule already; for shards that cut vectors.
-        InvalidArgumentError: for other values of the arguments.
+        InvalidArgumentError: for other values of the arguments, and for an optimizer whose steps cannot be observed.
+        NormNotHeldError: later, in one of the first steps or in `optimizer.state_dict()`: the norms are not held,
+            because something else than an observed step changes the weights.
 
     Note:
         Weight decay of a held weight would only rescale its step. It is set to 0, and a note says so; weights that are
@@ -221,15 +148,25 @@ def hold_(
     """
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model)
+    real = real_optimizers(optimizer, verb="hold_")
+    if step == "fixed" and any(group.get("lr") is None for each in real for group in each.param_groups):
+        do = "Pass step='free', or an optimizer with a learning rate."
+        raise InvalidArgumentError("hold_(step='fixed') needs a learning rate", "a parameter group with lr=None", do)
     refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
     with Edit(model, "hold_") as edit:
+        edit.acts_on = list(real)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
-            _learn_magnitudes_(edit, optimizer, refs, magnitude_lr)
+            _learn_magnitudes_(edit, real, refs, magnitude_lr)
         weights = [_held(edit, ref, norm, radius) for ref in refs]
-        _stop_decay_(edit, optimizer, weights)
-        _register_(edit, optimizer, weights, step)
+        for each in real:
+            _stop_decay_(edit, each, weights)
+        hold = Hold(weights, step, optimizer, real)
+        edit.on_undo(hold.end_)
+        hold.begin_()
         edit.note_stays(left)
-    return Held(edit.done(), tuple(weights))
+    hold.complete = True
+    edited = edit.done()
+    return Held(edited.verb, edited.changes, edited.notes, edited._undo, hold)
 
 
 def check_arguments(
@@ -282,27 +219,35 @@ def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[st
     return {**{ref.path: "" for ref in refs}, **left}
 
 
-# Held weights by `id`, with the step. (A WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
-_HOLDS: dict[int, tuple[weakref.ref[Tensor], Step]] = {}
+def release_(model: nn.Module) -> Edited:
+    """End the holds of a model's weights without their handles.
 
+    Parameter groups, weight decay and learned gains stay as they are; `undo_()` of the :class:`Held` restores them.
 
-def step_of_hold(parameter: Tensor) -> Step | None:
-    """Whether a parameter is held, and by which step.
+    Returns: An edit whose `undo_()` holds the weights again, at the same radii.
+
+    Raises:
+        NoMatchError: if no weight of the model is held.
 
     Example:
-        >>> from gonio.optim.hold import step_of_hold
-        >>> layer = nn.Linear(2, 2)
-        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
-        >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
-        ('fixed', None)
+        >>> layer = nn.Linear(4, 3)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> _ = gonio.hold_(layer, optimizer)
+        >>> print(gonio.optim.release_(layer))
+        release_: 1 module
+          (model)  weight: not held any more
     """
-    ref, step = _HOLDS.get(id(parameter), (None, None))
-    return step if ref is not None and ref() is parameter else None
-
-
-def _note_hold_(parameter: Tensor, step: Step) -> None:
-    key = id(parameter)
-    _HOLDS[key] = (weakref.ref(parameter, lambda _: _HOLDS.pop(key, None)), step)
+    with Edit(model, "release_") as edit:
+        for site in sites(model):
+            for name, parameter in site.module._parameters.items():
+                hold = None if parameter is None else hold_of(parameter)
+                if hold is not None and parameter is not None:
+                    edit.changed(site.path, f"{name}: not held any more")
+                    edit.on_undo(partial(hold.begin_, parameter))
+                    hold.end_(parameter)
+        if not edit.changes:
+            raise NoMatchError("release_", "every module", [])
+    return edit.done()
 
 
 def _chosen(
@@ -331,6 +276,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 continue
             if own is None:
                 why = "its weight is computed from other parameters"
+            elif own.is_complex():
+                why = "its weight is complex, and gonio holds real ones"
             elif id(own) not in trained:
                 why = "its weight is not in the optimizer"
             elif Vectors(ref.layout, own.ndim, norm).length(own) == 1:
@@ -364,7 +311,7 @@ def _refuse_idle_gains(model: nn.Module, refs: Sequence[WeightRef]) -> None:
 
 
 @torch.no_grad()
-def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float) -> _HeldWeight:
+def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float) -> HeldWeight:
     """One weight and its radii; its value is changed for a radius that is a number."""
     parameter = _own(ref)
     vectors = Vectors(ref.layout, parameter.ndim, norm)
@@ -372,8 +319,11 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     if is_sharded(parameter) and vectors.splits_shards():
         raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
-    if not bool((norms > 0).all()) and getattr(ref.module, "padding_idx", None) is None:
-        why = f"{int((norms == 0).sum())} of its vectors are 0 or not finite, and 0 cannot be scaled to a norm"
+    padded = getattr(ref.module, "padding_idx", None) is not None
+    bad = int((~norms.isfinite() | (norms == 0) & (not padded)).sum())
+    if bad:
+        of = "the norm of 1 of its vectors is" if bad == 1 else f"the norms of {bad} of its vectors are"
+        why = f"{of} 0 or not finite in {norms.dtype}, and cannot be held"
         raise refuse(why, "Initialise them, or exclude the layer in `where`.")
     if radius == "initial":
         radii, at = norms.clone(), _range(norms)
@@ -384,7 +334,7 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     what = {"matrix": ("matrix", "matrices"), "filters": ("filter", "filters"), "columns": ("column", "columns")}[norm]
     count = norms.numel()
     edit.changed(ref.path, f"{ref.name}: norm of {count} {what[count > 1]} held at {at}")
-    return _HeldWeight(ref.label, parameter, vectors, radii)
+    return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 
 def _range(norms: Tensor) -> str:
@@ -395,8 +345,11 @@ def _range(norms: Tensor) -> str:
 # --- the optimizer ------------------------------------------------------------------------------------------------
 
 
-def _learn_magnitudes_(edit: Edit, optimizer: Optimizer, refs: Sequence[WeightRef], rate: float | None) -> None:
+def _learn_magnitudes_(
+    edit: Edit, optimizers: Sequence[Optimizer], refs: Sequence[WeightRef], rate: float | None
+) -> None:
     """Put a weight norm on each layer, and its gains into groups of their own."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     gains: dict[int, list[nn.Parameter]] = {}
     shared: dict[int, WeightNorm] = {}
     chosen = {id(_own(ref)) for ref in refs}
@@ -411,23 +364,23 @@ def _learn_magnitudes_(edit: Edit, optimizer: Optimizer, refs: Sequence[WeightRe
             norm = shared.get(id(raw))
             attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
             if norm is None:
-                index = next(i for i, g in enumerate(optimizer.param_groups) if any(p is raw for p in g["params"]))
+                index = next(i for i, (_, g) in enumerate(groups) if any(p is raw for p in g["params"]))
                 gains.setdefault(index, []).extend(shared[id(raw)].parameters())
     for index, parameters in gains.items():
-        group = optimizer.param_groups[index]
+        optimizer, group = groups[index]
         options: dict[str, Any] = {"weight_decay": 0.0} if rate is None else {"weight_decay": 0.0, "lr": rate}
         if "matrices" in group:  # gains are no matrices for Muon
             options["matrices"] = False
         _new_group_(edit, optimizer, group, parameters, **options)
 
 
-def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight]) -> None:
+def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]) -> None:
     """No weight decay for held weights; those of a group that has others as well move to a group of their own."""
     held = {id(weight.parameter): weight.label for weight in weights}
     for group in list(optimizer.param_groups):
         mine = [p for p in group["params"] if id(p) in held]
         decay = group.get("weight_decay", 0)
-        if not mine or not float(decay):
+        if not mine or not float(decay or 0):
             continue
         labels = listing([held[id(p)] for p in mine], limit=4)
         edit.note(f"weight decay of {float(decay):g} is 0 for {labels}: on a held weight it only rescales the step")
@@ -448,61 +401,18 @@ def _new_group_(
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "
             "their own.", action="hold weights of",
         )  # fmt: skip
-    ids = {id(p) for p in parameters}
-    before = list(group["params"])
-    made = {**group, "params": parameters, **options}
+    before = dict(group)
 
     def restore() -> None:
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not made]
-        group["params"] = before
+        group.update({name: before[name] for name in taken})
         for parameter in parameters:
-            if not any(parameter is p for p in before):
+            if not any(parameter is p for p in before["params"]):
                 optimizer.state.pop(parameter, None)
 
+    taken = per_parameter(optimizer, group)
+    made = {**group, **{name: [None] * len(parameters) for name in taken}}
     edit.on_undo(restore)
-    group["params"] = [p for p in before if id(p) not in ids]
+    out = take_out_(optimizer, group, {id(p) for p in parameters})
+    made.update(out if out["params"] else {"params": parameters}, **options)
     optimizer.param_groups.append(made)
-
-
-def _register_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight], step: Step) -> None:
-    """The hooks that hold the weights and keep their radii in the optimizer's state dict."""
-    by_id = {id(weight.parameter): weight for weight in weights}
-
-    def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
-        for weight in weights:
-            weight.before = weight.parameter.detach().clone()
-
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            mine = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
-            if step == "fixed":
-                for alike in _alike(mine):
-                    _fix_(alike, float(group["lr"]))
-            else:
-                for alike in _alike(weight for weight in mine if weight.parameter.grad is not None):
-                    _project_(alike)
-
-    def save(_: Optimizer, state: dict[str, Any]) -> None:
-        state[KEY] = {**state.get(KEY, {}), **{weight.label: weight.radius.clone() for weight in weights}}
-
-    def load(_: Optimizer, state: dict[str, Any]) -> None:
-        if KEY in state:
-            _load_radii(weights, state[KEY])
-
-    handles = [
-        optimizer.register_step_post_hook(after_step),
-        optimizer.register_state_dict_post_hook(save),
-        optimizer.register_load_state_dict_pre_hook(load),
-    ]
-    if step == "fixed":
-        handles.append(optimizer.register_step_pre_hook(before_step))
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-        for weight in weights:
-            _HOLDS.pop(id(weight.parameter), None)
-
-    edit.on_undo(end)
-    for weight in weights:
-        _note_hold_(weight.parameter, step)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.execution import is_sharded
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -65,23 +65,29 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
     """
     raw = _trainable(module, name)
     layout = layout_of(module, name)
-    if parametrization.layout is None:
-        _bind_(parametrization, raw, module, name)
-    elif parametrization.trained is not raw:
+    template = parametrization.layout is None
+    if not template and parametrization.trained is not raw:
         raise InvalidArgumentError(
             "attach() needs a template, or a parametrization that is bound to the same Parameter",
             f"one that is bound to another tensor, of layout {parametrization.layout}",
             "Attach a new one: parametrization.unbound() has the same options.",
         )
-    elif parametrization.layout != layout:
+    if not template and parametrization.layout != layout:
         raise NotApplicableError("attach()", name, "a layer with another layout shares it", "Untie the two layers.")
     base, names = _own_class(module)
+    kind = type(module)
     try:
         module.__class__ = parametrized_class(base, (*names, name))
     except TypeError as error:
         raise NotApplicableError(
             "attach()", f"{base.__name__}.{name}", f"its class cannot be extended ({error})", "Exclude the layer."
         ) from error
+    if template:  # last: it may move the weight, which a refused call leaves as it was
+        try:
+            _bind_(parametrization, raw, layout)
+        except BaseException:
+            module.__class__ = kind
+            raise
     module._modules[child_name(name)] = parametrization.train(module.training)
     return parametrization
 
@@ -116,9 +122,9 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Module, name: str) -> None:
+def _bind_(parametrization: Parametrization, raw: nn.Parameter, layout: Layout) -> None:
     weight = raw.detach()
-    parametrization.bind(weight, layout_of(module, name))
+    parametrization.bind(weight, layout)
     inverse = parametrization.right_inverse(weight)
     if inverse is not weight:
         raw.copy_(inverse)

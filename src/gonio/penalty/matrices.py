@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
-from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.where import Site, sites
-from gonio.surgery.wrapping import unwrapped
+from gonio.penalty.decay import Groups, check_decay, decay_reasons
+from gonio.penalty.output_layers import output_layers
+from gonio.penalty.penalty import Penalty
+from gonio.penalty.terms import WeightRef, view_shape, weights_of
+from gonio.surgery.facts import TABLES, facts_of, why_not_dense
 
 
 @dataclass(frozen=True)
@@ -69,23 +73,6 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Groups(Sequence[dict[str, Any]]):
-    """Parameter groups, which an optimizer takes like a list of them."""
-
-    groups: tuple[dict[str, Any], ...]
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self.groups[index]
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-
-@dataclass(frozen=True)
 class MatrixGroups(Groups):
     """Parameter groups for :class:`gonio.optim.Muon`; printing them says what is a matrix, and why others are not.
 
@@ -93,6 +80,7 @@ class MatrixGroups(Groups):
         groups: the matrices with their blocks, then the other parameters.
         matrices: by name, how each is cut.
         others: by name, why each is not a matrix.
+        notes: what is not known of the model.
 
     Example:
         >>> groups = gonio.param_groups(nn.LSTM(4, 6, bias=False), matrices=True)
@@ -102,23 +90,55 @@ class MatrixGroups(Groups):
 
     matrices: Mapping[str, str]
     others: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.matrices, *self.others)), default=0)
         lines = [f"  {name:<{width}}  {how}" for name, how in self.matrices.items()]
         lines += [f"  {name:<{width}}  not a matrix: {why}" for name, why in self.others.items()]
-        return "\n".join([f"{len(self.matrices)} matrices, {len(self.others)} other parameters", *lines])
+        count, rest = len(self.matrices), len(self.others)
+        head = f"{count} {'matrix' if count == 1 else 'matrices'}, {rest} other parameter{'s' * (rest != 1)}"
+        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def matrix_groups(
-    model: nn.Module, reasons: Mapping[str, str | None], weight_decay: float | None, heads: Mapping[str, int]
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    penalty: Penalty | None = None,
+    heads: Mapping[str, int] | None = None,
 ) -> MatrixGroups:
-    """The groups of `param_groups(matrices=True)`.
+    """Groups for an optimizer that orthogonalises updates, such as :class:`gonio.optim.Muon`.
 
-    `reasons`: of each trained parameter by name, why it does not decay, or None. `heads`: by glob, rows per head.
+    First come the weights that are matrices, and the blocks into which each is cut. Convolutions are matrices of
+    flattened filters; cut are their groups, the gates of recurrent layers, stacked experts, and queries, keys and
+    values that one layer computes, head by head, where the type of the attention is registered
+    (:func:`gonio.surgery.facts.register`); in other types such a layer stays whole. Not matrices are embeddings and
+    what is tied to them, the output layers, which a run of the model on shapes alone finds, depthwise filters, norms
+    and biases.
+
+    Args:
+        weight_decay: of the matrices and of what decays among the others; None for the optimizer's default for
+            matrices, and 0 for the others.
+        penalty: weights under its terms on scale do not decay as well.
+        heads: rows per head of layers (by a glob over paths) whose modules do not have the number.
+
+    Raises:
+        InvalidArgumentError: as :func:`decay_groups`, and if `heads` do not divide a weight or match no layer.
+
+    Example:
+        >>> from gonio.penalty import matrix_groups
+        >>> print(matrix_groups(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))))
+        1 matrix, 3 other parameters
+          0.weight  matrix 8×27
+          0.bias    not a matrix: a bias
+          2.weight  not a matrix: the output layer
+          2.bias    not a matrix: a bias
     """
+    check_decay(weight_decay)
+    reasons, heads = decay_reasons(model, penalty), heads or {}
     parameters = dict(model.named_parameters())
-    kinds = _kinds(model, reasons, heads)
+    kinds, notes = _kinds(model, reasons, heads)
     cuts = {name: kind for name, kind in kinds.items() if isinstance(kind, Blocks)}
     others = {name: kind for name, kind in kinds.items() if isinstance(kind, str)}
     first: dict[str, Any] = {"params": [parameters[name] for name in cuts], "matrices": True}
@@ -129,21 +149,25 @@ def matrix_groups(
     spared = [parameters[name] for name in others if not (weight_decay and reasons[name] is None)]
     rest = [{"params": p, "matrices": False, "weight_decay": d} for p, d in ((decayed, weight_decay), (spared, 0.0))]
     groups = tuple(group for group in (first, *rest) if group["params"])
-    return MatrixGroups(groups, {n: described(b, parameters[n]) for n, b in cuts.items()}, others)
+    return MatrixGroups(groups, {n: described(b, parameters[n]) for n, b in cuts.items()}, others, tuple(notes))
 
 
-def _kinds(model: nn.Module, reasons: Mapping[str, str | None], heads: Mapping[str, int]) -> dict[str, Blocks | str]:
-    """For each trained parameter by name: its blocks, or why it is not a matrix."""
+def _kinds(
+    model: nn.Module, reasons: Mapping[str, str | None], heads: Mapping[str, int]
+) -> tuple[dict[str, Blocks | str], list[str]]:
+    """For each trained parameter by name its blocks, or why it is not a matrix; and what is not known of the model."""
     inner = unwrapped(model)
     everything = sites(inner)
     tables = {id(p): site.path for site in everything if isinstance(site.module, TABLES) for p in _own(site.module)}
     refs = {id(p): ref for site in everything for ref in weights_of(site) for p in ref.parameters()}
+    holders = {id(p): site.module for site in everything for p in _own(site.module)}
     parents = _parents(everything)
-    ends = _heads_of(inner, everything)
+    ends, unknown = output_layers(inner)
     paths = [ref.path for ref in refs.values()]
     for glob in heads:
         if not any(fnmatchcase(path, glob) for path in paths):
             raise InvalidArgumentError("param_groups(heads=) names layers", repr(glob), "Pass globs over their paths.")
+    notes = [f"no layer is left out as the output layer: {unknown}"] if unknown else []
     found: dict[str, Blocks | str] = {}
     for name, parameter in model.named_parameters():
         if name not in reasons:
@@ -153,12 +177,12 @@ def _kinds(model: nn.Module, reasons: Mapping[str, str | None], heads: Mapping[s
             tied = ref is not None and not isinstance(ref.module, TABLES)
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
         elif ref is None or reasons[name] == "one number per unit":
-            found[name] = _stacked(name, parameter) or _why_none(name, parameter)
+            found[name] = _stacked(holders.get(id(parameter)), parameter) or _why_none(name, parameter)
         elif id(ref.module) in ends:
             found[name] = "the output layer"
         else:
             found[name] = _cut(ref, parameter, parents, heads)
-    return found
+    return found, notes
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -171,57 +195,17 @@ def _why_none(name: str, parameter: Tensor) -> str:
     return "one number per unit" if sum(size > 1 for size in parameter.shape) < 2 else "no weight with filters"
 
 
-def _stacked(name: str, parameter: Tensor) -> Blocks | None:
-    """A stack of experts: a parameter of three dimensions of a module that is no known layer."""
-    expert = parameter.ndim == 3 and "expert" in name.lower() and "bias" not in name.rsplit(".", 1)[-1]
-    return Blocks(parameter.shape[0], stacked=True) if expert and min(parameter.shape[1:]) > 1 else None
-
-
-# --- the output layer ---------------------------------------------------------------------------------------------
-
-_OUTPUTS = frozenset(
-    (
-        *("head", "head_dist", "heads", "fc", "classifier", "lm_head", "embed_out", "score", "logits", "cls"),
-        *("output_layer", "qa_outputs", "AuxLogits", "last_linear", "generator_lm_head", "final_layer", "last_layer"),
-        "output_projection",
-    )
-)
-
-
-def _heads_of(model: nn.Module, everything: Sequence[Site]) -> set[int]:
-    """The output layers: those that the model names by a method, the last weights of modules with such a name, and the
-    last weight of a plain sequence of layers."""
-    named: list[nn.Module] = []
-    for method in ("get_output_embeddings", "get_classifier"):  # of transformers and timm
-        try:
-            found = getattr(model, method)()
-        except Exception:  # the model's own code; a name decides then
-            continue
-        named += [module for module in (found if isinstance(found, tuple) else (found,)) if module is not None]
-    by_root: dict[str, list[nn.Module]] = {}
-    for site in everything:
-        root = site.path.split(".")[0]
-        if root in _OUTPUTS and any(not isinstance(site.module, TABLES) for _ in weights_of(site)):
-            by_root.setdefault(root, []).append(site.module)
-    if isinstance(model, nn.Sequential):  # FSDP2 gives it a class of its own
-        named.append(model)
-    last = {id(modules[-1]) for modules in by_root.values()}
-    return last | {id(part) for module in named for part in _last_weight(module)}
-
-
-def _last_weight(module: nn.Module) -> list[nn.Module]:
-    weighted = [site.module for site in sites(module) if any(True for _ in weights_of(site))]
-    return weighted if isinstance(module, nn.ModuleList) else weighted[-1:]
+def _stacked(holder: nn.Module | None, parameter: Tensor) -> Blocks | None:
+    """A stack of experts: a parameter of three dimensions, of a module or a configuration with so many experts."""
+    if holder is None or parameter.ndim != 3 or min(parameter.shape) < 2:
+        return None
+    return Blocks(parameter.shape[0], stacked=True) if _number(holder, _EXPERTS) == parameter.shape[0] else None
 
 
 # --- blocks of one weight -----------------------------------------------------------------------------------------
 
-# Layers that compute queries, keys and values (or two of them) in one product, and how many.
-_FUSED = {
-    **dict.fromkeys(("qkv", "c_attn", "query_key_value", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "attn_qkv"), 3),
-    **dict.fromkeys(("kv", "to_kv", "kv_proj", "key_value"), 2),
-}
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
@@ -238,7 +222,9 @@ def _cut(
     ref: WeightRef, parameter: Tensor, parents: Mapping[int, Sequence[nn.Module]], heads: Mapping[str, int]
 ) -> Blocks | str:
     layout = ref.layout
-    matrices, filters, columns = matrix_view(parameter.detach(), layout).shape
+    if (why := why_not_dense(parameter)) is not None:
+        return why.removeprefix("its weight is ")
+    matrices, filters, columns = view_shape(parameter, layout)
     if filters == 1:
         return "depthwise: each filter is a matrix of one row" if matrices > 1 else "a matrix of one row"
     if columns == 1:
@@ -260,14 +246,14 @@ def _rows_of_heads(
             raise InvalidArgumentError("param_groups(heads=) takes rows per head", found, "Pass a divisor.")
         yield asked
         return
-    packed = isinstance(ref.module, nn.MultiheadAttention) and ref.name == "in_proj_weight"
-    names = ref.path.split(".")[-2:]
-    parts = 3 if packed else next((_FUSED[name] for name in reversed(names) if name in _FUSED), 0)
-    around = [ref.module, *parents[id(ref.module)][:3]]
-    if not parts or (not packed and not any(_number(module, _HEADS) for module in around)):
+    fused = _fused(ref, parents)
+    if fused is None:
         return
-    owner = next(module for module in around if _number(module, _HEADS))
+    owner, parts = fused
+    parts = parts or filters // ref.tensor().shape[0 if ref.layout.transposed else 1]
     count = _number(owner, _HEADS)
+    if not count or parts not in (2, 3):
+        return
     key, value = (_number(owner, (name,)) for name in ("key_dim", "val_dim"))
     sizes = ((key, key, value) if parts == 3 else (key, value)) if key and value else ()
     if sizes and filters == count * sum(sizes):  # LeViT: a head's query, key and value differ in size
@@ -279,11 +265,22 @@ def _rows_of_heads(
         yield filters // total
 
 
+def _fused(ref: WeightRef, parents: Mapping[int, Sequence[nn.Module]]) -> tuple[nn.Module, int] | None:
+    """The attention whose queries, keys and values the layer computes at once, and how many of them."""
+    inside = ref.module
+    for owner in (ref.module, *parents[id(ref.module)][:2]):
+        for name, parts in facts_of(owner).fused.items():
+            if name == ref.name if owner is ref.module else owner._modules.get(name) is inside:
+                return owner, parts
+        inside = owner
+    return None
+
+
 def _number(module: nn.Module, names: Sequence[str]) -> int:
     """The first of these attributes of a module, or of its configuration, that is a positive number; else 0."""
-    for holder in (module, getattr(module, "config", None)):
-        for name in names:
-            value = getattr(holder, name, None)
+    config = vars(module).get("config")  # of the object itself: a wrapper may forward attributes
+    for name in names:
+        for value in (vars(module).get(name), getattr(config, name, None)):
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return 0
@@ -298,7 +295,7 @@ def described(blocks: Blocks, weight: Tensor) -> str:
         '3 matrices 2×4'
     """
     sizes: dict[str, int] = {}
-    for part in blocks.split(weight.detach()):
+    for part in blocks.split(torch.empty(weight.shape, device="meta")):
         size = f"{part.shape[1]}×{part.shape[2]}"
         sizes[size] = sizes.get(size, 0) + part.shape[0]
     return ", ".join(f"{n} matrices {size}" if n > 1 else f"matrix {size}" for size, n in sizes.items())

@@ -9,11 +9,14 @@ from typing import Any, get_args
 
 from torch import nn
 
+from gonio.editing.where import sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
-from gonio.penalty.matrices import Groups
-from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.where import sites
+from gonio.penalty.decay import Groups, check_decay, decay_reasons
+from gonio.penalty.penalty import Penalty
+from gonio.penalty.terms import WeightRef, weights_of
+from gonio.surgery.facts import TABLES
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,59 @@ class MupGroups(Groups):
 
 
 def mup_groups(
-    model: nn.Module, spared: Mapping[str, str | None], base: nn.Module, lr: float, rule: Rule, weight_decay: float
+    model: nn.Module,
+    base: nn.Module,
+    lr: float,
+    *,
+    rule: Rule = "adam",
+    weight_decay: float | None = None,
+    penalty: Penalty | None = None,
 ) -> MupGroups:
-    """The groups of `param_groups(mup=True)`, of models without wrappers.
+    r"""Groups with the learning rates of μP.
 
-    `spared`: of each trained parameter by name, why it does not decay, or None.
+    A rate that was tuned for `base`, the same model with a smaller width, then fits this one, whose weights
+    :func:`gonio.init.mup_` initialised. With the growth :math:`r_\text{in}`, :math:`r_\text{out}` of the numbers of
+    inputs and outputs between the two:
+
+    ============= ===================== ================================
+    kind          Adam, AdamW           SGD
+    ============= ===================== ================================
+    input, biases 1                     :math:`r_\text{out}`
+    hidden        :math:`1/r_\text{in}` :math:`r_\text{out}/r_\text{in}`
+    output        :math:`1/r_\text{in}` :math:`1/r_\text{in}`
+    ============= ===================== ================================
+
+    The decay of each group is divided by its factor, so that their product stays. Tables are inputs. So is a head that
+    is tied to one: the model has to multiply its outputs by :math:`1/r`. Attention has to divide its products by the
+    size of a head instead of its root, where that size grows.
+
+    Args:
+        base: the model at the width at which `lr` was tuned; it may be on the meta device.
+        lr: the learning rate there.
+        rule: `adam` for optimizers whose steps have a size of their own, or `sgd`.
+        weight_decay: of what decays; None for 0.
+        penalty: weights under its terms on scale do not decay as well.
+
+    Raises:
+        InvalidArgumentError: as :func:`decay_groups`; if model and base have other parameters, or one whose growth
+            cannot be told; for an unknown rule or a rate that is not positive.
+
+    Example:
+        >>> from gonio.penalty import mup_groups
+        >>> narrow, wide = (nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 3)) for n in (16, 64))
+        >>> print(mup_groups(wide, narrow, 0.1, rule="sgd"))
+        lr 0.1 at the width of the base, rule sgd
+          0.weight  × 4        input: the gradient of each of 4 times as many outputs is smaller by that
+          0.bias    × 4        input: the gradient of each of 4 times as many outputs is smaller by that
+          2.weight  × 0.25     output: 4 times as many inputs are summed, and their gradients do not shrink
+          2.bias    × 1        input: the same size at both widths
+
+    References: G. Yang et al., "Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer",
+        2022, arXiv 2203.03466, table 3 (and table 8 for tied heads).
     """
+    check_decay(weight_decay)
+    model, base = unwrapped(model), unwrapped(base)
+    spared = decay_reasons(model, penalty)
     _check(lr, rule)
     own, others = (dict(one.named_parameters()) for one in (model, base))
     if apart := sorted(own.keys() ^ others.keys()):
@@ -66,7 +116,7 @@ def mup_groups(
         if ref is not None and table and grown.fan_out != 1:
             reason += f"; tied: the outputs of {ref.path} need × {1 / grown.fan_out:.4g}"
         reasons[name] = reason
-        decay = weight_decay if why is None else 0.0
+        decay = (weight_decay or 0.0) if why is None else 0.0
         groups.setdefault((grown, why is None), _group(grown, rule, lr, decay))["params"].append(own[name])
     return MupGroups(tuple(groups.values()), lr, rule, factors, reasons)
 

@@ -160,7 +160,9 @@ def _converters() -> _Entries:
 
 
 def _converter(name: str, target: Callable[..., Any]) -> Entry:
-    return Entry(name, target, _options_of(target, skip=1), accepted_layers(target))
+    options = getattr(getattr(target, "__self__", None), "options", None)  # a dataclass of the converter's keywords
+    described = _options_of(target, skip=1) if options is None else _options_of(options, skip=0)
+    return Entry(name, target, described, accepted_layers(target))
 
 
 def _optimizers() -> _Entries:
@@ -196,11 +198,16 @@ def _public(namespace: ModuleType) -> list[tuple[str, Any]]:
 
 
 def _own_classmethods(value: type, prefix: str) -> list[str]:
-    """Public class methods that gonio defines, without torch's own (`Embedding.from_pretrained`)."""
-    found = []
+    """Public constructors that gonio defines, by their annotation; not torch's own (`Embedding.from_pretrained`)."""
+    found, made = [], {"Self", *(base.__name__ for base in value.__mro__)}
     for name in sorted(name for name in dir(value) if name.startswith(prefix) and not name.startswith("_")):
         attribute = inspect.getattr_static(value, name)
-        if isinstance(attribute, classmethod) and attribute.__func__.__module__.startswith("gonio."):
+        function = attribute.__func__ if isinstance(attribute, classmethod) else None
+        if (
+            function is not None
+            and function.__module__.startswith("gonio.")
+            and function.__annotations__["return"] in made
+        ):
             found.append(name)
     return found
 

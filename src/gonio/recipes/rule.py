@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -254,42 +253,3 @@ def _check_where(where: Any, at: Location, problems: Problems) -> None:
     except (GonioError, OverflowError, RecursionError) as error:
         problems.add(at, str(error))
         return
-    if where.startswith("re:") and _backtracks(where[3:]):
-        problems.add(
-            at,
-            f"the pattern {shortened(where[3:])} can take exponential time: a group that matches in several ways "
-            "must not be repeated, and a pattern has at most 4 repetitions; write it in simpler parts",
-        )
-
-
-# An escaped character, a set, the beginning or end of a group, an alternative, a quantifier.
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\??|[)|]|(?:[*+?]|\{\d*,?\d*\})[?+]?", re.DOTALL)
-_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")  # in verbose mode spaces may stand between a group and its quantifier
-
-
-def _backtracks(pattern: str) -> bool:
-    """Whether a valid pattern may take long to fail: an upper bound on its ways to match a path of 64 characters.
-
-    A group that can match in several ways and is repeated, as in `(a+)+` or `(a|a)*`, is exponential. Otherwise each
-    repetition has at most 64 ways, `?` has 2 and a group as many as it has alternatives; 4 repetitions are the limit.
-    """
-    ways, end, after_choice = 1, 0, False
-    groups = [[1, 0]]  # of each open group: number of alternatives, and of quantifiers inside
-    for match in _PIECE.finditer(pattern):
-        piece, kind = match.group(), match.group()[0]
-        if kind in "*+{" and after_choice and match.start() == end:
-            return True
-        end, after_choice = match.end(), False
-        if kind == "(":
-            groups.append([1, 0])
-        elif kind == "|":
-            groups[-1][0] += 1
-        elif kind == ")" and len(groups) > 1:
-            alternatives, inside = groups.pop()
-            ways *= alternatives
-            after_choice = alternatives > 1 or inside > 0
-            groups[-1][1] += after_choice
-        elif kind in "*+?" or (kind == "{" and not piece.rstrip("?+")[1:-1].isdigit()):
-            ways *= 2 if kind == "?" else 64
-            groups[-1][1] += 1
-    return ways > 64**4 or _VERBOSE.search(pattern) is not None

@@ -16,22 +16,8 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.robustness import ATTACKS
-from gonio.lab.judging.statistics import (
-    Evidence,
-    correlation,
-    counted,
-    detectable,
-    holm,
-    improvement,
-    judge,
-    paired_t,
-    sign_flip,
-)
-from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry
-
-UNTRAINED = "the baseline does not train"
-VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", UNTRAINED)
+from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
+from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan, counted
 
 
 @dataclass(frozen=True)
@@ -49,7 +35,7 @@ class RunRecord:
         plan: the recipe's plan for this model, layer by layer; "" for the baseline.
         settings: tuned values of the recipe, by name; empty without tuning.
         robustness: accuracy in percent on disturbed inputs, see
-            :func:`gonio.lab.judging.robustness.robustness`; empty if the study does not attack models.
+            :func:`gonio.lab.running.robustness.robustness`; empty if the study does not attack models.
         metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
         costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
         error: why the run diverged or failed.
@@ -100,7 +86,7 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Reach:
+class TimeToScore:
     """Time until a recipe reaches the baseline's last validation score.
 
     Attributes:
@@ -116,7 +102,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class RecipeTuning:
     """The tuning of one recipe.
 
     Attributes:
@@ -160,7 +146,7 @@ class Robust:
 
 
 @dataclass(frozen=True)
-class Further:
+class SecondaryMetric:
     """A metric that decides nothing, of one recipe's runs.
 
     Attributes:
@@ -191,7 +177,8 @@ class Effect:
         p: exact two-sided sign-flip p value. p_holm: the same after Holm over all recipes of the study.
         rho: correlation of the paired scores over the seeds; None if undefined.
         mde: minimum detectable effect, at a power of 80 %; None if no effect can be detected.
-        verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
+        verdict: of the sentence "the recipe is better": `helps` if it is reproduced, `hurts` if it is contradicted,
+            else one of :data:`gonio.lab.judging.statistics.VERDICTS`. `reason` says why, in one sentence.
         failed: runs of the recipe that failed; their pairs are left out. diverged: runs that diverged;
             they count as the worst score.
         improvement: probability that the recipe beats the baseline in one pair (ties count half).
@@ -223,7 +210,7 @@ class Effect:
     changes: tuple[str, ...] = ()
     parameters: Amount | None = None
     flops: Amount | None = None
-    reach: Reach | None = None
+    reach: TimeToScore | None = None
 
     @property
     def ties(self) -> int:
@@ -258,7 +245,7 @@ class Results:
         further: one entry per further metric and recipe, the baseline first; empty if there is no such metric.
     """
 
-    plan: Plan
+    plan: StudyPlan
     baseline_mean: float | None
     baseline_sd: float | None
     effects: tuple[Effect, ...]
@@ -268,9 +255,9 @@ class Results:
     notes: tuple[str, ...]
     missing: int = 0
     looks: tuple[int, ...] = ()
-    tuning: tuple[Tuned, ...] = ()
+    tuning: tuple[RecipeTuning, ...] = ()
     robustness: tuple[Robust, ...] = ()
-    further: tuple[Further, ...] = ()
+    further: tuple[SecondaryMetric, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON-able data."""
@@ -315,7 +302,7 @@ _Pairs = list[tuple[int, float, float]]
 
 
 def summarise(
-    plan: Plan,
+    plan: StudyPlan,
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
     used: Sequence[Mapping[str, str]],
@@ -330,15 +317,19 @@ def summarise(
     costs = [*costs, *_script_costs(plan, runs)]
     scores = scores_of(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
-    adjusted = holm([sign_flip(_differences(each)) for each in pairs]).tolist()
-    effects = tuple(
-        _effect(plan, entry, each, p_holm, runs, costs)
-        for entry, each, p_holm in zip(plan.recipes[1:], pairs, adjusted, strict=True)
-    )
     baseline = [scores[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in scores]
     untrained = untrained_baseline(plan, baseline)
-    if untrained:
-        effects = tuple(replace(effect, verdict=UNTRAINED, reason=untrained) for effect in effects)
+    judged = judge([
+        Evidence(
+            values=_differences(each), direction="larger" if plan.direction == "max" else "smaller",
+            sesoi=plan.sesoi, unit=plan.unit, obstacle=untrained or "",
+        )
+        for each in pairs
+    ])  # fmt: skip
+    effects = tuple(
+        _effect(plan, entry, each, seen, runs, costs)
+        for entry, each, seen in zip(plan.recipes[1:], pairs, judged, strict=True)
+    )
     return Results(
         plan=plan,
         baseline_mean=float(np.mean(baseline)) if baseline else None,
@@ -347,15 +338,18 @@ def summarise(
         runs=tuple(runs),
         command=plan.command,
         versions=plan.versions,
-        notes=(*([untrained] if untrained else []), *plan.notes, *_notes(plan, runs, effects, used, looks)),
+        notes=(
+            *([untrained] if untrained else []), *plan.notes, *_notes(plan, runs, effects, used, looks),
+            *_notes_on_costs(plan, costs),
+        ),
         missing=len(plan.grid) - len(runs),
         looks=tuple(looks),
         robustness=robust_of(plan, runs),
         further=_further(plan, runs),
-    )
+    )  # fmt: skip
 
 
-def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
+def scores_of(plan: StudyPlan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
     """Score by recipe and seed; a diverged run has the worst score, a failed one none."""
     finished = [run.score for run in runs if run.score is not None]
     # for an unbounded metric a finished run may be worse than `worst`, the score of an uninformed model
@@ -365,7 +359,7 @@ def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], fl
     return {key: score for key, score in found.items() if score is not None}
 
 
-def untrained_baseline(plan: Plan, scores: Sequence[float]) -> str | None:
+def untrained_baseline(plan: StudyPlan, scores: Sequence[float]) -> str | None:
     """A sentence if the baseline is at chance level in every seed, else None; no recipe can then be judged.
 
     At chance level: no better than the best constant prediction, up to two standard errors of an accuracy on the
@@ -397,41 +391,31 @@ def _differences(pairs: _Pairs) -> tuple[float, ...]:
 
 
 def _effect(
-    plan: Plan,
+    plan: StudyPlan,
     entry: RecipeEntry,
     pairs: _Pairs,
-    p_holm: float,
+    seen: Evidence,
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
 ) -> Effect:
-    differences = _differences(pairs)
-    n, comparisons = len(pairs), len(plan.recipes) - 1
-    mean, low, high = paired_t(differences) or (differences[0] if n else None, None, None)
-    sds = detectable(n, comparisons)
-    mde = None if sds is None else sds * float(np.std(differences, ddof=1))
-    seen = Evidence(
-        differences=differences, mean=mean, low=low, high=high, p_holm=p_holm, mde=mde,
-        comparisons=comparisons, sesoi=plan.sesoi, sign=plan.sign, unit=plan.unit,
-    )  # fmt: skip
-    verdict, reason = judge(seen)
     statuses = [run.status for run in runs if run.recipe == entry.name]
     step_time = _ratio(costs, entry, "step_time")
     return Effect(
         recipe=entry.name,
-        n=n,
-        mean=mean,
-        low=low,
-        high=high,
-        p=sign_flip(differences) if n else None,
-        p_holm=p_holm if n else None,
+        n=seen.n,
+        mean=seen.mean,
+        low=seen.low,
+        high=seen.high,
+        p=seen.p,
+        p_holm=seen.p_holm,
         rho=correlation([ours for _, ours, _ in pairs], [theirs for _, _, theirs in pairs]),
-        mde=mde,
-        verdict=verdict,
-        reason=reason,
+        mde=seen.mde,
+        verdict=WORDS.get(seen.verdict, seen.verdict),
+        reason=seen.reason,
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
-        improvement=improvement(differences, plan.direction),
-        differences=differences,
+        improvement=improvement(seen.values, plan.direction),
+        differences=seen.values,
         seeds=tuple(seed for seed, _, _ in pairs),
         step_time=step_time,
         memory=_ratio(costs, entry, "memory"),
@@ -450,7 +434,7 @@ def _ratio(costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Ratio | N
     return Ratio(median, low, high, len(found))
 
 
-def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
+def _script_costs(plan: StudyPlan, runs: Sequence[RunRecord]) -> list[CostRow]:
     """The ratios to the baseline, seed by seed, of what the runs of a script measured."""
     found = {(run.recipe, run.seed): run.costs for run in runs}
     return [
@@ -463,14 +447,14 @@ def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
     ]
 
 
-def _amount(plan: Plan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
+def _amount(plan: StudyPlan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
     found = {hash_: number for hash_, name, _, number in costs if name == kind}
     if entry.hash not in found or plan.baseline.hash not in found:
         return None
     return Amount(found[plan.baseline.hash], found[entry.hash])
 
 
-def reach_of(plan: Plan, recipe: str, runs: Sequence[RunRecord], step_time: float | None) -> Reach | None:
+def reach_of(plan: StudyPlan, recipe: str, runs: Sequence[RunRecord], step_time: float | None) -> TimeToScore | None:
     """Time until the recipe reaches the baseline's last validation score; None without a pair of curves.
 
     Args:
@@ -483,10 +467,10 @@ def reach_of(plan: Plan, recipe: str, runs: Sequence[RunRecord], step_time: floa
         return None
     middle = statistics.median(found)
     ratio = None if step_time is None or math.isinf(middle) else middle * step_time
-    return Reach(len(found), sum(map(math.isfinite, found)), ratio)
+    return TimeToScore(len(found), sum(map(math.isfinite, found)), ratio)
 
 
-def _epochs(plan: Plan, base: RunRecord, ours: RunRecord) -> float:
+def _epochs(plan: StudyPlan, base: RunRecord, ours: RunRecord) -> float:
     """Epochs until the baseline's last validation score, over the baseline's own; infinite if never."""
     scores = [score for score in base.curve.get("val_score", ()) if score is not None]
 
@@ -498,13 +482,13 @@ def _epochs(plan: Plan, base: RunRecord, ours: RunRecord) -> float:
     return first(ours) / first(base) if scores else math.inf
 
 
-def robust_of(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Robust, ...]:
+def robust_of(plan: StudyPlan, runs: Sequence[RunRecord]) -> tuple[Robust, ...]:
     """One entry per recipe, the baseline first; empty if the study attacks no model."""
     judged = {(run.recipe, run.seed): run for run in runs if run.status != "failed"}
     return tuple(_robust(plan, entry.name, judged) for entry in plan.recipes) if plan.threat else ()
 
 
-def _robust(plan: Plan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]) -> Robust:
+def _robust(plan: StudyPlan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]) -> Robust:
     mine = [judged[recipe, seed] for seed in plan.seeds if (recipe, seed) in judged]
     means = {
         name: statistics.fmean(float(run.robustness.get(name, 0.0)) for run in mine)
@@ -522,7 +506,7 @@ def _robust(plan: Plan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]
 
 
 def _notes(
-    plan: Plan,
+    plan: StudyPlan,
     runs: Sequence[RunRecord],
     effects: Sequence[Effect],
     used: Sequence[Mapping[str, str]],
@@ -559,17 +543,32 @@ def _notes(
     return notes
 
 
-def _further(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Further, ...]:
+_LEAST_COSTS = {"step_time": 5, "memory": 3}  # ratios of each recipe that are measured and stored together
+
+
+def _notes_on_costs(plan: StudyPlan, costs: Sequence[CostRow]) -> list[str]:
+    """The recipes with fewer cost ratios than are stored together: rows of the database are missing."""
+    counts = Counter((hash_, kind) for hash_, kind, _, _ in costs)
+    found = [
+        (entry.name, kind, counts[entry.hash, kind])
+        for entry in plan.recipes[1:]
+        for kind, least in _LEAST_COSTS.items()
+        if not plan.scripted and 0 < counts[entry.hash, kind] < least
+    ]
+    return [f"The cost ratios ({kind}) of {name} are incomplete: {counted(n, 'row')} left." for name, kind, n in found]
+
+
+def _further(plan: StudyPlan, runs: Sequence[RunRecord]) -> tuple[SecondaryMetric, ...]:
     """The metrics that decide nothing: the task's, or those that a script logged."""
     names = dict.fromkeys([*plan.metrics, *(name for run in runs for name in run.metrics)])
     return tuple(_further_of(plan, name, entry.name, runs) for name in names for entry in plan.recipes)
 
 
-def _further_of(plan: Plan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> Further:
+def _further_of(plan: StudyPlan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> SecondaryMetric:
     values = {(run.recipe, run.seed): run.metrics.get(metric) for run in runs}
     known = {key: value for key, value in values.items() if value is not None}
     own = [known[recipe, seed] for seed in plan.seeds if (recipe, seed) in known]
-    found = Further(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
+    found = SecondaryMetric(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
     if recipe == BASELINE:
         return found
     differences = _differences(_paired(known, recipe, plan.seeds))

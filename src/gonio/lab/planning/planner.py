@@ -12,31 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.planning.plan import (
-    ATTACK_SEED,
+from gonio.lab.plan import (
     BASELINE,
-    TUNING_SEED,
     AttackConfig,
-    Plan,
     RecipeEntry,
-    Training,
+    StudyPlan,
+    TrainingConfig,
     Tuning,
     installed_versions,
+    seeds_of,
 )
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast
 from gonio.lab.running.tuning import require_optuna
-from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task, paired
 from gonio.models import resolve as resolve_model
-from gonio.models.user_code import code_digest, is_user_code
+from gonio.models.by_name import code_digests, is_user_code
 from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import Recipe
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
-_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
 
@@ -46,14 +44,14 @@ def make_plan(
     task: str = "digits",
     model: str | None = None,
     seeds: int | Sequence[int] = 8,
-    training: Training | Mapping[str, Any] | None = None,
+    training: TrainingConfig | Mapping[str, Any] | None = None,
     sesoi: float | None = None,
     tune: int = 0,
     robust: bool = False,
     device: str = "cpu",
     workers: int | None = None,
     command: str = "gonio compare",
-) -> Plan:
+) -> StudyPlan:
     """Plan a comparison: recipes × seeds on one task and model, the baseline included.
 
     Every recipe is planned on the model here, so a rule that matches no layer is an error before the first run.
@@ -84,7 +82,7 @@ def make_plan(
     """
     data, found = resolve_task(task), seeds_of(seeds)
     spec = model or data.model
-    chosen = training if isinstance(training, Training) else replace(data.training, **training or {})
+    chosen = training if isinstance(training, TrainingConfig) else replace(data.training, **training or {})
     check_training(chosen, data, device=device)
     workers = data.workers if workers is None else workers
     _check_paired(data, chosen, workers)
@@ -100,7 +98,7 @@ def make_plan(
         for each in entries
         if len(each.changes) > 1
     ]
-    plan = Plan(
+    plan = StudyPlan(
         task=task,
         model=spec,
         recipes=tuple(entries),
@@ -113,7 +111,7 @@ def make_plan(
         data=data.digest(),
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
-        code=code_of(task, spec),
+        code=code_digests(task, spec),
         notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
@@ -139,7 +137,7 @@ def make_script_plan(
     epsilon: float | None = None,
     device: str = "cpu",
     command: str = "gonio compare",
-) -> Plan:
+) -> StudyPlan:
     """Plan a comparison that calls `script` for every run.
 
     The script runs here up to its `run.apply_`, in a process of its own, and every recipe is planned on the
@@ -185,7 +183,7 @@ def make_script_plan(
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
     fitting = [recipe for recipe in loaded if recipe.name not in unfit]
-    return Plan(
+    return StudyPlan(
         task=script,
         model="",
         recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)),
@@ -197,7 +195,7 @@ def make_script_plan(
         splits={},
         data="",
         sesoi=sesoi,
-        code=code_of(script),
+        code=code_digests(script),
         notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
         versions=installed_versions(),
         command=command,
@@ -206,7 +204,7 @@ def make_script_plan(
     )
 
 
-def _own_trainings(plan: Plan) -> list[str]:
+def _own_trainings(plan: StudyPlan) -> list[str]:
     """A note on each recipe that names its optimizer."""
     own = [(entry.name, plan.training_of(entry)) for entry in plan.recipes if entry.content.get("optimizer")]
     usual = f"{plan.trained.optimizer} with {plan.trained.lr:g}"
@@ -267,26 +265,6 @@ def _left_out(name: str) -> str:
     return f"{name} is left out: one of its rules matches no layer of this model."
 
 
-def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """The seeds from their number (0, 1, …) or from a sequence."""
-    wanted = range(seeds) if isinstance(seeds, int) else seeds
-    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
-    if count > _MOST_SEEDS:
-        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
-        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
-    found = tuple(wanted)
-    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
-        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
-        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
-    if not found or len(set(found)) < len(found):
-        needs = "a comparison needs at least one seed, none of them twice"
-        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
-    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
-        other = "the seeds of a comparison must not be those of tuning and of attacks"
-        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
-    return found
-
-
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
     """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
     inputs, targets = task.train.take(range(2))
@@ -337,7 +315,7 @@ def _check_further(task: Task, *, robust: bool, tune: int) -> None:
         require_optuna()
 
 
-def check_training(training: Training, task: Task, *, device: str = "cpu") -> None:
+def check_training(training: TrainingConfig, task: Task, *, device: str = "cpu") -> None:
     """Refuse a training that cannot be done on this task and device.
 
     Raises:
@@ -386,7 +364,7 @@ def _check_precision(device: str, precision: str) -> None:
         raise InvalidArgumentError(needs, found, "Choose bf16 or fp32, or another --device.") from error
 
 
-def _check_paired(task: Task, training: Training, workers: int) -> None:
+def _check_paired(task: Task, training: TrainingConfig, workers: int) -> None:
     if not paired(task.train, training.batch_size, workers=workers):
         raise InvalidArgumentError(
             f"the training examples of {task.name!r} must be the same for all recipes of a seed",
@@ -408,8 +386,3 @@ def _notes_on(device: str) -> tuple[str, ...]:
 def _positive(name: str, value: float) -> float:
     _require(0 < value < math.inf, f"{name} must be a positive number", value, "Give a larger one.")
     return value
-
-
-def code_of(*specs: str) -> Mapping[str, str]:
-    """The digest of each user file."""
-    return {spec: digest for spec in specs if (digest := code_digest(spec)) is not None}

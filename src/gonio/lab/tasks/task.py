@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.planning.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.seeding import derive_seed, generator
 
 Batch = tuple[Tensor, Tensor]
@@ -316,6 +316,13 @@ def stratified(labels: Tensor, name: str, cuts: Callable[[int], Sequence[int]]) 
     return [torch.cat(parts) for parts in zip(*classes, strict=True)]
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the global generators, which user factories, dropout and the like read; gonio does not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
+
+
 @contextmanager
 def kept_generators(devices: Sequence[int] | None = None) -> Iterator[None]:
     """Restore the states of the global generators at the end of the block: of the CPU, and of all devices or these."""
@@ -433,7 +440,7 @@ class Task:
     test: Examples
     model: str
     sizes: Mapping[str, int]
-    training: Training
+    training: TrainingConfig
     sesoi: float
     metric: Metric = ACCURACY
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import hypot, prod
+from dataclasses import dataclass, replace
+from math import hypot, nan, prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,13 +17,15 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import Change
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
-from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
-from gonio.measuring.findings.rules import Finding, markdown_findings, told
-from gonio.measuring.reading.entry import Entry
+from gonio.measuring.exports import counted, json_data
+from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, figures, markdown_table, number, reasons, tensor_table
+from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
+from gonio.pages.tables import number
 
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")  # up to the first number: `model.layers.3`
 
@@ -115,7 +117,7 @@ class Differences(Table[TensorDifference]):
     Example:
         >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
         >>> found, found["a"].norm_ratio
-        (<Differences of 1 tensors>, 2.0)
+        (<Differences of 1 tensor>, 2.0)
     """
 
     ROW: ClassVar = TensorDifference
@@ -160,13 +162,13 @@ class Differences(Table[TensorDifference]):
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
         left = reasons([t for t in self.tensors if t.status == "not compared"])
-        said = f"Compared: {equal + len(self.moved)} of {len(self.tensors)} tensors, of which {equal} are equal."
+        said = f"Compared: {equal + len(self.moved)} of {counted(len(self.tensors), 'tensor')}, {equal} of them equal."
         return f"{said} Not compared: {left or 'none'}."
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        depth = [asdict(part) for part in self.depth]
-        return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self), "depth": depth}
+        head = {"schema": "gonio.difference/1", "coverage": self.coverage}
+        return {**head, **json_data(self), "depth": json_data(self.depth)}
 
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
@@ -191,14 +193,14 @@ class Differences(Table[TensorDifference]):
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
-        return f"<Differences of {len(self.tensors)} tensors>"
+        return f"<Differences of {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        yield from told(self.findings)
+        yield from render_findings(self.findings)
         if self.moved:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             width = options.max_width
@@ -254,7 +256,7 @@ def _row_alone(rows: Rows, deltas: Deltas) -> TensorDifference:
     return rows[0]
 
 
-def assembled(before: str, model: Tuned, rows: Sequence[TensorDifference]) -> Differences:
+def assembled(before: str, model: TunedModel, rows: Sequence[TensorDifference]) -> Differences:
     """The differences of one model with their findings."""
     return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
 
@@ -267,7 +269,7 @@ Reduce = Callable[[Rows, Deltas], Reduced]
 
 def compared(
     base: Source, after: Sequence[Source], reduce: Reduce[Reduced], engine: Engine, progress: Progress
-) -> tuple[list[Tuned], list[Reduced]]:
+) -> tuple[list[TunedModel], list[Reduced]]:
     """The models, and for each name what `reduce` makes of the row and of the change of every model.
 
     One tensor of the base is read once and then released. On a Ray cluster workers call `reduce`, so that only its
@@ -286,13 +288,13 @@ def compared(
     return models, reduced
 
 
-def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:
+def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:
     """The results for some names, on a worker."""
     held, models, names = _opened(base, after)
     return [reduce(*_compared(name, held.get(name), models)) for name in (names[number] for number in numbers)]
 
 
-def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, Entry], list[Tuned], list[str]]:
+def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, TensorEntry], list[TunedModel], list[str]]:
     """The tensors of the base and of the models, and the names of both: those of the base first."""
     held = base_entries(base)
     models = [tuned(held, one) for one in after]
@@ -300,13 +302,13 @@ def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, Entry], li
 
 
 @torch.no_grad()
-def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[Rows, Deltas]:
+def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel]) -> tuple[Rows, Deltas]:
     rows: Rows = []
     changes: Deltas = []
     before: Tensor | str | None = None
     for model in models:
         entry, change = model.entries.get(name), None
-        if entry is None and held is not None and model.adapters:
+        if entry is None and held is not None and model.rest_equal:
             row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
             row = _row(name, "not compared", f"only {'after' if held is None else 'before'}")
@@ -323,12 +325,15 @@ def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDiffe
     return TensorDifference(name=name, path=path, status=status, reason=reason, **values)
 
 
-def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple[TensorDifference, Change | None]:
+def _row_of(
+    name: str, held: TensorEntry, entry: TensorEntry, before: Tensor | str
+) -> tuple[TensorDifference, Change | None]:
     if isinstance(before, str):
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")
     if isinstance(after, str):
-        return _row(name, "not compared", after), None
+        unknown = {"change_norm": nan} if entry.role == "unknown" else {}
+        return _row(name, "not compared", after, **unknown), None
     if before.shape != after.shape:
         return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
     dtype = torch.promote_types(before.dtype, after.dtype)

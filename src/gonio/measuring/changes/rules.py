@@ -9,7 +9,8 @@ from math import prod, sqrt
 from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
-from gonio.measuring.findings.rules import Finding, Rule, findings_by, rule, worst_first
+from gonio.measuring.exports import are
+from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
@@ -53,9 +54,9 @@ class Pairing:
     kept: float
 
 
-TENSOR_RULES: dict[str, Rule[TensorDifference]] = {}
-MODEL_RULES: dict[str, Rule[WholeChange]] = {}
-PAIR_RULES: dict[str, Rule[Pairing]] = {}
+TENSOR_RULES: dict[str, FindingRule[TensorDifference]] = {}
+MODEL_RULES: dict[str, FindingRule[WholeChange]] = {}
+PAIR_RULES: dict[str, FindingRule[Pairing]] = {}
 
 
 @rule("G001", TENSOR_RULES)
@@ -72,7 +73,7 @@ def _intruders(t: TensorDifference) -> str | None:
     ):
         if found is not None and found >= (by_chance or 0) + MORE:
             return (
-                f"{found} of the {of} directions are like none of the base; "
+                f"{found} of the {of} directions {are(found)} like none of the base; "
                 f"{by_chance or 0} after a random change of the same norm"
             )
     return None
@@ -89,7 +90,7 @@ def _dwarfed(t: TensorDifference) -> str | None:
 def _reordered(t: TensorDifference) -> str | None:
     if not t.reordered:
         return None
-    return f"{t.reordered} of its filters are at other places: those of the base in another order"
+    return f"{t.reordered} of its filters {are(t.reordered)} at other places: those of the base in another order"
 
 
 @rule("G506", TENSOR_RULES)
@@ -107,7 +108,9 @@ def _untouched(change: WholeChange) -> str | None:
     few = len(equal) < len(change.weights) or not change.weights
     if change.adapters or not equal or not few or len(equal) > UNTOUCHED * len(change.weights):
         return None
-    return f"{len(equal)} of {len(change.weights)} weights are equal to the base: {listing(equal, limit=4)}"
+    return (
+        f"{len(equal)} of {len(change.weights)} weights {are(len(equal))} equal to the base: {listing(equal, limit=4)}"
+    )
 
 
 @rule("G504", PAIR_RULES)

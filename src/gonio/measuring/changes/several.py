@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod, sqrt
 from operator import add
@@ -20,10 +20,12 @@ from gonio.geometry.blocks import Change
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress
-from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, told, worst_first
+from gonio.measuring.exports import counted, json_data
+from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, bare_table, markdown_table, number, tensor_table
+from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.pages.tables import bare_table, number
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
 
@@ -103,7 +105,7 @@ class Changes(Table[Agreement]):
         >>> found = gonio.measure(base, {"a.weight": base["a.weight"] + one["a.weight"]},
         ...     {"a.weight": base["a.weight"] - one["a.weight"] + 0.5 * two["a.weight"]})
         >>> found, round(found["a"].cosine_mean, 1), found.findings[0].code
-        (<Changes of 2 models, 1 tensors>, -0.9, 'G504')
+        (<Changes of 2 models, 1 tensor>, -0.9, 'G504')
     """
 
     ROW: ClassVar = Agreement
@@ -141,8 +143,8 @@ class Changes(Table[Agreement]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        made = {"schema": "gonio.changes/1", "coverage": self.coverage, "names": self.names, **asdict(self)}
-        return {**made, "models": [model.to_dict() for model in self.models]}
+        head = {"schema": "gonio.changes/1", "coverage": self.coverage, "names": list(self.names)}
+        return {**head, **json_data(self), "models": [model.to_dict() for model in self.models]}
 
     def to_markdown(self) -> str:
         """The cosines of the models, the tensors' agreement, and the coverage."""
@@ -167,12 +169,12 @@ class Changes(Table[Agreement]):
         return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
-        return f"<Changes of {len(self.models)} models, {len(self.tensors)} tensors>"
+        return f"<Changes of {len(self.models)} models, {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.base)} → {len(self.models)} models", style="bold")
         yield Text("")
-        yield from told(self.all_findings)
+        yield from render_findings(self.all_findings)
         yield from self._cosines()
         yield tensor_table("tensor", [self.whole, *self.by_cosine], COLUMNS, KEPT, options.max_width)
         yield Text("")
@@ -221,18 +223,18 @@ def changes(base: Source, *models: Source, engine: Engine = "local", progress: P
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
     read, found = compared(base, models, _reduced, engine, progress)
     tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
-    whole = sum((sums for _, sums in found if sums is not None), _Sums.empty(len(models))).agreement("")
+    whole = sum((sums for _, sums in found if sums is not None), CosineSums.empty(len(models))).agreement("")
     made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
     names = _numbered([model.after for model in made])
     findings = findings_by(PAIR_RULES, ((pair, "") for pair in _pairings(whole, names)))
     return Changes(name_of(base), made, tuple(tensors), whole, tuple(findings))
 
 
-def _reduced(rows: Rows, deltas: Deltas) -> tuple[Rows, _Sums | None]:
+def _reduced(rows: Rows, deltas: Deltas) -> tuple[Rows, CosineSums | None]:
     """The rows of one tensor, and the sums over its changes if two models changed it at least."""
     if sum(delta is not None for delta in deltas) < 2:
         return rows, None
-    return rows, _Sums.of(deltas, next(row.norm for row in rows if row.norm is not None))
+    return rows, CosineSums.of(deltas, next(row.norm for row in rows if row.norm is not None))
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:
@@ -251,7 +253,7 @@ def _pairings(whole: Agreement, names: Sequence[str]) -> list[Pairing]:
 
 
 @dataclass(frozen=True)
-class _Sums:
+class CosineSums:
     """Sums over the entries of some tensors.
 
     Attributes:
@@ -267,12 +269,12 @@ class _Sums:
     both: Tensor
 
     @classmethod
-    def empty(cls, count: int) -> _Sums:
+    def empty(cls, count: int) -> CosineSums:
         zero = torch.zeros(count, count, dtype=torch.float64)
         return cls(0, 0.0, zero, zero, zero)
 
     @classmethod
-    def of(cls, deltas: Sequence[Change | None], norm: float) -> _Sums:
+    def of(cls, deltas: Sequence[Change | None], norm: float) -> CosineSums:
         """Of one tensor; a model that did not change it counts as 0."""
         known = next(delta for delta in deltas if delta is not None)
         flat = [None if delta is None else delta.flatten() for delta in deltas]
@@ -290,8 +292,8 @@ class _Sums:
             both += changed.cpu()
         return cls(size, norm**2, inner, same, both)
 
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*map(add, vars(self).values(), vars(other).values()))
+    def __add__(self, other: CosineSums) -> CosineSums:
+        return CosineSums(*map(add, vars(self).values(), vars(other).values()))
 
     def agreement(self, name: str) -> Agreement:
         norms = self.inner.diagonal().clamp_min(0).sqrt()

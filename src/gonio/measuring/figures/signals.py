@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils import _pytree as pytree
 
+from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
+from gonio.measuring.private_torch import tree_leaves
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.wrapping import run_eagerly, unwrapped
 
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
 
@@ -187,7 +187,7 @@ def _joined(signal: Signal, gradient: Gradient, dead: list[Node | None]) -> Sign
 
 def _signal_in(value: Any) -> Tensor | None:
     """The first floating-point tensor in any nesting of tuples, lists and dicts."""
-    return next(filter(_is_signal, pytree.tree_leaves(value)), None)
+    return next(filter(_is_signal, tree_leaves(value)), None)
 
 
 def _is_signal(value: Any) -> bool:
@@ -262,7 +262,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
     hooks = _Gradients()
     try:
         with _unfrozen(model), torch.enable_grad(), _hooked(layers, hooks):
-            outputs = pytree.tree_leaves(call(model, batch))
+            outputs = tree_leaves(call(model, batch))
             hooks.recording = False  # a checkpointed part calls its layers again in the backward
             roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not roots:

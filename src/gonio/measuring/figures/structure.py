@@ -10,20 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
+from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
-from gonio.surgery.graph import Graph, ScaleVariable, trace
-from gonio.surgery.kinds import SWITCHABLE_NORMS, WEIGHTED, is_norm
-from gonio.surgery.wrapping import unwrapped
+from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
+from gonio.surgery.graph import Graph, trace
+from gonio.surgery.scales import ScaleVariable, scale_variables
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
@@ -87,7 +87,8 @@ class Structure:
 def structure_of(model: nn.Module) -> Structure:
     """Trace the model once and read its structure; never raises because of the model."""
     model = unwrapped(model)
-    mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)}
+    mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
+    mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
         found = _refusal(model) or _traced(model)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
@@ -104,7 +105,7 @@ def _traced(model: nn.Module) -> Structure | str:
         graph = trace(model)
         if graph.reason:
             return f"the model cannot be traced ({graph.reason})"
-        free = [variable for variable in graph.scale_variables() if variable.free()]
+        free = [variable for variable in scale_variables(graph) if variable.free()]
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
         return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts)
 
@@ -113,7 +114,11 @@ def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
     """The calls of layers and norms whose weight is 0, so that their output is the same for every input."""
     for path, module, node in graph.calls():
         weight = module._parameters.get("weight")
-        if weight is not None and (isinstance(module, WEIGHTED) or is_norm(module)) and _is_zero(weight):
+        if (
+            weight is not None
+            and (isinstance(module, WEIGHTED) or graph.facts(node).removes_scale)
+            and _is_zero(weight)
+        ):
             yield path, node
 
 
@@ -153,7 +158,7 @@ def _movable(free: list[ScaleVariable]) -> MovableScale | None:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFacts:
     """Batch sizes and weight decays, as far as they are known.
 
     Attributes:
@@ -166,7 +171,7 @@ class Training:
     decayed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Training:
+    def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> TrainingFacts:
         """Read a data loader, without drawing from it, and an optimizer.
 
         Raises:
@@ -199,7 +204,8 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     return batch, (samples % batch or batch) if samples else None
 
 
-_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, TORCH_NORMS) or bool(facts_of(module).removes_scale)
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ class NormUse:
     @property
     def averages_over_batches(self) -> bool:
         """Whether it is a batch norm that updates its statistics in training."""
-        return isinstance(self.module, _BatchNorm) and not self.frozen
+        return isinstance(self.module, BATCH_NORMS) and not self.frozen
 
     @property
     def values(self) -> int | None:
@@ -248,29 +254,32 @@ class NormUse:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelFacts:
     """The facts that the rules on a whole model read.
 
     Attributes:
-        norms: every normalisation layer.
+        norms: every normalisation layer. `weighted`: paths of the linear layers and convolutions.
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
     """
 
     norms: tuple[NormUse, ...]
-    training: Training
+    weighted: frozenset[str]
+    training: TrainingFacts
     decayed: tuple[str, ...]
     constant: tuple[str, ...]
     signals: tuple[Signal, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: Training) -> Setting:
+    def of(
+        cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: TrainingFacts
+    ) -> ModelFacts:
         everything = sites(model)
         wrappers = [site.module for site in everything if "_checkpoint_wrapped_module" in site.module._modules]
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
         ran = {signal.path: signal for signal in signals}
         norms = []
-        for path, module in ((s.path, s.module) for s in everything if isinstance(s.module, _NORMS)):
+        for path, module in ((s.path, s.module) for s in everything if _is_norm(s.module)):
             signal = ran.get(path)
             calls = max(structure.calls.get(path, 1), signal.calls if signal is not None else 1)
             positions = prod(signal.shape[2:]) if signal is not None else None
@@ -282,7 +291,8 @@ class Setting:
             for name, parameter in site.module._parameters.items()
             if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
-        return cls(tuple(norms), training, tuple(free), structure.constant, tuple(signals))
+        weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
+        return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals))
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:

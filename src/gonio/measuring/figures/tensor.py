@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,17 +18,47 @@ from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
-from gonio.measuring.reading.entry import PART, Entry, numbers_of
+from gonio.geometry.views import PLAIN
+from gonio.measuring.exports import are, counted
+from gonio.measuring.reading.entry import TensorEntry, numbers_of, why_no_filters
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Also = Collection[Literal["operator_norm"]]
-ALSO = ("operator_norm",)  # figures measured on request
-NEGATIVE = "running variances are negative"  # the note on such a tensor, with their number
+ExtraFigures = Collection[Literal["operator_norm"]]
+EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
+NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How tables show a figure: its heading, its meaning, its width in characters.
+
+    Attributes:
+        form: of the figure, or of the figure and its value for random weights; "" for a number of three digits.
+        spectral: whether a page shows it in the table of spectra.
+    """
+
+    title: str
+    explanation: str
+    width: int = 6
+    form: str = ""
+    spectral: bool = False
+
+
+def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
+    """A field of a measurement that is None where it does not apply: the one place that declares a figure.
+
+    Tables, pages and exports follow from it. A rule on it stands in `findings/rules.py`, its text in `rules.yaml`.
+
+    Args:
+        shown, options: of :class:`Shown`, for a figure with a column of its own.
+        tracked: whether :class:`gonio.Tracker` logs it.
+    """
+    return field(default=None, metadata={"shown": Shown(*shown, **options) if shown else None, "tracked": tracked})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,7 +100,7 @@ class TensorMeasurement:
         orthogonality_defect: root mean square of the squared singular values over their mean, minus 1: 0 exactly for
             multiples of semi-orthogonal matrices. `orthogonality_defect_random`: for normal entries.
         operator_norm: of the layer as a linear map: `sigma_max` for linear layers and 1×1 kernels; for other
-            convolutions the norm on a periodic grid, measured on request (`also`).
+            convolutions the norm on a periodic grid, measured on request (`extra_figures`).
         angle_histogram: pairs per degree.
     """
 
@@ -89,44 +119,56 @@ class TensorMeasurement:
     filters: int | None = None
     dim: int | None = None
     rms: float | None = None
-    frobenius: float | None = None
-    norm_mean: float | None = None
-    norm_std: float | None = None
-    norm_quantiles: tuple[float, ...] | None = None
+    frobenius: float | None = figure(tracked=True)
+    norm_mean: float | None = figure(tracked=True)
+    norm_std: float | None = figure(tracked=True)
+    norm_quantiles: tuple[float, ...] | None = figure(tracked=True)
     norm_nonzero_min: float | None = None
-    zero_filters: int | None = None
+    zero_filters: int | None = figure("zero", "filters whose entries are all 0", 4, tracked=True)
     pairs: int | None = None
-    angle_mean: float | None = None
-    angle_std: float | None = None
-    angle_std_random: float | None = None
-    alignment: float | None = None
+    angle_mean: float | None = figure(tracked=True)
+    angle_std: float | None = figure(tracked=True)
+    angle_std_random: float | None = figure("chance", "standard deviation of angles of random directions", 6, "±{:.1f}")
+    alignment: float | None = figure(
+        "align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", tracked=True
+    )
     alignment_error: float | None = None
-    alignment_z: float | None = None
-    coherence: float | None = None
-    coherence_random: float | None = None
-    welch_bound: float | None = None
-    near_duplicates: int | None = None
+    alignment_z: float | None = figure(
+        "z", "distance of align from 1 in standard deviations of random weights", 7, tracked=True
+    )
+    coherence: float | None = figure("coher.", "largest |cos|", tracked=True)
+    coherence_random: float | None = figure("chance", "median of the largest |cos| of random directions", 6, "{:.2f}")
+    welch_bound: float | None = figure("Welch", "least possible largest |cos|")
+    near_duplicates: int | None = figure("near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones")
     near_antipodal: int | None = None
     closest: tuple[int, int] | None = None
-    sigma_max: float | None = None
+    sigma_max: float | None = figure(tracked=True)
     sigma_min: float | None = None
     sigma_error: float | None = None
     sigma_random: float | None = None
-    stable_rank: float | None = None
+    stable_rank: float | None = figure("s.rank", "stable rank ‖W‖²/σ²", spectral=True, tracked=True)
     stable_rank_random: float | None = None
-    effective_rank: float | None = None
-    spectrum_distance: float | None = None
+    effective_rank: float | None = figure(
+        "e.rank", "effective rank: exp of the entropy of the singular values", spectral=True
+    )
+    spectrum_distance: float | None = figure(
+        "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9, "{:.2f} · {:.2f}", spectral=True
+    )
     spectrum_distance_random: float | None = None
-    spectrum_outliers: int | None = None
+    spectrum_outliers: int | None = figure(
+        "beyond", "σ above those of random weights (share of ‖W‖²)", 8, spectral=True
+    )
     spectrum_outlier_share: float | None = None
     spectrum_quantiles: tuple[float, ...] | None = None
-    orthogonality_defect: float | None = None
+    orthogonality_defect: float | None = figure(
+        "orth.", "spread of σ², 0 if orthogonal · by chance", 9, "{:.2f} · {:.2f}", spectral=True
+    )
     orthogonality_defect_random: float | None = None
-    operator_norm: float | None = None
+    operator_norm: float | None = figure("‖layer‖", "operator norm of the layer", 7, spectral=True)
     angle_histogram: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        figures = "" if self.filters is None else f": {self.total_filters} filters of length {self.dim}"
+        figures = "" if self.filters is None else f": {counted(self.total_filters, 'filter')} of length {self.dim}"
         angles = "" if self.alignment is None else f", alignment {self.alignment:.3g}"
         why = f": {plain(self.reason)}" if self.reason else ""
         return f"<{plain(self.path)} ({plain(self.kind)}){figures}{angles}{why}>"
@@ -145,22 +187,30 @@ class TensorMeasurement:
         return (self.groups or 0) * (self.filters or 0)
 
 
+TRACKED = tuple(
+    name
+    for declared in fields(TensorMeasurement)
+    if declared.metadata.get("tracked")
+    for name in (("norm_min", "norm_max") if declared.name == "norm_quantiles" else (declared.name,))
+)
+
+
 @torch.no_grad()
-def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> TensorMeasurement:
+def measure_tensor(entry: TensorEntry, *, extra_figures: ExtraFigures = (), deep: bool = False) -> TensorMeasurement:
     """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
 
     With `deep`, all pairs and all singular values of large weights too.
     """
-    if entry.load is None:
+    if entry.load is None or entry.role == "unknown":
         return _row(entry, status="skipped", reason=entry.reason)
     try:
-        return _measured(entry, entry.load(), also, deep=deep)
+        return _measured(entry, entry.load(), extra_figures, deep=deep)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return _row(entry, status="skipped", reason=f"cannot be read: {said}")
 
 
-def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasurement:
+def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:
     """The row of what the entry's `load` returned."""
     if not isinstance(raw, Tensor):
         return _row(entry, status="skipped", reason=f"not a tensor but {type(raw).__name__}")
@@ -169,7 +219,7 @@ def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasur
     known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
     known["entries"] = raw.numel()
     if tensor is None:
-        part = entry.kind == PART
+        part = entry.role == "part"
         status = "skipped" if numbers.skipped and not part else "no filters"
         if raw.is_meta and entry.layout is not None and raw.ndim >= 2:
             known |= zip(("groups", "filters", "dim"), matrix_view(raw, entry.layout).shape, strict=True)
@@ -177,17 +227,21 @@ def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasur
     del raw  # a quantised tensor is released once its values are computed
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
     negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
-    notes = (*notes, f"{negative} {NEGATIVE}") if negative else notes
+    if negative:
+        notes = (*notes, f"{counted(negative, 'running variance')} {are(negative)} {NEGATIVE}")
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
+    lone = entry.inferred and entry.layout == PLAIN and tensor.shape[1] == 1
+    if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
+        return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
-    values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
+    values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))
     return _row(entry, **known, status="measured", **values)
 
 
-def _row(entry: Entry, **values: Any) -> TensorMeasurement:
+def _row(entry: TensorEntry, **values: Any) -> TensorMeasurement:
     base = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": (), "dtype": ""}
     return TensorMeasurement(**{**base, "notes": entry.notes, **values})
 
@@ -204,7 +258,7 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
         values |= {"norm_quantiles": found.quantiles, "norm_nonzero_min": found.nonzero_min}
         values["zero_filters"] = found.zeros
     if len(fine) < len(norms):
-        notes = (*notes, f"{len(norms) - len(fine)} filters with non-finite entries left out")
+        notes = (*notes, f"{counted(len(norms) - len(fine), 'filter')} with non-finite entries left out")
     whole = len(fine) == len(norms) > values["zero_filters"]
     gram = shared_gram(matrices) if whole else None
     pairs = pair_statistics(matrices, name=name, gram=gram, deep=deep)
@@ -271,7 +325,9 @@ def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> d
     }
 
 
-def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float | None) -> tuple[float | None, str]:
+def _operator_norm(
+    tensor: Tensor, layout: Layout, extra_figures: ExtraFigures, sigma_max: float | None
+) -> tuple[float | None, str]:
     """The norm of the layer as a linear map, or None, and a note: the grid, or why there is no norm.
 
     Args:
@@ -280,7 +336,7 @@ def _operator_norm(tensor: Tensor, layout: Layout, also: Also, sigma_max: float 
     kernel = tensor.shape[2:]
     if sigma_max is None or prod(kernel) == 1:
         return sigma_max, ""
-    if "operator_norm" not in also:
+    if "operator_norm" not in extra_figures:
         return None, ""
     grid = periodic_grid(tensor.shape, layout, least=GRID)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -24,7 +24,8 @@ from gonio.errors import UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
-from gonio.measuring.figures.structure import NormUse, Setting
+from gonio.measuring.exports import are, counted
+from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.reading.entry import PADDING
 
@@ -87,8 +88,8 @@ Check = Callable[[Subject], str | None]
 
 
 @dataclass(frozen=True)
-class Rule(Generic[Subject]):
-    """One rule: a code, and what it finds in its subject (a tensor, or the setting of a training); None for nothing."""
+class FindingRule(Generic[Subject]):
+    """One rule: a code, and what it finds in its subject (a tensor, or the facts of a training); None for nothing."""
 
     code: str
     check: Check[Subject]
@@ -107,23 +108,23 @@ class Rule(Generic[Subject]):
         return Finding(self.code, text.level, path, found, text.chance or text.exact, text.do)
 
 
-WEIGHT_RULES: dict[str, Rule[TensorMeasurement]] = {}
-ADVICE: dict[str, Rule[Setting]] = {}
-RULES: dict[str, Rule[Any]] = {}  # on all subjects, those of other files too
+WEIGHT_RULES: dict[str, FindingRule[TensorMeasurement]] = {}
+ADVICE: dict[str, FindingRule[ModelFacts]] = {}
+RULES: dict[str, FindingRule[Any]] = {}  # on all subjects, those of other files too
 
 
-def rule(code: str, among: dict[str, Rule[Subject]]) -> Callable[[Check[Subject]], Check[Subject]]:
+def rule(code: str, among: dict[str, FindingRule[Subject]]) -> Callable[[Check[Subject]], Check[Subject]]:
     """A decorator that adds a check to the rules on one subject; the rule's text is in `rules.yaml`."""
 
     def add(check: Check[Subject]) -> Check[Subject]:
-        among[code] = Rule(code, check)
+        among[code] = FindingRule(code, check)
         RULES.setdefault(code, among[code])  # a code may have checks of several subjects
         return check
 
     return add
 
 
-def findings_by(rules: Mapping[str, Rule[Subject]], subjects: Iterable[tuple[Subject, str]]) -> list[Finding]:
+def findings_by(rules: Mapping[str, FindingRule[Subject]], subjects: Iterable[tuple[Subject, str]]) -> list[Finding]:
     """What the rules find in each (subject, path)."""
     made = (rule.finding(subject, path) for subject, path in subjects for rule in rules.values())
     return [finding for finding in made if finding is not None]
@@ -158,19 +159,19 @@ class Suppressed:
             ('Not found, though gonio.toml suppresses it: G405, G101 for head.*.',)
         """
         count = len(self.findings)
-        said = [f"{count} finding{'s' if count > 1 else ''} suppressed by {self.by}"] if count else []
+        said = [f"{counted(count, 'finding')} suppressed by {self.by}"] if count else []
         if self.unmatched:
             said.append(f"Not found, though {self.by} suppresses it: {', '.join(self.unmatched)}.")
         return tuple(said)
 
 
-def findings_of(tensors: Sequence[TensorMeasurement], setting: Setting | None = None) -> tuple[Finding, ...]:
+def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
     made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
-    return worst_first([*made, *(findings_by(ADVICE, [(setting, "")]) if setting is not None else ())])
+    return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
 
 
-def told(findings: Sequence[Finding], more: Iterable[Text] = ()) -> Iterator[Text]:
+def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> Iterator[Text]:
     """Findings on a terminal, one line each, and further lines; then a blank line, if there is any line."""
     lines = [
         Text.assemble((f"{f.level:5} {f.code}", _TONES[f.level]), f"  {plain(f.path) or 'the model'}: {plain(f.found)}")
@@ -247,7 +248,7 @@ def _nonfinite(t: TensorMeasurement) -> str | None:
     if not t.nonfinite:
         return None
     place = ", ".join(map(str, t.first_nonfinite or ()))
-    return f"{t.nonfinite} of {t.entries} values are NaN or infinite, the first at [{place}]"
+    return f"{t.nonfinite} of {t.entries} values {are(t.nonfinite)} NaN or infinite, the first at [{place}]"
 
 
 @rule("G101", WEIGHT_RULES)
@@ -259,7 +260,7 @@ def _zero(t: TensorMeasurement) -> str | None:
 def _dead(t: TensorMeasurement) -> str | None:
     if not t.zero_filters or t.zero_filters == t.total_filters or (t.zero_filters == 1 and PADDING in t.notes):
         return None
-    return f"{t.zero_filters} of {t.total_filters} filters are 0"
+    return f"{t.zero_filters} of {t.total_filters} filters {are(t.zero_filters)} 0"
 
 
 @rule("G103", WEIGHT_RULES)
@@ -299,8 +300,9 @@ def _alike(t: TensorMeasurement) -> str | None:
     if not t.near_duplicates or not t.closest or not t.dim or expected_pairs_above(NEAR, total, t.dim) > 1e-4:
         return None
     first, second = t.closest
+    have = "has" if t.near_duplicates == 1 else "have"
     return (
-        f"{t.near_duplicates} of {total} pairs of filters have an absolute cosine of {NEAR} or more; "
+        f"{t.near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more; "
         f"the largest is {t.coherence:.3f}, of filters {first} and {second}"
     )
 
@@ -331,15 +333,15 @@ def _listed(norms: list[NormUse]) -> str:
 
 
 @rule("G401", ADVICE)
-def _small_batches(setting: Setting) -> str | None:
-    batch = setting.training.batch
-    norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
+def _small_batches(facts: ModelFacts) -> str | None:
+    batch = facts.training.batch
+    norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
     return f"batch norms compute statistics over {batch} samples: {_listed(norms)}" if norms else None
 
 
 @rule("G402", ADVICE)
-def _last_batch(setting: Setting) -> str | None:
-    norms = [norm for norm in setting.norms if norm.averages_over_batches and norm.samples(setting.training.last) < 2]
+def _last_batch(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(facts.training.last) < 2]
     if not norms:
         return None
     raising = [norm for norm in norms if norm.positions == 1]
@@ -351,42 +353,44 @@ def _last_batch(setting: Setting) -> str | None:
 
 
 @rule("G403", ADVICE)
-def _single_values(setting: Setting) -> str | None:
-    norms = [norm for norm in setting.norms if norm.values == 1]
+def _single_values(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.values == 1]
     return f"each statistic is over one value, so that the input is lost: {_listed(norms)}" if norms else None
 
 
 @rule("G404", ADVICE)
-def _several_uses(setting: Setting) -> str | None:
-    reused = [norm for norm in setting.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
+def _several_uses(facts: ModelFacts) -> str | None:
+    reused = [norm for norm in facts.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
     uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
     return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
 
 
 @rule("G405", ADVICE)
-def _decayed(setting: Setting) -> str | None:
-    free = setting.decayed
+def _decayed(facts: ModelFacts) -> str | None:
+    free = facts.decayed
     if not free:
         return None
-    return f"weight decay acts on {len(free)} weights whose scale has no effect: {listing(list(free), limit=3)}"
+    return (
+        f"weight decay acts on {counted(len(free), 'weight')} whose scale has no effect: {listing(list(free), limit=3)}"
+    )
 
 
 @rule("G406", ADVICE)
-def _recomputed(setting: Setting) -> str | None:
-    norms = [norm for norm in setting.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
+def _recomputed(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
     return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
 
 
 @rule("G407", ADVICE)
-def _constant(setting: Setting) -> str | None:
-    paths = [path or "the model" for path in setting.constant]
+def _constant(facts: ModelFacts) -> str | None:
+    paths = [path or "the model" for path in facts.constant]
     return f"the output is the same for every input: the weight of {listing(paths, limit=3)} is 0" if paths else None
 
 
 @rule("G408", ADVICE)
-def _dead_units(setting: Setting) -> str | None:
+def _dead_units(facts: ModelFacts) -> str | None:
     found, before = [], 0.0
-    for signal in setting.signals:
+    for signal in facts.signals:
         share = signal.dead_units / max(1, signal.units)
         many = signal.dead_units >= signal.units / 2 + 2 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
         if many and share != before and signal.branch == "":  # an equal share is that of the layer before
@@ -399,21 +403,20 @@ _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
 
 
 @rule("G409", ADVICE)
-def _out_of_scale(setting: Setting) -> str | None:
-    found = []
-    for signal in setting.signals:
-        norm = "Norm" in signal.kind  # its input counts as of unit size
-        weighted = "Linear" in signal.kind or "Conv" in signal.kind
-        size = signal.rms if norm else signal.gain if weighted else None
+def _out_of_scale(facts: ModelFacts) -> str | None:
+    found, norms = [], {norm.path for norm in facts.norms}
+    for signal in facts.signals:
+        norm = signal.path in norms  # its input counts as of unit size
+        size = signal.rms if norm else signal.gain if signal.path in facts.weighted else None
         if size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR)):
             found.append(f"{signal.path or 'the model'} (× {size:.3g})")
     return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
 
 
 @rule("G410", ADVICE)
-def _stale(setting: Setting) -> str | None:
+def _stale(facts: ModelFacts) -> str | None:
     found = []
-    for signal in setting.signals:
+    for signal in facts.signals:
         values = prod(signal.shape) / max(1, signal.units)
         least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
         if signal.train_eval_gap is not None and signal.train_eval_gap > least:
@@ -424,12 +427,20 @@ def _stale(setting: Setting) -> str | None:
 
 
 @rule("G411", ADVICE)
-def _forgotten(setting: Setting) -> str | None:
-    norms = [norm for norm in setting.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
+def _forgotten(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
     return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
 
 
 def _trained_without_statistics(norm: nn.Module) -> bool:
-    found = (norm._buffers.get("running_mean"), norm._buffers.get("running_var"), norm._parameters.get("weight"))
-    mean, var, gain = (t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in found)
-    return not bool(mean.any()) and not bool((var != 1).any()) and bool((gain != gain.flatten()[0]).any())
+    """Whether the statistics are those of the start, and both gains and shifts have been trained.
+
+    Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.
+    """
+    names = ("running_mean", "running_var", "weight", "bias")
+    state = dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))
+    mean, var, gain, shift = (
+        t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in map(state.get, names)
+    )
+    unequal = all(bool((t != t.flatten()[0]).any()) for t in (gain, shift))
+    return unequal and not bool(mean.any()) and not bool((var != 1).any())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.showing.table import Column, figures, number
+from gonio.measuring.figures.tensor import Shown, TensorMeasurement
+from gonio.measuring.showing.table import Column, figures
+from gonio.pages.tables import number
 
 
 def _norm(t: TensorMeasurement) -> str:
@@ -30,51 +33,53 @@ def _near(t: TensorMeasurement) -> str:
 
 
 C = Column[TensorMeasurement]
-COLUMNS: tuple[Column[TensorMeasurement], ...] = (
-    C("shape", "shape", "of the tensor", 14, lambda t: "×".join(map(str, t.shape))),
-    C(
-        "filters", "n", "filters per group; two numbers: groups · filters", 6,
-        lambda t: str(t.filters) if t.groups == 1 else f"{t.groups}·{t.filters}",
+# The texts of figures that take more than one number, and columns that no single figure has, by the one before them.
+_TEXTS = {"alignment_z": _z, "spectrum_outliers": _beyond, "near_duplicates": _near}
+_TEXTS["zero_filters"] = lambda t: str(t.zero_filters or "–")
+_COMPOSED: dict[str, tuple[Column[TensorMeasurement], ...]] = {
+    "shape": (C("shape", "shape", "of the tensor", 14, lambda t: "×".join(map(str, t.shape))),),
+    "filters": (
+        C(
+            "filters", "n", "filters per group; two numbers: groups · filters", 6,
+            lambda t: str(t.filters) if t.groups == 1 else f"{t.groups}·{t.filters}",
+        ),
     ),
-    C("dim", "d", "length of a filter", 6, lambda t: str(t.dim)),
-    C("norm", "norm", "median norm of a filter", 7, _norm),
-    C("norm_range", "min–max", "smallest and largest norm of a filter", 13, _norm_range),
-    C("zero_filters", "zero", "filters whose entries are all 0", 4, lambda t: str(t.zero_filters or "–")),
-    C(
-        "angle", "angle", "between filters, in degrees: mean ± standard deviation", 10,
-        figures("{:.1f}±{:.1f}", "angle_mean", "angle_std"),
+    "dim": (
+        C("dim", "d", "length of a filter", 6, lambda t: str(t.dim)),
+        C("norm", "norm", "median norm of a filter", 7, _norm),
+        C("norm_range", "min–max", "smallest and largest norm of a filter", 13, _norm_range),
     ),
-    C(
-        "angle_std_random", "chance", "standard deviation of angles of random directions", 6,
-        figures("±{:.1f}", "angle_std_random"),
+    "angle_std": (
+        C(
+            "angle", "angle", "between filters, in degrees: mean ± standard deviation", 10,
+            figures("{:.1f}±{:.1f}", "angle_mean", "angle_std"),
+        ),
     ),
-    C("alignment", "align", "d · mean cos²: 1 for random directions, 0 for orthogonal filters", 6),
-    C("alignment_z", "z", "distance of align from 1 in standard deviations of random weights", 7, _z),
-    C("coherence", "coher.", "largest |cos|", 6),
-    C(
-        "coherence_random", "chance", "median of the largest |cos| of random directions", 6,
-        figures("{:.2f}", "coherence_random"),
+    "sigma_max": (
+        C(
+            "sigma", "σ/σ₀", "spectral norm over that of random weights of the same size", 6,
+            lambda t: number(t.sigma_max / t.sigma_random if t.sigma_max is not None and t.sigma_random else None),
+            spectral=True,
+        ),
     ),
-    C("welch_bound", "Welch", "least possible largest |cos|", 6),
-    C(
-        "sigma", "σ/σ₀", "spectral norm over that of random weights of the same size", 6,
-        lambda t: number(t.sigma_max / t.sigma_random if t.sigma_max is not None and t.sigma_random else None),
-        spectral=True,
-    ),
-    C("stable_rank", "s.rank", "stable rank ‖W‖²/σ²", 6, spectral=True),
-    C("effective_rank", "e.rank", "effective rank: exp of the entropy of the singular values", 6, spectral=True),
-    C(
-        "spectrum_distance", "bulk", "distance from Marchenko–Pastur, 0 to 1 · by chance", 9,
-        figures("{:.2f} · {:.2f}", "spectrum_distance", "spectrum_distance_random"), spectral=True,
-    ),
-    C("spectrum_outliers", "beyond", "σ above those of random weights (share of ‖W‖²)", 8, _beyond, spectral=True),
-    C(
-        "orthogonality_defect", "orth.", "spread of σ², 0 if orthogonal · by chance", 9,
-        figures("{:.2f} · {:.2f}", "orthogonality_defect", "orthogonality_defect_random"), spectral=True,
-    ),
-    C("near_duplicates", "near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones", 6, _near),
-    C("operator_norm", "‖layer‖", "operator norm of the layer", 7, spectral=True),
-)  # fmt: skip
+}  # fmt: skip
+
+
+def _column(name: str, shown: Shown) -> Column[TensorMeasurement]:
+    """The column of a figure as its field declares it."""
+    names = (name, f"{name}_random")[: shown.form.count("{")]
+    text = _TEXTS.get(name) or (figures(shown.form, *names) if shown.form else None)
+    return C(name, shown.title, shown.explanation, shown.width, text, shown.spectral)
+
+
+COLUMNS: tuple[Column[TensorMeasurement], ...] = tuple(
+    column
+    for declared in fields(TensorMeasurement)
+    for column in (
+        *_COMPOSED.get(declared.name, ()),
+        *([_column(declared.name, declared.metadata["shown"])] if declared.metadata.get("shown") else ()),
+    )
+)
 
 # The columns that a narrow screen keeps, most important first; all others are dropped before them, from the right.
 KEPT = (

@@ -1,0 +1,395 @@
+"""A recorded change of a model: atomic, and exactly undoable."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
+from gonio.errors import NotApplicableError, UndoError, listing
+from gonio.escaping import html_table
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one module, in words."""
+
+    path: str
+    what: str
+
+
+class Edit:
+    """The transaction in which a verb changes a model.
+
+    Each primitive records its inverse before it acts. Leaving the `with` block by an exception, Ctrl-C included, runs
+    the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine unchanged. An inverse
+    sets what was recorded, so that it can run more than once.
+
+    Raises: NotApplicableError on entry for a model in FSDP 1; by the primitives that change more than values for a
+        sharded model; on exit if parameters of a model in DDP were added or removed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> with Edit(model, "demo_") as edit:
+        ...     edit.replace_(gonio.surgery.sites(model)[1], nn.ReLU(), what="a ReLU instead")
+        >>> type(model[0]).__name__
+        'ReLU'
+        >>> edit.done().undo_()
+        >>> type(model[0]).__name__
+        'Linear'
+    """
+
+    def __init__(self, model: nn.Module, verb: str) -> None:
+        self.model = model
+        self.verb = verb
+        self.present = list(model.parameters())  # before the edit
+        self.changes: list[Change] = []
+        self.notes: list[str] = []
+        self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
+        self.changes_model = True  # otherwise it can be undone before and after any other
+        self._inverses: list[Callable[[], None]] = []
+        # What it changed: an undo first checks that this still is as the edit left it.
+        self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
+        self._slots: list[tuple[nn.Module, str]] = []  # (parent, attribute) where another module was put
+        self._replaced: list[Site] = []
+        self._values: list[Tensor] = []  # overwritten tensors
+
+    def __enter__(self) -> Edit:
+        refuse_flat_shards(self.model, self.verb)
+        reshard_(self.model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            run_reversed(self._inverses)
+            return
+        try:
+            self._finish()
+        except BaseException:
+            run_reversed(self._inverses)
+            raise
+
+    def _finish(self) -> None:
+        """Tell those that follow overwritten values, which may refuse."""
+        if is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
+            why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
+            raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
+        for tensor in {id(tensor): tensor for tensor in self._values}.values():
+            ref, follow = _FOLLOWERS.get(id(tensor), (None, None))
+            if follow is not None and ref is not None and ref() is tensor:
+                follow(self)
+
+    def note(self, text: str) -> None:
+        """Add a remark on the whole edit."""
+        self.notes.append(text)
+
+    def note_stays(self, stay: Mapping[str, str]) -> None:
+        """Note the layers that were left out, by path, with the reason; layers of one reason in one note."""
+        reasons: dict[str, list[str]] = {}
+        for path, why in stay.items():
+            reasons.setdefault(why, []).append(path or "the model")
+        for why, paths in reasons.items():
+            self.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
+
+    def changed(self, path: str, what: str) -> None:
+        """Record a change of a module in words."""
+        self.changes.append(Change(path, what))
+
+    def on_undo(self, inverse: Callable[[], None]) -> None:
+        """Record the inverse of a change; call it before the change is made."""
+        self._inverses.append(inverse)
+
+    def set_data_(self, tensor: Tensor, value: Tensor) -> None:
+        """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same."""
+        before = tensor.detach().clone(memory_format=torch.preserve_format)
+        self._values.append(tensor)
+        self.on_undo(lambda: self.overwrite_(tensor, before))
+        self.overwrite_(tensor, value)
+
+    def set_buffer_(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Overwrite a buffer in place; the undo looks it up by name, because `model.to()` makes new buffers."""
+        before = module.get_buffer(name).detach().clone(memory_format=torch.preserve_format)
+        self.on_undo(lambda: self.overwrite_(module.get_buffer(name), before))
+        self.overwrite_(module.get_buffer(name), value)
+
+    def set_attribute_(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute that the module has; no tensor and no module."""
+        before = vars(module)[name]
+        self.on_undo(lambda: setattr(module, name, before))
+        setattr(module, name, value)
+
+    @staticmethod
+    @torch.no_grad()
+    def overwrite_(tensor: Tensor, value: Tensor) -> None:
+        """Copy a value into a tensor without a record; for inverses."""
+        tensor.copy_(value)
+
+    def snapshot_(self, module: nn.Module) -> None:
+        """Record a module's class, Parameters and children, order included, before a change to them.
+
+        The values of tensors are not recorded: see :meth:`set_data_`. Hooks and buffers registered later belong to
+        others and stay.
+        """
+        refuse_shards(self.model, self.verb)
+        kind = module.__class__
+        registries = {name: vars(module)[name].copy() for name in ("_parameters", "_modules")}
+        self._classes.append(module)
+
+        def restore() -> None:
+            module.__class__ = kind
+            for name, before in registries.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(before)
+
+        self.on_undo(restore)
+
+    def replace_(self, site: Site, module: nn.Module, *, what: str) -> None:
+        """Put another module in the place of a site, under every name it has.
+
+        Hooks stay with the replaced module; a note names the layer if there were any.
+        """
+        refuse_shards(self.model, self.verb)
+        old = site.module
+        if old._forward_hooks or old._forward_pre_hooks:
+            self.note(f"{site.path}: its forward hooks stayed with the replaced layer")
+        self._replaced.append(site)
+        for parent, name in site.owners:
+            self._slots.append((parent, name))
+            self.on_undo(partial(parent._modules.__setitem__, name, old))
+            parent._modules[name] = module
+        self.changed(site.path, what)
+
+    def done(self) -> Edited:
+        """The record that the verb returns; notes name plain attributes and lists that hold a replaced module."""
+        gone = {id(site.module): site.path for site in self._replaced}
+        for site in sites(self.model) if gone else ():
+            for name, value in vars(site.module).items():
+                items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+                for path in [gone[id(item)] for item in (value, *items) if id(item) in gone and name != "_modules"]:
+                    holder = f"{site.path}.{name}".removeprefix(".")
+                    self.note(f"{holder} still holds the module that was {path}: no edit reaches it there")
+        return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
+
+
+class Undo(Protocol):
+    """What an :class:`Edited` runs."""
+
+    def run_(self) -> None:
+        """Undo, or raise :class:`UndoError` and change nothing."""
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The changes that a verb made. `str()` is a table; `undo_()` restores the model exactly.
+
+    Attributes:
+        changes: one :class:`Change` per module, in model order.
+        notes: remarks on the whole edit: assumptions, and layers that were left out, with the reason.
+    """
+
+    verb: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    _undo: Undo = field(repr=False, compare=False)
+
+    def undo_(self) -> None:
+        """Restore the model as it was before: same classes, same Parameter objects, same order.
+
+        Edits of one model, or of parts of it, are undone latest first. Overwritten values come back; parameters that
+        were only moved keep the values of later training. If the model was moved to another device or dtype since,
+        so are the restored layers. After Ctrl-C or an exception during the call, another one finishes it.
+
+        Raises: UndoError if it was undone before; if a later edit still is in force; if the model was changed by other
+            means so that the old state cannot be restored. Nothing is changed then.
+        """
+        self._undo.run_()
+
+    def __len__(self) -> int:
+        """The number of changed modules."""
+        return len(self.changes)
+
+    def __bool__(self) -> bool:
+        return True  # an edit without a change is an edit too
+
+    @property
+    def _head(self) -> str:
+        return f"{self.verb}: {len(self)} module{'s' if len(self) != 1 else ''}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} by {self._head}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(change.path or "(model)", change.what) for change in self.changes]
+        return html_table(self._head, ("layer", "change"), rows, self.notes)
+
+    def __str__(self) -> str:
+        width = max((len(change.path) for change in self.changes), default=0)
+        rows = [f"  {change.path or '(model)':<{width}}  {change.what}" for change in self.changes]
+        return "\n".join([self._head, *rows, *(f"  note: {note}" for note in self.notes)])
+
+
+def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:
+    """Run the inverses latest first, each of them even if another one fails, and all once more after Ctrl-C.
+
+    Each must be one that can run again. The first error, or the interruption, is raised in the end.
+    """
+    failure: BaseException | None = None
+    grad = torch.is_grad_enabled()  # an interruption may skip the end of a `no_grad`
+    while True:
+        try:
+            for inverse in reversed(inverses):
+                try:
+                    inverse()
+                except Exception as error:
+                    failure = failure or error
+            break
+        except BaseException as error:
+            failure = error
+    torch.set_grad_enabled(grad)
+    if failure is not None:
+        raise failure
+
+
+# Parameters whose overwriting concerns others (a hold keeps their norms), by `id`, with a function of the edit. (A
+# WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
+_FOLLOWERS: dict[int, tuple[weakref.ref[Tensor], Callable[[Edit], None]]] = {}
+
+
+def follow_(parameter: Tensor, follow: Callable[[Edit], None]) -> Callable[[], None]:
+    """Call a function at the end of each edit that overwrites a Parameter; returns what ends it.
+
+    It takes the edit, to which it may add inverses and notes. If it raises, the edit is rolled back.
+    """
+    key = id(parameter)
+    entry = (weakref.ref(parameter, lambda _: _FOLLOWERS.pop(key, None)), follow)
+    _FOLLOWERS[key] = entry
+
+    def end() -> None:
+        if _FOLLOWERS.get(key) is entry:
+            del _FOLLOWERS[key]
+
+    return end
+
+
+# --- undo ---------------------------------------------------------------------------------------------
+
+
+class _InForce(NamedTuple):
+    """An edit in force, until what it acts on is gone; without its inverses, because they hold the model."""
+
+    number: int
+    verb: str
+    parts: dict[int, weakref.ref[Any]]  # of the model after the edit: by now another thread may be changing it
+    acts_on: tuple[weakref.ref[Any], ...]  # optimizers
+
+
+_IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[_InForce]] = weakref.WeakKeyDictionary()
+_NUMBERS = itertools.count()
+_REGISTERING = threading.Lock()  # other threads may edit other models while the registry is read
+
+
+def _parts(module: nn.Module) -> dict[int, Any]:
+    return {id(part): part for part in (*module.modules(), *module.parameters())}
+
+
+class _Undo:
+    """The inverses of one edit, to be run while it is the latest in force, and the state that they depend on."""
+
+    def __init__(self, edit: Edit) -> None:
+        model, self._inverses = edit.model, edit._inverses
+        parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
+        self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
+        edit.acts_on = []  # inverses may refer to the edit
+        self._started = False
+        self._model = weakref.ref(model)
+        self._sharded = is_sharded(model)
+        self._classes = [(module, type(module)) for module in edit._classes]
+        self._slots = [(parent, name, parent._modules.get(name)) for parent, name in edit._slots]
+        self._replaced = [site.module for site in edit._replaced]
+        handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
+        here = {id(parameter) for parameter in model.parameters()}
+        self._parameters = [tensor for tensor in (*edit._values, *handed_on) if id(tensor) in here]
+        # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
+        self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        for parameter in model.parameters() if self._replaced else ():
+            self._followed.setdefault((parameter.device, parameter.dtype), parameter)
+        with _REGISTERING:
+            _IN_FORCE.setdefault(model, []).append(self._edit)
+
+    def run_(self) -> None:
+        """Undo, or raise :class:`UndoError` and change nothing."""
+        model = self._model()
+        edit, verb = self._edit, self._edit.verb
+        if model is None or all(other is not edit for other in _IN_FORCE[model]):
+            raise UndoError(verb, "it was undone before, or its model is gone")
+        if edit.parts and (latest := _latest_edit(model, edit)) is not edit:
+            raise UndoError(verb, f"the later edit {latest.verb} still is in force")
+        reshard_(model)
+        if not self._started and (why := self._changed_since(model)) is not None:
+            raise UndoError(verb, why)
+        self._started = True  # after an interruption the model is as neither before nor after
+        run_reversed([self._move_replaced_, *self._inverses])
+        with _REGISTERING:
+            _IN_FORCE[model] = [other for other in _IN_FORCE[model] if other is not edit]
+        self._inverses = []
+
+    def _changed_since(self, model: nn.Module) -> str | None:
+        """Why the inverses would not restore the model; None if they will."""
+        if is_sharded(model) and not self._sharded:
+            return "the model was sharded since"
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                return f"a {kind.__name__} became a {type(module).__name__} since"
+        for parent, name, child in self._slots:
+            if parent._modules.get(name) is not child:
+                return f"another module was put in the place of {name!r} of a {type(parent).__name__} since"
+        here = {id(parameter) for parameter in model.parameters()}
+        if any(id(tensor) not in here for tensor in self._parameters):
+            return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"
+        return None
+
+    @torch.no_grad()
+    def _move_replaced_(self) -> None:
+        """Move the replaced modules to the device and dtype that the model has been moved to since."""
+        goes = {old: (new.device, new.dtype) for old, new in self._followed.items()}
+        if all(old == new for old, new in goes.items()):
+            return
+        devices = {device: new for (device, _), (new, _) in goes.items()}
+        for module in (part for replaced in self._replaced for part in replaced.modules()):
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in [(name, tensor) for name, tensor in registry.items() if tensor is not None]:
+                    place = (devices.get(tensor.device), tensor.dtype)
+                    device, dtype = goes.get((tensor.device, tensor.dtype), place)
+                    moved = tensor.to(device=device, dtype=dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.data = moved
+                    else:
+                        registry[name] = moved  # type: ignore[assignment]
+
+
+def _latest_edit(model: nn.Module, own: _InForce) -> _InForce:
+    """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
+    mine = _parts(model)
+
+    def concerns(edit: _InForce) -> bool:
+        if edit is own:
+            return True
+        if edit.acts_on and all(ref() is None for ref in edit.acts_on):
+            return False
+        return any(mine[key] is edit.parts[key]() for key in mine.keys() & edit.parts.keys())
+
+    with _REGISTERING:
+        edits = [edit for found in _IN_FORCE.values() for edit in found]
+    return max(filter(concerns, edits), key=lambda edit: edit.number)

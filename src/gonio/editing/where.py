@@ -1,0 +1,354 @@
+"""`where`: which modules an edit touches, as composable selectors, and the modules that they select."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gonio.editing.wrapping import adds_no_name
+from gonio.errors import InvalidArgumentError, NoMatchError
+
+
+class Selector(ABC):
+    """A predicate over `(path, module)` that combines with `&`, `|` and `~`.
+
+    Example:
+        >>> hidden = OfType(nn.Linear) & ~Path("head")
+        >>> hidden("body.0", nn.Linear(2, 2)), hidden("head", nn.Linear(2, 2))
+        (True, False)
+        >>> str(hidden)
+        'type:Linear & ~head'
+    """
+
+    @abstractmethod
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        """Whether the module at `path` is selected."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The selector as a user would write it."""
+
+    def __and__(self, other: Where) -> Selector:
+        return All((self, as_selector(other)))
+
+    def __or__(self, other: Where) -> Selector:
+        return Any_((self, as_selector(other)))
+
+    def __invert__(self) -> Selector:
+        return Not(self)
+
+
+@dataclass(frozen=True)
+class Everything(Selector):
+    """Selects every module; the meaning of `where=None`.
+
+    Example:
+        >>> Everything()("any.path", nn.ReLU())
+        True
+    """
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "every module"
+
+
+@dataclass(frozen=True, init=False)
+class OfType(Selector):
+    """Selects instances of the given module classes, subclasses included.
+
+    Example:
+        >>> OfType(nn.Conv2d, nn.Linear)("fc", nn.Linear(2, 2))
+        True
+    """
+
+    types: tuple[type[nn.Module], ...]
+
+    def __init__(self, *types: type[nn.Module]) -> None:
+        if not types or not all(isinstance(t, type) for t in types):
+            raise InvalidArgumentError("OfType() takes module classes", repr(types), "Pass e.g. OfType(nn.Conv2d).")
+        object.__setattr__(self, "types", types)
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return isinstance(module, self.types)
+
+    def __str__(self) -> str:
+        return " | ".join(f"type:{t.__name__}" for t in self.types)
+
+    def __repr__(self) -> str:
+        return f"OfType({', '.join(t.__name__ for t in self.types)})"
+
+
+@dataclass(frozen=True)
+class OfTypeName(Selector):
+    """Selects modules by the name of their class or of a base class; `"type:Conv2d"` in text."""
+
+    name: str
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return any(self.name == base.__name__ for base in type(module).__mro__)
+
+    def __str__(self) -> str:
+        return f"type:{self.name}"
+
+
+@dataclass(frozen=True)
+class Path(Selector):
+    """Selects modules whose dotted path matches a shell-style glob; `*` also matches dots.
+
+    Example:
+        >>> Path("layer1.*")("layer1.0.conv1", nn.ReLU()), Path("layer1")("layer1.0.conv1", nn.ReLU())
+        (True, False)
+    """
+
+    glob: str
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return fnmatchcase(path, self.glob)
+
+    def __str__(self) -> str:
+        return self.glob
+
+
+@dataclass(frozen=True)
+class Regex(Selector):
+    """Selects modules whose whole dotted path matches a regular expression; `"re:…"` in text.
+
+    Example:
+        >>> Regex(r"layer[34]\\..*")("layer3.0.conv1", nn.ReLU())
+        True
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError) as error:
+            found = f"{self.pattern!r} ({error})"
+            raise InvalidArgumentError("where takes a regular expression", found, "Correct the pattern.") from error
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return re.fullmatch(self.pattern, path) is not None
+
+    def __str__(self) -> str:
+        return f"re:{self.pattern}"
+
+
+@dataclass(frozen=True)
+class Predicate(Selector):
+    """Selects modules by a function `(path, module) -> bool`.
+
+    Example:
+        >>> wide = Predicate(lambda path, module: getattr(module, "out_features", 0) > 100)
+        >>> wide("fc", nn.Linear(2, 200))
+        True
+    """
+
+    function: Callable[[str, nn.Module], bool]
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return bool(self.function(path, module))
+
+    def __str__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+@dataclass(frozen=True)
+class All(Selector):
+    """The modules that every part selects; written `a & b`."""
+
+    parts: tuple[Selector, ...]
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return all(part(path, module) for part in self.parts)
+
+    def __str__(self) -> str:
+        return " & ".join(_grouped(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Any_(Selector):
+    """The modules that at least one part selects; written `a | b`."""
+
+    parts: tuple[Selector, ...]
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return any(part(path, module) for part in self.parts)
+
+    def __str__(self) -> str:
+        return " | ".join(str(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Not(Selector):
+    """The modules that the other selector does not select; written `~a`."""
+
+    part: Selector
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return not self.part(path, module)
+
+    def __str__(self) -> str:
+        return f"~{_grouped(self.part, tight=True)}"
+
+
+def _grouped(part: Selector, *, tight: bool = False) -> str:
+    loose = isinstance(part, Any_) or (isinstance(part, OfType) and len(part.types) > 1)
+    return f"({part})" if loose or (tight and isinstance(part, All)) else str(part)
+
+
+Where = Selector | str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
+
+
+def as_selector(where: Where) -> Selector:
+    """The selector that a `where` argument stands for.
+
+    `where` is a module class or tuple of classes, a glob over dotted paths (`"layer1.*"`), a regular expression
+    (`"re:layer[34]\\..*"`), a class name (`"type:Conv2d"`), a function `(path, module) -> bool`, a :class:`Selector`,
+    or None for every module.
+
+    Raises: InvalidArgumentError for anything else, and for a regular expression that does not compile.
+
+    Example:
+        >>> as_selector("type:Linear")("fc", nn.Linear(2, 2)), as_selector(nn.Conv2d)("fc", nn.Linear(2, 2))
+        (True, False)
+    """
+    match where:
+        case None:
+            return Everything()
+        case Selector():
+            return where
+        case str() if where.startswith("re:"):
+            return Regex(where[3:])
+        case str() if where.startswith("type:"):
+            if not where[5:].isidentifier():
+                asked = "where='type:…' takes the name of a class"
+                raise InvalidArgumentError(asked, repr(where), "Write e.g. type:Conv2d.")
+            return OfTypeName(where[5:])
+        case str():
+            return Path(where)
+        case type() if issubclass(where, nn.Module):
+            return OfType(where)
+        case tuple():
+            return OfType(*where)
+        case _ if callable(where) and not isinstance(where, type):
+            return Predicate(where)
+    raise InvalidArgumentError(
+        "where takes a module class, a glob, 're:…', 'type:…', a function of path and module, or a selector",
+        repr(where),
+        "Pass one of these, or None for every module.",
+    )
+
+
+# --- the selected modules -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of a model, under all its names.
+
+    Attributes:
+        path: its first dotted path, without the names that wrappers add; `""` is the model itself.
+        module: the module.
+        owners: every `(parent, attribute)` that refers to it. A tied module has several.
+        aliases: its other paths.
+    """
+
+    path: str
+    module: nn.Module
+    owners: tuple[tuple[nn.Module, str], ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    def matches(self, selector: Callable[[str, nn.Module], bool]) -> bool:
+        """Whether the selector takes this module under any of its paths."""
+        return any(selector(path, self.module) for path in (self.path, *self.aliases))
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Every distinct module of a model once, in registration order, the model itself first.
+
+    A module that is registered twice is one site with two owners. Models may be nested thousands deep.
+
+    Example:
+        >>> shared = nn.Linear(2, 2)
+        >>> [(site.path, site.aliases) for site in sites(nn.Sequential(shared, nn.ReLU(), shared))]
+        [('', ()), ('0', ('2',)), ('1', ())]
+    """
+    paths: dict[nn.Module, list[str]] = {}
+    owners: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    stack: list[tuple[str, nn.Module, tuple[nn.Module, str] | None]] = [("", model, None)]
+    while stack:  # depth first, without recursion
+        path, module, owner = stack.pop()
+        if module not in paths:
+            children = [(name, child) for name, child in module._modules.items() if child is not None]
+            for name, child in reversed(children):
+                longer = path if adds_no_name(module, name) else f"{path}.{name}".removeprefix(".")
+                stack.append((longer, child, (module, name)))
+        paths.setdefault(module, []).append(path)
+        owners.setdefault(module, []).extend([owner] if owner is not None else [])
+    return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
+
+
+def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
+    """The sites that `where` selects and on which the verb can act.
+
+    Selected modules on which the verb cannot act are left out, because globs also match containers. `can_act` returns
+    None for a module on which it can, otherwise the reason; `verb` names it in the error.
+
+    Raises: NoMatchError if nothing is left, with the modules on which the verb could act.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> only_linear = lambda module: None if isinstance(module, nn.Linear) else "has no weight"
+        >>> [site.path for site in select(model, None, verb="demo_", can_act=only_linear)]
+        ['0']
+    """
+    selector = as_selector(where)
+    everything = sites(model)
+    matched = [site for site in everything if site.matches(selector)]
+    taken = [site for site in matched if can_act(site.module) is None]
+    if not taken:
+        able = [site.path for site in everything if can_act(site.module) is None]
+        refused = [f"{site.path or 'the model'} ({can_act(site.module)})" for site in matched]
+        text = str(selector)
+        if not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
+            text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
+        raise NoMatchError(verb, text, able, refused=refused)
+    return taken
+
+
+def left_out(
+    model: nn.Module, where: Where, *, can_act: Callable[[nn.Module], str | None], tensor: str = "weight"
+) -> dict[str, str]:
+    """Selected layers that have a matrix of this name and are left out by :func:`select`, by path, with the reason.
+
+    Example:
+        >>> left_out(nn.Sequential(nn.Bilinear(2, 2, 2)), None, can_act=lambda module: "it takes two inputs")
+        {'0': 'it takes two inputs'}
+    """
+    selector = as_selector(where)
+    matched = [site for site in sites(model) if site.matches(selector) and _has_matrix(site.module, tensor)]
+    return {site.path: why for site in matched if (why := can_act(site.module)) is not None}
+
+
+def _has_matrix(module: nn.Module, tensor: str) -> bool:
+    own = module._parameters.get(tensor)
+    if own is not None:
+        return is_lazy(own) or own.dim() > 1
+    # computed by a parametrization, or by a hook; of the type, because a wrapper may forward attributes
+    computed = isinstance(inspect.getattr_static(type(module), tensor, None), property)
+    return computed or isinstance(vars(module).get(tensor), Tensor)

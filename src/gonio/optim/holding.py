@@ -1,0 +1,344 @@
+"""What happens around the steps of an optimizer that holds weights: projection, radii, and checks of the norms."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gonio.editing.edit import Edit, follow_
+from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
+from gonio.surgery.steps import KEPT_RADIUS, watch
+
+Step = Literal["free", "fixed"]
+STEPS = ("free", "fixed")
+KEY = "gonio_hold"  # in the state dict of an optimizer that has no state of a held weight yet
+CHECKED = 3  # the first steps, after which the norms are measured
+
+
+@dataclass(eq=False)
+class HeldWeight:
+    """One weight on its spheres: the radius of each of its vectors."""
+
+    label: str
+    parameter: nn.Parameter
+    vectors: Vectors
+    radius: Tensor
+    at: float | None  # the number that was given as the radius
+    before: Tensor | None = None  # the step, for a fixed one
+    had_gradient: bool = False  # before the step: some optimizers clear gradients in it
+    version: int = -1
+
+    def moved(self) -> bool:
+        """Whether the step may have changed the weight."""
+        return self.had_gradient or self.parameter.grad is not None or self.parameter._version != self.version
+
+    @torch.no_grad()
+    def off(self) -> float:
+        """The largest relative difference of a norm from its radius; NaN in a training that diverged."""
+        norms = self.vectors.norms(self.parameter.detach())
+        radius = self.radius.to(norms.device)
+        return float(((norms - radius).abs() / radius.clamp_min(torch.finfo(norms.dtype).tiny)).max())
+
+    @property
+    def tolerance(self) -> float:
+        """Above the rounding of a norm, and far below any change by a step."""
+        return float(torch.finfo(self.parameter.dtype).eps ** 0.5)
+
+
+@torch.no_grad()
+def project_(weights: Sequence[HeldWeight]) -> None:
+    """Scale each vector to its radius."""
+    vectors = [weight.vectors for weight in weights]
+    norms = norms_of(vectors, [weight.parameter.detach() for weight in weights])
+    for weight, factors in zip(weights, factors_of([weight.radius for weight in weights], norms), strict=True):
+        weight.vectors.scale_(weight.parameter, factors)
+
+
+@torch.no_grad()
+def fix_(weights: Sequence[HeldWeight], rate: float) -> None:
+    """Replace the optimizer's change u by one of norm ηR: w ← R·unit(w − ηR·unit(−u)).
+
+    The changes are computed twice, so that at most one of them is in memory beside the weights as they were.
+    """
+    starts = [(weight, before) for weight in weights if (before := weight.before) is not None]
+    vectors, radii = [weight.vectors for weight, _ in starts], [weight.radius for weight, _ in starts]
+
+    def change(weight: HeldWeight, before: Tensor) -> Tensor:
+        return weight.parameter.detach().to(weight.radius.dtype) - before
+
+    moved: list[Tensor] = []
+    factors = factors_of(radii, norms_of(vectors, (change(*start) for start in starts)), rate)
+    for (weight, before), factor in zip(starts, factors, strict=True):
+        # out of place: torch refuses to add in place to a weight of fewer rows than processes
+        moved.append(before.to(weight.radius.dtype) + weight.vectors.scaled(change(weight, before), factor))
+    for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
+        write_(weight.parameter, weight.vectors.scaled(w, factor))
+
+
+def alike_weights(weights: Iterable[HeldWeight]) -> list[list[HeldWeight]]:
+    """Weights by device and by the dtype of their norms."""
+    found: dict[tuple[torch.device, torch.dtype], list[HeldWeight]] = {}
+    for weight in weights:
+        if weight.radius.device != weight.parameter.device:  # the model was moved
+            weight.radius = weight.radius.to(weight.parameter.device)
+        found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
+    return list(found.values())
+
+
+class Hold:
+    """What happens around the steps of an optimizer that holds weights.
+
+    It refers weakly to the optimizer, whose hooks refer to it: both are collected together.
+    """
+
+    def __init__(self, weights: Sequence[HeldWeight], step: Step, optimizer: Any, real: Sequence[Optimizer]) -> None:
+        self.weights, self.step = tuple(weights), step
+        self.complete = False  # once hold_ has changed everything
+        self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
+        self._active: dict[int, HeldWeight] = {}
+        self._follows: dict[int, Callable[[], None]] = {}
+        self._ends: list[Callable[[], None]] = []
+        self._steps = 0  # that were observed
+        self._loaded: dict[str, Tensor] = {}
+
+    def active(self, key: int) -> HeldWeight | None:
+        """The weight of this `id`, if its hold is in force: neither was it ended, nor is the optimizer gone."""
+        return self._active.get(key) if self._optimizers() else None
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [each for ref in self._real if (each := ref()) is not None]
+
+    # begin and end; both can run again
+
+    def begin_(self, parameter: Tensor | None = None) -> None:
+        """Hold one weight, or all."""
+        for weight in self.weights:
+            key = id(weight.parameter)
+            if (parameter is None or weight.parameter is parameter) and key not in self._active:
+                self._active[key] = weight
+                _HOLDS[key] = self
+                self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), key))
+        if not self._ends:
+            given = self._given()
+            for each in self._optimizers() if given is None else [given]:
+                around = {"before": self._before, "after": self._after, "settled": self._settled}
+                self._ends.append(watch(each, **around, verb="hold_"))  # type: ignore[arg-type]
+            for optimizer in self._optimizers():
+                self._ends += [
+                    optimizer.register_state_dict_post_hook(self._save).remove,
+                    optimizer.register_load_state_dict_pre_hook(self._load).remove,
+                    optimizer.register_load_state_dict_post_hook(self._loaded_).remove,
+                ]
+
+    def end_(self, parameter: Tensor | None = None) -> None:
+        """End the hold of one weight, or of all."""
+        for key, weight in list(self._active.items()):
+            if parameter is None or weight.parameter is parameter:
+                self._follows.pop(key, _nothing)()
+                self._active.pop(key, None)
+        for optimizer in self._optimizers():
+            for parameter, state in list(_states(optimizer).items()):
+                if KEPT_RADIUS in state and step_of_hold(parameter) is None:
+                    del state[KEPT_RADIUS]
+                    if not state:
+                        del optimizer.state[parameter]
+        if not self._active:
+            for end in self._ends:
+                end()
+            self._ends.clear()
+
+    # around a step
+
+    def _mine(self, group: Mapping[str, Any]) -> list[HeldWeight]:
+        return [self._active[id(p)] for p in group["params"] if id(p) in self._active]
+
+    def _before(self, optimizer: Optimizer) -> None:
+        for weight in self._active.values():
+            weight.had_gradient, weight.version = weight.parameter.grad is not None, weight.parameter._version
+        if self.step == "fixed":
+            for weight in [weight for group in optimizer.param_groups for weight in self._mine(group)]:
+                weight.before = weight.parameter.detach().clone()
+
+    def _after(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            mine = self._mine(group)
+            moved = [weight for weight in mine if weight.moved()]
+            for weight in moved:
+                self._take_radius(optimizer, weight)
+            for alike in alike_weights(moved):
+                if self.step == "fixed":
+                    fix_(alike, float(group["lr"]))
+                else:
+                    project_(alike)
+            for weight in mine:
+                weight.before = None
+            for weight in moved:
+                self._keep_radius(optimizer, weight)
+        self._steps += 1
+        if self._steps <= CHECKED:
+            self._check_held()
+
+    def _settled(self, optimizer: Optimizer) -> None:
+        """A wrapper such as Lookahead changes weights after the step of the optimizer in it."""
+        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
+        for alike in alike_weights(
+            weight for weight in mine if weight.moved() and weight.off() > weight.tolerance / 100
+        ):
+            project_(alike)
+
+    # radii: state of the optimizer
+
+    def _take_radius(self, optimizer: Optimizer, weight: HeldWeight) -> None:
+        kept = _states(optimizer).get(weight.parameter, {}).get(KEPT_RADIUS)
+        if isinstance(kept, Tensor) and kept.shape == weight.radius.shape:
+            weight.radius = kept.to(weight.radius)
+
+    def _keep_radius(self, optimizer: Optimizer, weight: HeldWeight) -> None:
+        """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none.
+
+        One that stores none for a weight which it has changed, as SGD, gets a number for each of its other parameters
+        too, because torch.distributed.checkpoint loads state of all parameters or of none.
+        """
+        states = _states(optimizer)
+        if not states.get(weight.parameter):
+            if weight.parameter._version == weight.version:
+                return
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                if parameter.grad is not None and not states.get(parameter):
+                    states[parameter] = {KEPT_RADIUS: torch.zeros(())}
+            states[weight.parameter] = {}
+        states[weight.parameter][KEPT_RADIUS] = weight.radius
+
+    def set_radius(self, weight: HeldWeight, radius: Tensor) -> None:
+        """Hold a weight at another radius from now on."""
+        weight.radius = radius
+        for optimizer in self._optimizers():
+            state = _states(optimizer).get(weight.parameter, {})
+            if KEPT_RADIUS in state:
+                state[KEPT_RADIUS] = radius
+
+    def load_radii(self, state: Mapping[str, Tensor]) -> None:
+        """Take over radii by the labels of the weights."""
+        for weight in self._active.values():
+            _check_radius(weight, state.get(weight.label))
+        for weight in self._active.values():
+            self.set_radius(weight, state[weight.label].to(weight.radius))
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._check_observed(optimizer)
+        states = _states(optimizer)
+        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
+        rest = {w.label: w.radius.clone() for w in mine if KEPT_RADIUS not in states.get(w.parameter, {})}
+        if rest:
+            state[KEY] = {**state.get(KEY, {}), **rest}
+
+    def _load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Note the radii of a state dict: torch casts state to the dtype of the weights."""
+        self._loaded = {}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+            for parameter, key in zip(group["params"], saved["params"], strict=False):
+                weight, kept = self._active.get(id(parameter)), state["state"].get(key, {}).get(KEPT_RADIUS)
+                if weight is not None and isinstance(kept, Tensor):
+                    self._loaded[weight.label] = _check_radius(weight, kept)
+        for weight in self._active.values() if KEY in state else ():  # before the first step, and in older files
+            if weight.label not in self._loaded:
+                self._loaded[weight.label] = _check_radius(weight, state[KEY].get(weight.label))
+
+    def _loaded_(self, optimizer: Optimizer) -> None:
+        for weight in self._active.values():
+            if weight.label in self._loaded:
+                self.set_radius(weight, self._loaded[weight.label].to(weight.radius))
+
+    # a promise that is watched
+
+    def _check_held(self) -> None:
+        """After one of the first steps: every weight that it changed has its norm."""
+        for weight in self._active.values():
+            if weight.had_gradient and weight.off() > weight.tolerance:
+                raise NormNotHeldError(
+                    weight.label,
+                    "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",
+                    "Call hold_ on the optimizer that trains the weight, after whatever replaces its parameter groups",
+                )
+
+    def _check_observed(self, optimizer: Optimizer) -> None:
+        """Where the optimizer has state or gradients, but no step was observed, the weights have their norms."""
+        if self._steps:
+            return
+        for group in optimizer.param_groups:
+            for weight in self._mine(group):
+                trained = weight.parameter.grad is not None or bool(_states(optimizer).get(weight.parameter))
+                if trained and weight.off() > weight.tolerance:
+                    raise NormNotHeldError(
+                        weight.label,
+                        f"its norm changed, and no step() of the {type(optimizer).__name__} was observed",
+                        "Train by step() of a torch.optim.Optimizer; a hold cannot act on other methods",
+                    )
+
+
+def _nothing() -> None:
+    """In the place of a function that ends something."""
+
+
+def _states(optimizer: Optimizer) -> dict[Any, Any]:
+    return optimizer.state if isinstance(optimizer.state, dict) else {}
+
+
+def _check_radius(weight: HeldWeight, radius: Tensor | None) -> Tensor:
+    if radius is None or radius.shape != weight.radius.shape:
+        raise InvalidArgumentError(
+            f"the state of hold_() has a radius of shape {tuple(weight.radius.shape)} for {weight.label}",
+            "none" if radius is None else f"one of shape {tuple(radius.shape)}",
+            "Hold the same weights by the same norm as when the state was saved.",
+        )
+    return radius
+
+
+@torch.no_grad()
+def _follow(ref: weakref.ref[Hold], key: int, edit: Edit) -> None:
+    """An edit has overwritten a held weight: hold its new norms, or refuse where a number was given."""
+    hold = ref()
+    weight = None if hold is None or not hold.complete else hold.active(key)
+    if hold is None or weight is None or weight.off() <= weight.tolerance:
+        return
+    if weight.at is not None:
+        why = f"hold_ holds its norm at {weight.at:g}, which this changes"
+        raise NotApplicableError(edit.verb, weight.label, why, "End the hold first: held.undo_().", action="change")
+    edit.on_undo(partial(hold.set_radius, weight, weight.radius))
+    hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
+    edit.note(f"{weight.label} is held at its new norm from now on")
+
+
+# --- which hold is in force ---------------------------------------------------------------------------------------
+
+# The hold of a weight, by the `id` of the weight; a hold lives as long as its optimizer or its handle.
+_HOLDS: weakref.WeakValueDictionary[int, Hold] = weakref.WeakValueDictionary()
+
+
+def hold_of(parameter: Tensor) -> Hold | None:
+    """The hold in force of a parameter."""
+    hold = _HOLDS.get(id(parameter))
+    weight = None if hold is None else hold.active(id(parameter))
+    return hold if weight is not None and weight.parameter is parameter else None
+
+
+def step_of_hold(parameter: Tensor) -> Step | None:
+    """Whether a parameter is held, and by which step.
+
+    Example:
+        >>> from gonio.optim.holding import step_of_hold
+        >>> layer = nn.Linear(2, 2)
+        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
+        >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
+        ('fixed', None)
+    """
+    hold = hold_of(parameter)
+    return None if hold is None else hold.step

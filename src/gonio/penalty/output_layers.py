@@ -1,0 +1,161 @@
+"""The layers that compute a model's outputs, found by running the model on shapes alone.
+
+Every parameter and the input become tensors without data, on torch's meta device, so that a run costs neither memory
+nor time. From each output tensor the autograd graph is followed back to the first layers with weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from gonio.editing.where import sites
+from gonio.geometry.views import has_filters
+from gonio.surgery.equivalent import call, evaluating, examples_for
+from gonio.surgery.facts import TABLES
+from gonio.surgery.graph import restoring
+
+_Nodes = dict[Any, nn.Module]  # by the node of autograd that made it: the layer of an output
+
+
+def output_layers(model: nn.Module) -> tuple[set[int], str]:
+    """The layers by `id`, and why they are not known; the reason is empty if they are.
+
+    An output layer is the last layer with a weight on every path to some output of the model, in evaluation or in
+    training. Outputs that several layers add to, as the residual stream of a model without a head, have none.
+
+    Example:
+        >>> from gonio.penalty.output_layers import output_layers
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> output_layers(model) == ({id(model[2])}, "")
+        True
+    """
+    reason = "the model has no layer that tells its input size"
+    for inner in _cores(model):
+        for example in examples_for(inner):
+            try:
+                found = _of_run(inner, example)
+            except Exception as error:  # a model can raise anything at a size that it does not take
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                continue
+            return {id(layer) for layer in found if layer is not model}, ""
+    named = list(_named(model))
+    return {id(layer) for layer in named}, "" if named else f"the model could not be run ({reason})"
+
+
+def _cores(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and what it holds if all of its parameters are in one child, as in a wrapper of a trainer."""
+    yield model
+    inside = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(inside) == 1 and not model._parameters and not isinstance(model, nn.Sequential):
+        yield from _cores(inside[0])
+
+
+def _of_run(model: nn.Module, example: Any) -> set[nn.Module]:
+    inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
+    with _without_data(model):
+        found = _from_mode(model, inputs, training=False)
+        try:
+            return found | _from_mode(model, inputs, training=True)
+        except Exception:  # training may need more, such as labels
+            return found
+
+
+@contextmanager
+def _without_data(model: nn.Module) -> Iterator[None]:
+    """Put tensors without data in the place of all parameters and buffers, the same one for a shared tensor."""
+    bare: dict[int, Tensor] = {}
+    registries: list[dict[str, Any]] = [each for m in model.modules() for each in (m._parameters, m._buffers)]
+    kept = [(registry, dict(registry)) for registry in registries]
+    recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    try:
+        for registry, before in kept:
+            for name, tensor in before.items():
+                if tensor is None or (tensor.is_meta and tensor.requires_grad):
+                    continue
+                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                trains = isinstance(tensor, nn.Parameter) and new.is_floating_point()
+                registry[name] = bare.setdefault(id(tensor), nn.Parameter(new) if trains else new)
+        for module in recurrent:  # they keep a list of their weights, which setting an attribute updates
+            for name, tensor in list(module._parameters.items()):
+                setattr(module, name, tensor)
+        yield
+    finally:
+        for registry, before in kept:
+            registry.update(before)
+        for module in recurrent:
+            for name, tensor in list(module._parameters.items()):
+                setattr(module, name, tensor)
+
+
+def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[nn.Module]:
+    made: _Nodes = {}
+
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                made[tensor.grad_fn] = module
+
+    layers = [m for m in model.modules() if not isinstance(m, TABLES) and any(has_filters(m, n) for n in m._parameters)]
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        with evaluating(model), restoring(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            model.train(training)
+            outputs = call(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    direct = outputs.values() if isinstance(outputs, Mapping) else outputs
+    direct = direct if not isinstance(direct, Tensor) else (direct,)
+    ends = [tensor.grad_fn for tensor in direct if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
+    return {layer for end in ends for layer in _last(end, made) if has_filters(layer)}
+
+
+def _last(end: Any, made: _Nodes) -> set[nn.Module]:
+    """The first layers on the way back from an output; none if one of them feeds another."""
+    first = {node for node in _reached([end], made) if node in made}
+    below = _reached([node for start in first for node, _ in start.next_functions if node is not None], {})
+    return set() if first & below else {made[node] for node in first}
+
+
+def _reached(start: list[Any], stops: Mapping[Any, nn.Module]) -> set[Any]:
+    seen, pending = set(start), list(start)
+    while pending:
+        node = pending.pop()
+        if node not in stops:
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            pending += new
+    return seen
+
+
+def _named(model: nn.Module) -> Iterator[nn.Module]:
+    """The output layers of a model that cannot be run: the last of a sequence, or as timm and transformers say.
+
+    In a model of transformers that does not name its output embeddings they are what lies outside of its base model.
+    """
+    if isinstance(model, nn.Sequential):
+        yield from _last_weighted(model)
+    for module in model.modules():
+        named = []
+        for method in ("get_output_embeddings", "get_classifier"):
+            if hasattr(type(module), method):
+                try:
+                    found = getattr(module, method)()
+                except Exception:  # the model's own code
+                    continue
+                named += [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+        base = module._modules.get(getattr(type(module), "base_model_prefix", ""))
+        if base is not None and not named:
+            named = [child for child in module.children() if child is not base]
+        for each in named:
+            yield from _last_weighted(each)
+
+
+def _last_weighted(module: nn.Module) -> list[nn.Module]:
+    return [site.module for site in sites(module) if has_filters(site.module)][-1:]

@@ -1,0 +1,286 @@
+"""The one registry of optimizer steps: through every wrapper, in order, thread by thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import foreign
+import gonio
+from gonio import parametrizations as P
+from gonio.errors import InvalidArgumentError
+from gonio.surgery.steps import real_optimizers, watch
+
+Optimizer = torch.optim.Optimizer
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation, whose two methods take the place of `step`."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer, self.param_groups = base, base.param_groups
+        self.moved: list[Any] = []
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.moved = [(p, p.grad.clone()) for g in self.param_groups for p in g["params"]]
+        for p, e in self.moved:
+            p.add_(e)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p, e in self.moved:
+            p.sub_(e)
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:
+        self.first_step()
+        self.second_step()
+
+
+class Lookahead(Optimizer):
+    """Every second step goes half of the way back; as in other libraries `Optimizer.__init__` is not called."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.inner, self.param_groups, self.state = base, base.param_groups, base.state
+        self.slow = [p.detach().clone() for g in base.param_groups for p in g["params"]]
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.count += 1
+        for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True) if self.count % 2 == 0 else ():
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+class Plain:
+    """No Optimizer at all, with its optimizers in a dict."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        self.by_name = {str(i): each for i, each in enumerate(inner)}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.by_name.values() for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self.by_name.values():
+            each.step()
+
+
+class Deaf(Optimizer):
+    """Neither calls `Optimizer.__init__` nor contains an optimizer: torch reports none of its steps."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": 0.1}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def accelerated(optimizer: Optimizer) -> Any:
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
+
+
+def lightning(optimizer: Optimizer) -> Any:
+    foreign.torchvision()  # which the library imports where it finds it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer(optimizer)
+    wrapped._strategy = type("Strategy", (), {"optimizer_step": lambda self, o, closure, **_: o.step(closure)})()
+    return wrapped
+
+
+def timms(optimizer: Optimizer) -> Any:
+    foreign.timm()
+    return importlib.import_module("timm.optim.lookahead").Lookahead(optimizer, k=2)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": sgd,
+    "accelerate": lambda m: accelerated(sgd(m)),
+    "lightning": lambda m: lightning(sgd(m)),
+    "Lookahead of timm": lambda m: timms(sgd(m)),
+    "Lookahead": lambda m: Lookahead(sgd(m)),
+    "SAM": lambda m: Sam(sgd(m)),
+    "two in a dict": lambda m: Plain(sgd(m[0]), torch.optim.Adam(m[2].parameters(), lr=0.1)),
+    "twice": lambda m: accelerated(Lookahead(sgd(m))),
+}
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 5) -> None:
+    for seed in range(steps):
+        model.zero_grad()
+        x = torch.randn(9, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        if isinstance(optimizer, Sam):
+            optimizer.first_step()
+            optimizer.second_step()
+        else:
+            optimizer.step()
+
+
+def watches(optimizer: Any) -> list[Any]:
+    return [each for real in real_optimizers(optimizer, verb="test") for each in vars(real).get("_gonio_watches", [])]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("step", ["free", "fixed"])
+def test_weights_are_held_in_every_wrapper(wrapper: str, step: str) -> None:
+    model = network()
+    optimizer = WRAPPERS[wrapper](model)
+    held = gonio.hold_(model, optimizer, step=step)
+    norms = [layer.weight.detach().norm() for layer in (model[0], model[2])]
+    before = model[0].weight.detach().clone()
+    for _ in range(3):
+        train(model, optimizer, 2)
+        for layer, norm in zip((model[0], model[2]), norms, strict=True):
+            assert float(layer.weight.detach().norm()) == pytest.approx(float(norm), rel=1e-6)
+    assert not torch.allclose(model[0].weight, before)
+    held.undo_()
+    assert watches(optimizer) == []
+    train(model, optimizer, 3)
+    assert float(model[0].weight.detach().norm()) != pytest.approx(float(norms[0]), rel=1e-5), "a negative control"
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_steps_are_measured_and_ticked_in_every_wrapper(wrapper: str) -> None:
+    model = network()
+    gonio.parametrize_(model, P.SpectralNorm(), where="0")
+    optimizer = WRAPPERS[wrapper](model)
+    ticking = gonio.surgery.tick_on_step(optimizer, model)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    vector = model[0].weight_parametrization.v.clone()
+    train(model, optimizer, 2)
+    assert sorted((row["step"], row["layer"]) for row in tracker.rows) == [(1, "0"), (1, "2"), (2, "0"), (2, "2")]
+    assert not torch.equal(model[0].weight_parametrization.v, vector)
+    assert str(ticking).startswith("tick_on_step: 1 module\n  0  weight: SpectralNorm")
+    ticking.undo_()
+    tracker.undo_()
+    assert watches(optimizer) == []
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        gonio.hold_,
+        lambda m, o: gonio.Tracker(m, optimizer=o),
+        lambda m, o: gonio.surgery.tick_on_step(o, gonio.parametrize_(m, P.SpectralNorm()) and m),
+    ],
+    ids=["hold_", "Tracker", "tick_on_step"],
+)
+def test_steps_that_cannot_be_observed_are_refused(act: Callable[..., Any]) -> None:
+    model = network()
+    optimizer = Deaf(model.parameters())
+    with pytest.raises(
+        InvalidArgumentError, match=r"can be observed; found a Deaf, which neither calls .* Pass the torch"
+    ):
+        act(model, optimizer)
+    assert "_gonio_watches" not in vars(optimizer)
+
+
+def test_an_inner_optimizer_of_other_parameters_is_none() -> None:
+    """An attribute alone is no evidence: it must share parameters."""
+    model, other = network(), network()
+    optimizer = sgd(model)
+    optimizer.reference = sgd(other)  # type: ignore[attr-defined]
+    assert real_optimizers(optimizer, verb="test") == (optimizer,)
+
+
+def test_order_before_and_after() -> None:
+    """What measures is around what changes, whatever was registered first, and around the optimizer's own hooks."""
+    model, seen = network(), list[str]()
+    optimizer = sgd(model)
+
+    def note(word: str) -> dict[str, Any]:
+        return {"before": lambda _: seen.append(f"{word}+"), "after": lambda _: seen.append(f"{word}-")}
+
+    ends = [watch(optimizer, **note("change")), watch(optimizer, **note("measure"), measures=True)]
+    ends.append(watch(None, **note("all")))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("own+"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("own-"))
+    optimizer.step()
+    assert seen == ["all+", "measure+", "change+", "own+", "own-", "change-", "measure-", "all-"]
+    for end in (*ends, *ends):
+        end()
+    seen.clear()
+    optimizer.step()
+    assert seen == ["own+", "own-"]
+
+
+def test_a_watch_may_end_during_the_step() -> None:
+    optimizer, seen = sgd(network()), list[int]()
+    ends: list[Callable[[], None]] = []
+    ends += [
+        watch(optimizer, before=lambda _: [end() for end in ends]),
+        watch(optimizer, after=lambda _: seen.append(1)),
+    ]
+    optimizer.step()
+    optimizer.step()
+    assert seen == []
+
+
+def test_nothing_keeps_an_optimizer_or_a_model() -> None:
+    model = network()
+    optimizer = sgd(model)
+    gonio.hold_(model, optimizer)
+    gonio.Tracker(model, optimizer=optimizer)
+    refs = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_threads_that_edit_hold_and_train() -> None:
+    """Each its own model; the registry is the only thing that they share."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                model = network()
+                optimizer = sgd(model)
+                edited = gonio.parametrize_(model, P.WeightNorm(), where="2", optimizer=optimizer)
+                held = gonio.hold_(model, optimizer, where="0")
+                norm = float(model[0].weight.detach().norm())
+                train(model, optimizer, 1)
+                assert float(model[0].weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
+                held.undo_()
+                edited.undo_()
+                gonio.parametrize_(model, P.WeightNorm()).undo_()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
