@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import computed_in, least_norm, matrix_vector, normalize
+from gonio.geometry.norms import computed_in, in_range, least_norm, matrix_vector, normalize
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
-LARGE = 1e15  # entries above it have squares whose sums overflow in float32
 HALVED_FROM, GRAM_PARTS = 512, 4  # rows from which half of a Gram matrix is computed, and its blocks of rows
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
@@ -134,11 +133,8 @@ def frobenius_norm(matrix: Stored) -> float:
 
 
 def row_directions(rows: Tensor) -> Tensor:
-    """Unit vectors in float32 at least; rows whose squares overflow are divided by their largest entry first."""
-    rows = rows.to(computed_in(rows.dtype))
-    largest = rows.abs().amax(-1, keepdim=True)
-    large = largest > LARGE
-    return normalize(rows / largest.masked_fill(~large, 1) if bool(large.any()) else rows)
+    """Unit vectors of rows of any size, in float32 at least; a row that counts as zero is 0."""
+    return normalize(in_range(rows.to(computed_in(rows.dtype))))
 
 
 def row_norms(matrix: Tensor) -> Tensor:
