@@ -338,9 +338,7 @@ for _network in ("ResNet-18", "digits network"):
     WAYS |= {
         (_network, "orthogonality, add_grads_"): {
             "usual": USUAL["orthogonality, add_grads_"],
-            "whole Gram matrices": _patched(
-                "orthogonality, add_grads_", gonio__regularizers__kernels__HALVED_FROM=10**9
-            ),
+            "whole Gram matrices": _patched("orthogonality, add_grads_", gonio__geometry__norms__HALVED_FROM=10**9),
             "a batch per shape": _step(_batches_of_one_shape),
             "the two products alone": _step(_two_products_alone),
         },

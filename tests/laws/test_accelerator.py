@@ -27,6 +27,8 @@ ONCE = {"spectral_views.py to"}
 ALLOWED = {
     "build": {*ONCE, "scale_shift.py reason_to_skip"},
     "first tick": ONCE,
+    "step": ONCE,  # the first for the geometry of a convolution
+    "evaluation": ONCE,
     "values": {"penalty.py <dictcomp>", "penalty.py values"},
     "measurement": {"blocks.py count_nonfinite", "tensor.py _filters"},
 }  # by phase; in all others nothing

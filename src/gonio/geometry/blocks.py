@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import computed_in, in_range, least_norm, matrix_vector, normalize
+from gonio.geometry.norms import computed_in, gram, in_range, least_norm, matrix_vector, normalize
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
-HALVED_FROM, GRAM_PARTS = 512, 4  # rows from which half of a Gram matrix is computed, and its blocks of rows
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
 CosineBlock = tuple[int, Tensor, Tensor]
@@ -209,26 +208,11 @@ def safe_scale(matrix: Stored) -> float:
     return 1.0 if largest == 0 or 1e-10 < largest < 1e10 else largest
 
 
-def self_product(matrix: Tensor) -> Tensor:
-    """W Wᵀ; for many rows only its lower triangle, with zeros above the blocks that contain it.
-
-    NumPy's product of this kind is faster on one core. On several its threads and those of torch disturb each other.
-    """
-    n = len(matrix)
-    if n < HALVED_FROM:
-        return matrix @ matrix.mT
-    lower, size = matrix.new_zeros(n, n), -(-n // GRAM_PARTS)
-    for top in range(0, n, size):
-        rows = matrix[top : top + size]
-        torch.mm(rows, matrix[: top + len(rows)].mT, out=lower[top : top + len(rows), : top + len(rows)])
-    return lower
-
-
 @dataclass(frozen=True)
 class GramMatrix:
     """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines."""
 
-    values: Tensor  # correct in its lower triangle, which is all that `eigvalsh` reads
+    values: Tensor
     scale: float  # :func:`safe_scale` of W
     of_filters: bool  # whether it is W Wᵀ
     dtype: torch.dtype  # in which figures of W are computed otherwise
@@ -240,7 +224,7 @@ class GramMatrix:
         scale = safe_scale(matrix) if matrix.dtype == torch.float64 else 1.0  # squares of others are in range
         wide = matrix.double().contiguous()
         wide = wide if scale == 1 else wide / scale
-        return cls(self_product(wide if n <= d else wide.mT), scale, n <= d, computed_in(matrix.dtype))
+        return cls(gram(wide if n <= d else wide.mT), scale, n <= d, computed_in(matrix.dtype))
 
     @property
     def has_cosines(self) -> bool:

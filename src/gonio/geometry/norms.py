@@ -23,6 +23,7 @@ WIDE = (torch.float32, torch.float64)  # the dtypes in which geometry computes; 
 # and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction
 # and their intermediates (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
 LARGE = 1e15  # entries above it have squares whose sums overflow in float32
+HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than copying the rest costs
 SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
 _ORDINARY = (Tensor, nn.Parameter)
 _UNCHANGED = nullcontext()
@@ -197,6 +198,19 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     if stored is matrix:
         return torch.bmm(vector.expand(parts, 1, -1), blocks.mT).view(-1)
     return torch.bmm(vector.view(parts, 1, -1), blocks).sum((0, 1))
+
+
+def gram(a: Tensor) -> Tensor:
+    """A Aᵀ of a matrix or a stack; of a large matrix on CPU only the blocks on and below the diagonal are computed."""
+    rows = a.shape[-2]
+    if a.dim() > 2 or not a.is_cpu or rows < HALVED_FROM:
+        return a @ a.mT
+    product, size = a.new_empty(rows, rows), -(-rows // 4)
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        torch.mm(a[start:], a[start:stop].T, out=product[start:, start:stop])
+        product[start:stop, stop:] = product[stop:, start:stop].T
+    return product
 
 
 @lru_cache(maxsize=256)

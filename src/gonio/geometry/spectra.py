@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import (
-    GramMatrix,
-    Stored,
-    StoredDifference,
-    frobenius_norm,
-    row_blocks,
-    safe_scale,
-    self_product,
-)
+from gonio.geometry.blocks import GramMatrix, Stored, StoredDifference, frobenius_norm, row_blocks, safe_scale
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import (
     Array,
@@ -25,6 +17,7 @@ from gonio.geometry.norms import (
     check_finite,
     computed_in,
     full_precision,
+    gram,
     safe_norm,
     whole,
     widen,
@@ -293,10 +286,10 @@ def _values_by_blocks(matrix: Stored) -> Tensor:
     """From the float64 Gram matrix of the smaller side, summed over blocks; below 1e-8 of the largest only noise."""
     n, d = matrix.shape
     scale = safe_scale(matrix)
-    gram = torch.zeros(min(n, d), min(n, d), dtype=torch.float64, device=matrix.device)
+    total = torch.zeros(min(n, d), min(n, d), dtype=torch.float64, device=matrix.device)
     for _, block in row_blocks(matrix if n > d else matrix.mT):
-        gram += self_product((block.double() / scale).mT)
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt() * scale
+        total += gram((block.double() / scale).mT)
+    return torch.linalg.eigvalsh(total).clamp(min=0).sqrt() * scale
 
 
 def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name: str) -> int | None:

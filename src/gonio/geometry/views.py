@@ -186,9 +186,14 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         return matrix.reshape(shape)
     if view == "taps":
         matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
+    return from_matrices(matrix, shape, layout)
+
+
+def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+    """:func:`unview` of the filters view, without its checks."""
     stored = (shape[0] // layout.matrices, shape[1])
     rows, cols = reversed(stored) if layout.transposed else stored
-    filters = matrix.reshape(layout.matrices, rows, cols, *shape[2:])
+    filters = matrices.reshape(layout.matrices, rows, cols, *shape[2:])
     return (filters.transpose(1, 2) if layout.transposed else filters).reshape(shape)
 
 

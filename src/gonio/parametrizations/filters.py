@@ -55,7 +55,7 @@ class WeightNorm(Parametrization):
     def weight_of(self, raw: Tensor) -> Tensor:
         magnitude = self._parameters["magnitude"]  # the registry itself: `self.magnitude` is a slow search
         if magnitude is None:
-            return raw  # a template keeps every weight
+            return raw  # unbound: the identity
         norms = magnitude if magnitude.dtype is raw.dtype else magnitude.to(raw.dtype)
         return rescaled(raw, norms, self.bound_layout)
 
@@ -97,7 +97,7 @@ class Sphere(Parametrization):
         >>> torch.allclose(layer.weight.flatten(1).norm(dim=1), torch.full((8,), 2.0))
         True
 
-    See also: :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, whose case of one row this is.
+    See also: :class:`WeightNorm`, which trains the norms too; :class:`Orthogonal`, which reduces to this for one row.
 
     References: W. Liu et al., "Deep hyperspherical learning", NeurIPS 2017, section 3.
         https://arxiv.org/abs/1711.03189. Differs: the projection is part of the forward pass, with its derivative.
@@ -124,7 +124,7 @@ class Sphere(Parametrization):
         return bool(((safe_norm(filters, dims) / self.radius - 1).abs() <= rounding).all())
 
 
-# --- a weight as filters and as matrices, without copies -------------------------------------------
+# --- a weight as filters, without copies -----------------------------------------------------------
 
 
 def by_filter(weight: Tensor, layout: Layout) -> tuple[Tensor, tuple[int, ...]]:
@@ -144,22 +144,6 @@ def filter_size(weight: Tensor, layout: Layout) -> int:
     """The number of entries of one filter, which is the fan-in of the layer."""
     filters = layout.matrices * weight.shape[1] if layout.transposed else weight.shape[0]
     return weight.numel() // filters
-
-
-def matrices_of(weight: Tensor, layout: Layout) -> Tensor:
-    """:func:`gonio.geometry.matrix_view` of a weight whose shape was checked when it was bound."""
-    if layout.matrices == 1 and not layout.transposed:
-        return weight.flatten(1).unsqueeze(0)
-    filters = weight.unflatten(0, (layout.matrices, -1))
-    return (filters.transpose(1, 2) if layout.transposed else filters).flatten(2)
-
-
-def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
-    """The inverse of :func:`matrices_of`: the weight of `shape` with these matrices."""
-    if not layout.transposed:
-        return matrices.reshape(shape)
-    filters = matrices.reshape(*matrices.shape[:2], shape[0] // layout.matrices, *shape[2:])
-    return filters.transpose(1, 2).reshape(shape)
 
 
 def rescaled(raw: Tensor, norms: Tensor, layout: Layout) -> Tensor:

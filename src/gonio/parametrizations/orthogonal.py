@@ -10,7 +10,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import apply, ordinary_eager
 from gonio.geometry.norms import widen
-from gonio.parametrizations.filters import from_matrices, matrices_of
+from gonio.geometry.views import from_matrices, matrix_view
 from gonio.parametrizations.parametrization import Parametrization
 
 
@@ -64,19 +64,19 @@ class Orthogonal(Parametrization):
         if layout.matrices == 1 and not layout.transposed:
             factor = polar(raw.flatten(1)).view_as(raw)  # operations on a stack take longer
         else:
-            factor = from_matrices(polar(matrices_of(raw, layout)), raw.shape, layout)
+            factor = from_matrices(polar(matrix_view(raw, layout)), raw.shape, layout)
         return factor if self.scale == 1 else factor * self.scale
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The nearest orthogonal tensor; orthonormal rows complete a rank-deficient weight."""
         layout = self.bound_layout
-        u, _, vh = torch.linalg.svd(matrices_of(widen(weight), layout), full_matrices=False)
+        u, _, vh = torch.linalg.svd(matrix_view(widen(weight), layout), full_matrices=False)
         return from_matrices(u @ vh, weight.shape, layout).to(weight.dtype)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the rows (or columns) of each group are orthonormal up to the scale and rounding."""
-        matrices = matrices_of(weight.detach().double(), self.bound_layout) / self.scale
+        matrices = matrix_view(weight.detach().double(), self.bound_layout) / self.scale
         small = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
         defect = small @ small.mT - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)
         return bool(defect.abs().max() <= 10 * small.shape[-1] ** 0.5 * torch.finfo(weight.dtype).eps)

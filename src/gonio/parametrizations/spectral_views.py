@@ -23,8 +23,7 @@ from gonio.geometry.conv_norm import conv_spectral_norm_estimate
 from gonio.geometry.conv_operator import frequencies
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import least_norm, normalize, safe_norm
-from gonio.geometry.views import Layout
-from gonio.parametrizations.filters import from_matrices, matrices_of
+from gonio.geometry.views import Layout, from_matrices, matrix_view
 from gonio.seeding import generator
 
 # Note [Following the largest singular value]
@@ -95,7 +94,7 @@ class FilterView(SpectralView):
 
     def matrices(self, weight: Tensor) -> Tensor:
         # The layout is looked at last: compiled, every attribute that is read is a guard of every call.
-        return weight.flatten(1).unsqueeze(0) if self.flat else matrices_of(weight, self.layout)
+        return weight.flatten(1).unsqueeze(0) if self.flat else matrix_view(weight, self.layout)
 
     def weight_of(self, matrices: Tensor) -> Tensor:
         return from_matrices(matrices, self.shape, self.layout)
@@ -146,7 +145,9 @@ class FilterView(SpectralView):
             restart = torch.bmm(torch.linalg.qr(powers[1][:, :, :BLOCK]).Q.mT, space)
             zero = torch.linalg.vector_norm(images, dim=(1, 2), keepdim=True) == 0
             found["basis"] = torch.where(zero, state["basis"], restart)
-        found["v"] = _unit_or(torch.bmm(top, matrices) if wide else top, state["v"], (1, 2))
+        v = _unit_or(torch.bmm(top, matrices) if wide else top, state["v"], (1, 2))
+        turned = (v * state["v"]).sum((1, 2), keepdim=True) < 0  # averages of vectors need one sign
+        found["v"] = torch.where(turned, -v, v)
         found["u"] = _unit_or(torch.bmm(found["v"], matrices.mT), state["u"], (1, 2))
         return found
 

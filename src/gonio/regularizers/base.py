@@ -103,7 +103,7 @@ def _options(kind: type[Regularizer]) -> dict[str, tuple[Any, ...]]:
 class WeightRegularizer(Regularizer):
     """A regularizer of a layer's weight. A subclass defines :meth:`_evaluate`, and the hooks that concern it."""
 
-    scale_only: ClassVar[bool] = False  # whether it is a a `ScaleRegularizer`
+    scale_only: ClassVar[bool] = False  # whether the value depends on the norm of the weight alone or mainly on it
 
     def value(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """The penalty at strength 1, summed over the layer's matrices; a differentiable scalar.

@@ -15,12 +15,11 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from gonio.geometry.norms import matrix_vector
+from gonio.execution import total as sum_over_processes
+from gonio.geometry.norms import gram, matrix_vector
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-HALVED_FROM = 192  # rows of a Gram matrix from which computing half of it saves more than the copy of the rest costs
 
 
 class WithGradient(torch.autograd.Function):
@@ -41,19 +40,6 @@ class WithGradient(torch.autograd.Function):
 
 
 # --- orthogonality ------------------------------------------------------------------------------------
-
-
-def gram(a: Tensor) -> Tensor:
-    """A Aᵀ of a matrix or a stack; of a large matrix on CPU only the blocks on and below the diagonal are computed."""
-    rows = a.shape[-2]
-    if a.dim() > 2 or not a.is_cpu or rows < HALVED_FROM:
-        return a @ a.mT
-    product, size = a.new_empty(rows, rows), -(-rows // 4)
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        torch.mm(a[start:], a[start:stop].T, out=product[start:, start:stop])
-        product[start:stop, stop:] = product[stop:, start:stop].T
-    return product
 
 
 def defect_and_gradient(w: Tensor, *, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -181,13 +167,8 @@ class Pairs(NamedTuple):
 
 
 def total(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The differentiable sum over the processes of a group."""
-    if group is None:
-        return x
-    from torch.distributed.nn.functional import all_reduce
-
-    summed: Tensor = all_reduce(x, group=group)
-    return summed
+    """The differentiable sum over the processes of a group; for None over this process, `x` itself."""
+    return x if group is None else sum_over_processes(x, group)
 
 
 def first_sample(x: Tensor, group: ProcessGroup | None) -> Tensor:
