@@ -131,10 +131,11 @@ class MissingExtraError(GonioError, ImportError):
     """
 
     def __init__(self, what: str, package: str, extra: str | None) -> None:
-        target = package if extra is None else f"'gonio[{extra}]'"
+        command = f"pip install {package}"
+        if extra is not None:  # double quotes, because Windows' own shell takes single ones for a part of the name
+            command = f'pip install "gonio[{extra}]" (in a clone: pip install -e ".[{extra}]")'
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {target}",
-            name=package,
+            f"{what} needs the package {package!r}, which is not installed. Install it with: {command}", name=package
         )
 
 
