@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic matrix soak versions wheel sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix soak versions wheel sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -48,6 +48,10 @@ arithmetic: $(VENV)/.dev
 	done; \
 	rm -rf "$$folder"; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+# Write tests/interface.txt anew: every public name with its signature.
+interface: $(VENV)/.dev
+	$(BIN)/python tests/interface.py
 
 # Every method in every setting of training: run the tests, write the page from their results.
 matrix: $(VENV)/.dev
