@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gonio.lab.claims import Choice, Claim, Findings, load_claim, load_claims, try_claims
-from gonio.lab.planning.plan import installed_versions
+from gonio.lab.claims import Claim, ClaimOptions, ClaimResults, load_claim, load_claims, try_claims
+from gonio.lab.plan import installed_versions
 
 RESULT = Path(__file__).with_name("results") / "claims_agreement.json"
 
@@ -44,24 +44,24 @@ def parts() -> Mapping[str, Part]:
     }
 
 
-def tried(part: Part, folder: Path, *, jobs: int | None) -> list[tuple[int, Findings]]:
+def tried(part: Part, folder: Path, *, jobs: int | None) -> list[tuple[int, ClaimResults]]:
     """The findings on each set of seeds, judged on its own as a run of the command is."""
     found = []
     for first in part.first_seeds:
-        choice = Choice(first_seed=first)
-        found.append((first, try_claims(part.claims, folder / str(first), choice=choice, jobs=jobs)))
+        options = ClaimOptions(first_seed=first)
+        found.append((first, try_claims(part.claims, folder / str(first), options=options, jobs=jobs)))
         print(f"seeds from {first}: {found[-1][1].headline}", flush=True)
     return found
 
 
-def table(found: Sequence[tuple[int, Findings]]) -> dict[str, Any]:
+def table(found: Sequence[tuple[int, ClaimResults]]) -> dict[str, Any]:
     """Of each claim the verdict and the mean effect on each set of seeds, and whether all verdicts agree."""
     claims: dict[str, Any] = {}
     for first, findings in found:
-        for one in findings.findings:
+        for one in findings.results:
             row = claims.setdefault(one.claim.name, {"verdicts": {}, "means": {}})
             row["verdicts"][str(first)] = one.verdict
-            row["means"][str(first)] = one.judgement.mean
+            row["means"][str(first)] = one.evidence.mean
     for row in claims.values():
         row["counts"] = dict(Counter(row["verdicts"].values()))
         row["agree"] = len(row["counts"]) == 1

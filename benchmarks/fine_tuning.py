@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import gonio
 from benchmarks.machine import describe, versions
 from benchmarks.results import FOLDER
-from gonio.lab.planning.plan import Training
+from gonio.lab.plan import Training
 from gonio.lab.running.training import evaluate, fit, prepare_process
 from gonio.lab.tasks import bytes_
 from gonio.lab.tasks.task import Split, Task

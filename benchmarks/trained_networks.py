@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gonio.lab.planning.plan import Training
+from gonio.lab.plan import Training
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import digits
 from gonio.lab.tasks.task import Task

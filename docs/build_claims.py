@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gonio.lab.claims import SEEDS, Claim, Evidence, Finding, from_data, judge, load_claims
+from gonio.lab.claims import SEEDS, Claim, ClaimResult, Evidence, from_data, judge, load_claims
 from gonio.lab.showing.claims import (
     arm_rows,
     claim_picture,
@@ -83,7 +83,7 @@ def _between(path: Path, table: str) -> str:
     return re.sub(r"(<!-- claims -->\n).*?(<!-- /claims -->)", lambda m: f"{m[1]}{table}{m[2]}", text, flags=re.S)
 
 
-def _methods(found: dict[str, Finding]) -> str:
+def _methods(found: dict[str, ClaimResult]) -> str:
     """One line per method: the claim, the verdict, the effect, and a whole step as a ratio to the plain one."""
     steps = json.loads((ROOT / "benchmarks" / "results" / "whole_steps.json").read_text(encoding="utf-8"))["rows"]
     cost = {(row["table"], row["case"]): row["candidates"][0]["wall"]["median"] for row in steps}
@@ -101,13 +101,13 @@ def _methods(found: dict[str, Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _findings() -> tuple[dict[str, Finding], dict[str, str]]:
+def _findings() -> tuple[dict[str, ClaimResult], dict[str, str]]:
     """The finding of each claim, and the versions that made them; later files (full after quick) win."""
-    found: dict[str, Finding] = {}
+    found: dict[str, ClaimResult] = {}
     versions: dict[str, str] = {}
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.startswith("full")):
         data = from_data(json.loads(path.read_text(encoding="utf-8")))
-        found |= {one.claim.name: one for one in data.findings if one.verdict != "not tried"}
+        found |= {one.claim.name: one for one in data.results if one.verdict != "not tried"}
         versions |= data.versions
     return found, versions
 
@@ -121,14 +121,14 @@ def _intro(seed: str, versions: dict[str, str]) -> list[str]:
     return [f"{source} Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}."]
 
 
-def _section(claim: Claim, one: Finding | None) -> list[str]:
+def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
     verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
     lines = [f"## {claim.name}", "", f"> {claim.claim}", "", f"**{verdict}**"]
     if one:
-        lines[-1] += f": {effect_text(one)}. {one.judgement.reason}"
+        lines[-1] += f": {effect_text(one)}. {one.evidence.reason}"
         lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
         unit = f", {one.unit}" if one.unit else ""
-        lines += [f"| arm | mean{unit} | range of {one.judgement.n} seeds |", "|---|---|---|"]
+        lines += [f"| arm | mean{unit} | range of {one.evidence.n} seeds |", "|---|---|---|"]
         lines += [f"| {name} | {mean} | {span} |" for name, mean, span in arm_rows(one)]
         terms = contrast_text(one.setting.decisive) if one.setting else ""
         lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
@@ -143,7 +143,7 @@ def _section(claim: Claim, one: Finding | None) -> list[str]:
     return lines
 
 
-def _svg(one: Finding | None) -> str:
+def _svg(one: ClaimResult | None) -> str:
     """The picture as a file of its own."""
     picture = str(claim_picture(one, name="p")) if one else ""
     if not picture:
@@ -152,7 +152,7 @@ def _svg(one: Finding | None) -> str:
     return coloured.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1) + "\n"
 
 
-def _counts(found: dict[str, Finding]) -> str:
+def _counts(found: dict[str, ClaimResult]) -> str:
     counts = ", ".join(
         f"{count} {name}"
         for name in ("reproduced", "contradicted", "no useful effect", "undecided")
@@ -162,7 +162,7 @@ def _counts(found: dict[str, Finding]) -> str:
     return f"{tried} `gonio reproduce` tries the quick ones on your machine."
 
 
-def _table(found: dict[str, Finding], folder: str = "") -> list[str]:
+def _table(found: dict[str, ClaimResult], folder: str = "") -> list[str]:
     """All claims with their verdicts; `folder` leads from the page to those of the claims."""
     rows = ["| claim | sentence | verdict | effect (95 % interval) |", "|---|---|---|---|"]
     for claim in load_claims():
@@ -196,18 +196,18 @@ def _other_seeds() -> list[str]:
     return lines
 
 
-def judged_together(found: Sequence[Finding]) -> list[Finding]:
+def judged_together(found: Sequence[ClaimResult]) -> list[ClaimResult]:
     """The findings with the verdicts that their contrasts have in one run of all of them; nothing is trained."""
     tried = [one for one in found if one.verdict != "not tried"]
     seen = [
         Evidence(
             values=tuple(one.values.values()), direction=one.claim.direction, sesoi=one.claim.sesoi, unit=one.unit,
-            obstacle=one.judgement.reason if one.judgement.reason.startswith("No arm trains") else "",
+            obstacle=one.evidence.reason if one.evidence.reason.startswith("No arm trains") else "",
         )
         for one in tried
     ]  # fmt: skip
     verdicts = {one.claim.name: verdict for one, verdict in zip(tried, judge(seen), strict=True)}
-    return [replace(one, judgement=verdicts.get(one.claim.name, one.judgement)) for one in found]
+    return [replace(one, judgement=verdicts.get(one.claim.name, one.evidence)) for one in found]
 
 
 def add(path: Path) -> None:
@@ -215,7 +215,7 @@ def add(path: Path) -> None:
     whole, new = (from_data(json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "full.json", path))
     if new.versions != whole.versions:
         sys.exit(f"{path} was made with {new.versions}, the full run with {whole.versions}: run the whole catalogue")
-    of = {one.claim.name: one for one in (*whole.findings, *new.findings)}
+    of = {one.claim.name: one for one in (*whole.results, *new.results)}
     findings = judged_together([of[claim.name] for claim in load_claims() if claim.name in of])
     (RESULTS / "full.json").write_text(claims_json(replace(whole, findings=tuple(findings))) + "\n", encoding="utf-8")
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gonio.lab.claims import Finding, from_data, load_claims
+from gonio.lab.claims import ClaimResult, from_data, load_claims
 from gonio.lab.showing.claims import effect_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,16 +130,16 @@ def _filled(page: Path, tables: dict[str, str]) -> str:
     return text
 
 
-def _findings() -> dict[str, Finding]:
+def _findings() -> dict[str, ClaimResult]:
     """The finding of each claim in the catalogue's order; full results replace quick ones."""
-    found: dict[str, Finding] = {}
+    found: dict[str, ClaimResult] = {}
     for path in sorted((RESULTS / "claims").glob("*.json"), key=lambda path: path.stem.startswith("full")):
         data = from_data(json.loads(path.read_text(encoding="utf-8")))
-        found |= {one.claim.name: one for one in data.findings if one.verdict != "not tried"}
+        found |= {one.claim.name: one for one in data.results if one.verdict != "not tried"}
     return {claim.name: found[claim.name] for claim in load_claims() if claim.name in found}
 
 
-def _claims(found: list[Finding], language: Language, to: str, *, names: dict[str, str] | None = None) -> str:
+def _claims(found: list[ClaimResult], language: Language, to: str, *, names: dict[str, str] | None = None) -> str:
     head = (*((language.costs[0],) if names else ()), *language.claims)
     rows = [head, ("---",) * len(head)]
     for one in found:

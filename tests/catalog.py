@@ -153,7 +153,7 @@ def _decoupled(
         invariances={name: change for name, change in _SCALINGS.items() if name in keeps} | _BOTH_FLIPPED,
         sensitivities={name: change for name, change in _SCALINGS.items() if name not in keeps} | _SIGNS,
         channels_last=len(shape) == 4,
-        couples_batch=getattr(make().magnitude, "radius_in", "absolute") == "mean_norm",
+        couples_batch=getattr(make().operator.magnitude, "radius_in", "absolute") == "mean_norm",
     )
 
 
@@ -502,6 +502,7 @@ PARAMETRIZATIONS += _on_corners(
     "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
 )
 PARAMETRIZATIONS += _on_corners("Orthogonal", P.Orthogonal, ref_P.orthogonal)
+PARAMETRIZATIONS += _on_corners("OrthogonalConv", P.OrthogonalConv, ref_P.orthogonal_conv)
 PARAMETRIZATIONS += _on_corners("WeightStandardization", P.WeightStandardization, ref_P.standardized)
 PARAMETRIZATIONS += _on_corners(
     "scaled WeightStandardization",
@@ -588,12 +589,21 @@ def _small_network() -> nn.Module:
     )
 
 
+def _decoupled_network() -> nn.Module:
+    return nn.Sequential(
+        gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
+        nn.ReLU(),
+        nn.Flatten(),
+        gnn.DecoupledLinear(4 * 5 * 5, 3),
+    )
+
+
 def _images() -> Tensor:
     return seeded(4, 2, 5, 5)
 
 
-def _verb(name: str, apply: Callable[[nn.Module], Any], **options: bool) -> VerbCase:
-    return VerbCase(name=name, model=_small_network, inputs=_images, apply=apply, **options)
+def _verb(name: str, apply: Callable[[nn.Module], Any], **options: Any) -> VerbCase:
+    return VerbCase(**{"name": name, "model": _small_network, "inputs": _images, "apply": apply, **options})
 
 
 VERBS += [
@@ -612,12 +622,18 @@ VERBS += [
         ),
         keeps_function=True,
     ),
+    _verb("project_weights_", gnn.project_weights_, model=_decoupled_network, keeps_function=True, idempotent=True),
+    _verb(
+        "convert_gradually_",
+        lambda m: S.convert_gradually_(m, torch.optim.SGD(m.parameters()), steps=5),
+        model=_decoupled_network,
+    ),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
     _verb("swap_ group norm", lambda m: S.swap_(m, gnn.to_group_norm)),
     _verb("swap_ layer norm", lambda m: S.swap_(m, gnn.to_layer_norm, positions=(5, 5))),
     *[
         _verb(f"parametrize_ {kind.__name__}", lambda m, kind=kind: S.parametrize_(m, kind()))
-        for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.WeightStandardization)
+        for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.OrthogonalConv, P.WeightStandardization)
     ],
 ]

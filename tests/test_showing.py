@@ -37,7 +37,7 @@ def plan() -> Any:
 SHOWN: dict[str, tuple[Callable[[], Any], str]] = {
     "Edited": (lambda: gonio.swap_(network(), gnn.to_group_norm), "<Edited by swap_: 1 module>"),
     "Held": (held, "<Held by hold_: 1 module>"),
-    "Penalty": (lambda: gonio.Penalty(network(), [(None, R.L2(1e-4))]), "<Penalty: 1 terms, 0 skipped, step 0>"),
+    "Penalty": (lambda: gonio.Penalty(network(), [(None, R.L2(1e-4))]), "<Penalty: 1 term, step 0>"),
     "Recipe": (lambda: gonio.Recipe.load("switchable-norm"), "<Recipe switchable-norm: 1 swap rules>"),
     "Plan": (plan, "<Plan of switchable-norm: 1 steps, 1 untouched modules>"),
     "Applied": (

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import gonio
-from gonio.lab.judging.robustness import Ball, fgsm, pgd, survive
+from gonio.lab.running.robustness import Ball, fgsm, pgd, survive
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WIDTH, EPOCHS, BATCH, RATE = 64, 12, 64, 3e-3

@@ -23,6 +23,7 @@ __all__ = [
     "MissingExtraError",
     "NoActivationError",
     "NoMatchError",
+    "NormNotHeldError",
     "NotApplicableError",
     "PendingRecipeError",
     "PlanChangedError",
@@ -246,6 +247,13 @@ class UntrainedParametersError(GonioError, RuntimeError):
             f"no optimizer that has taken a step, and would stay untrained. Pass optimizer= to {verb}, or build the "
             f"optimizer after it. If another optimizer has them, let it step first. requires_grad_(False) freezes them."
         )
+
+
+class NormNotHeldError(GonioError, RuntimeError):
+    """A weight that `hold_` holds has another norm: something else than an observed step changed it."""
+
+    def __init__(self, weight: str, found: str, do: str) -> None:
+        super().__init__(f"hold_: the norm of {weight} is not held; {found}. {do}.")
 
 
 class PendingRecipeError(GonioError, RuntimeError):

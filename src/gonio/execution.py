@@ -7,12 +7,14 @@ that tell them apart. In a training of several processes, :func:`total` sums ove
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,6 +61,18 @@ def inside_backward() -> bool:
     if torch.compiler.is_compiling():
         return False  # a compiled graph recomputes below this level
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@cache
+def count_fused_steps() -> None:
+    """Let the steps of fused optimizers raise the version of the parameters that they change, as all others do."""
+    register_optimizer_step_post_hook(_count_fused_step)
+
+
+def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
 
 
 def is_sharded(tensor: Tensor) -> bool:

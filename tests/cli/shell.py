@@ -17,7 +17,7 @@ TASK = """
 import time
 import torch
 from torch import nn
-from gonio.lab.planning.plan import Training
+from gonio.lab.plan import Training
 from gonio.lab.tasks.task import Split, Task
 
 

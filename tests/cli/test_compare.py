@@ -16,7 +16,7 @@ import pytest
 from cli.shell import COMMAND, SCRIPT, invoke, shell, write_task
 from gonio.cli.compare import _command
 from gonio.lab import RunRecord, Study, make_plan
-from gonio.lab.planning.plan import TUNING_SEED
+from gonio.lab.plan import TUNING_SEED
 from gonio.lab.running.tuning import Trial
 
 pytest.importorskip("scipy")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from gonio.lab import Plan, RunRecord, Training
-from gonio.lab.planning.plan import RecipeEntry
+from gonio.lab.plan import RecipeEntry
 from gonio.lab.running.engines import NodeLost
-from gonio.lab.running.jobs import execute_run
+from gonio.lab.running.training import execute_run
 
 TINY, OWN = (str(Path(__file__).with_name(name)) for name in ("tiny.py", "own_training.py"))
 

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gonio import models
 from gonio.errors import InvalidArgumentError
 from gonio.lab import Task, make_plan
-from gonio.lab.running.jobs import execute_run
-from gonio.lab.running.training import batches, evaluate
+from gonio.lab.running.training import batches, evaluate, execute_run
 from gonio.lab.tasks import images, resolve
 from gonio.lab.tasks.task import examples_of, paired, seeded
-from gonio.models.user_code import code_digest
+from gonio.models.by_name import code_digest
 from lab.plans import TINY
 from lab.test_tasks import fill
 

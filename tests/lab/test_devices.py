@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.judging.cost import Gauge, peak_bytes
 from gonio.lab.planning.planner import make_plan
+from gonio.lab.running.cost import Gauge, peak_bytes
 from gonio.lab.running.engines import Devices, Local
 from gonio.lab.running.training import prepare_process
 

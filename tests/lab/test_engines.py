@@ -55,8 +55,8 @@ def test_a_worker_collects_garbage_except_what_its_server_imported() -> None:
 def test_the_server_imports_what_it_is_given_beside_its_starter() -> None:
     code = """if __name__ == "__main__":
     import sys
-    from gonio.lab.running import fork_server
-    with fork_server.running("colorsys"):
+    from gonio.lab.running.engines.local import server_running
+    with server_running("colorsys"):
         assert "torch" not in sys.modules
     from gonio.lab.running.engines.local import Worker
     for name in ("colorsys", "torch"):

@@ -11,8 +11,8 @@ import torch
 
 from gonio.errors import InvalidArgumentError, PlanChangedError, UnknownNameError, UnmatchedRuleError
 from gonio.lab import dry_run, make_plan
-from gonio.lab.planning.plan import Plan, RecipeEntry, Training, extended
-from gonio.lab.planning.planner import BUILT_IN_RECIPES, seeds_of
+from gonio.lab.plan import Plan, RecipeEntry, Training, extended, seeds_of
+from gonio.lab.planning.planner import BUILT_IN_RECIPES
 from gonio.recipes import Recipe
 from lab.plans import TINY, plan_of
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError, PendingRecipeError, UnmatchedRuleError
 from gonio.lab import Plan, Training, make_plan, make_script_plan, run
-from gonio.lab.planning.plan import RecipeEntry
+from gonio.lab.plan import RecipeEntry
 from gonio.lab.planning.planner import check_training
 from gonio.lab.running.training import Step, build, make_optimizer, make_schedule
 from gonio.lab.running.tuning import Trial, propose, settled, space_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.lab import AttackConfig, Split, Task, Training
-from gonio.lab.judging.robustness import (
+from gonio.lab.running.robustness import (
     Ball,
     attacked_split,
     fgsm,

@@ -25,8 +25,8 @@ from gonio.lab import Plan, Run, RunRecord, Study, make_plan, make_script_plan, 
 from gonio.lab.running import scheduler
 from gonio.lab.running.engines import Local
 from gonio.lab.running.engines.local import Worker, _alive
-from gonio.lab.running.jobs import execute_run
 from gonio.lab.running.scheduler import Bar, Lines, Quiet
+from gonio.lab.running.training import execute_run
 from lab.own_training import noisy
 from lab.plans import OWN, TINY, Here
 from lab.processes import alive, continue_study, patience, wait_for_runs, wait_for_silence

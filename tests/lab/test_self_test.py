@@ -16,7 +16,7 @@ from gonio.lab import Plan, Results, RunRecord, make_plan, make_script_plan, run
 from gonio.lab.judging.results import summarise
 from gonio.lab.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.lab.judging.statistics import holm, paired_t, sign_flip
-from gonio.lab.planning.plan import RecipeEntry
+from gonio.lab.plan import RecipeEntry
 from lab.plans import OWN, TINY, normal, plan_of, recorded
 from style.source import ROOT
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gonio.lab import Task
-from gonio.lab.planning.plan import Plan, Training
+from gonio.lab.plan import Plan, Training
 from gonio.lab.planning.planner import BUILT_IN_RECIPES, make_plan
 from gonio.lab.running.training import batches, build, evaluate, fit, make_optimizer, seed_everything
 from gonio.lab.tasks import resolve

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.lab import Metric, Split, Task, Training
-from gonio.lab.planning.plan import Plan, extended
+from gonio.lab.plan import Plan, extended
 from gonio.lab.planning.planner import check_training, make_plan
-from gonio.lab.running.jobs import execute_run
 from gonio.lab.running.training import (
     SCHEDULES,
     Average,
     Step,
     autocast,
+    execute_run,
     fit,
     judge,
     make_optimizer,

@@ -13,9 +13,9 @@ import torch
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, PlanChangedError
 from gonio.lab import Plan, RunRecord, Study, make_plan, run
-from gonio.lab.planning.plan import TUNING_SEED
-from gonio.lab.running.jobs import execute_trial, trial_jobs
-from gonio.lab.running.scheduler import Quiet
+from gonio.lab.plan import TUNING_SEED
+from gonio.lab.running.scheduler import Quiet, trial_jobs
+from gonio.lab.running.training import execute_trial
 from gonio.lab.running.tuning import Trial, best, propose, ready, settled, space_of
 from gonio.recipes import Recipe
 from lab.plans import TINY, plan_of

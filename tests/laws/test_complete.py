@@ -55,7 +55,8 @@ def test_magnitudes_and_angular_functions() -> None:
     """Each is used by some layer of the catalogue."""
     for base in (Magnitude, Angular):
         attribute = base.__name__.lower()
-        used = {type(getattr(case.make(), attribute, None)).__name__ for case in LAYERS}
+        operators = [getattr(case.make(), "operator", None) for case in LAYERS]
+        used = {type(getattr(operator, attribute, None)).__name__ for operator in operators}
         assert not missing(concrete(f"gonio.nn.{attribute}", base) - {base.__name__}, used)
 
 
@@ -73,7 +74,8 @@ def test_inits() -> None:
 
 
 def test_verbs() -> None:
-    assert not missing(verbs("gonio.surgery"), first_words(VERBS))
+    for package in ("gonio.surgery", "gonio.nn", "gonio.optim"):
+        assert not missing(verbs(package), first_words(VERBS)), package
 
 
 @pytest.mark.parametrize("cases", [LAYERS, REGULARIZERS, PARAMETRIZATIONS, INITS, VERBS])

@@ -41,8 +41,6 @@ def trained(method: str, make: Callable[[], nn.Module] = ResNet18) -> nn.Module:
     else:
         template = PARAMETRIZATIONS[method]()
         gonio.parametrize_(model, template, where=nn.Conv2d, optimizer=optimizer)
-        if isinstance(template, P.SpectralNorm):
-            P.tick_on_step(optimizer, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = train(model, optimizer)
     assert all(torch.isfinite(torch.tensor(losses)))

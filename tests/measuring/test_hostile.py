@@ -19,7 +19,7 @@ from safetensors.torch import save
 from foreign import FLOAT8_ROWS
 from gonio.errors import GonioError, UnreadableFileError
 from gonio.measuring import Measurements, difference, measure
-from gonio.measuring.reading.source import load_torch, state_of_torch
+from gonio.measuring.reading.torch_files import load_torch, state_of_torch
 from html_reader import Page
 from measuring.zoo_files import FILES, STATES, Runs
 from measuring.zoo_models import MODELS, NAMES, Verdict

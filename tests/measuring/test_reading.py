@@ -17,7 +17,7 @@ from catalog import seeded
 from gonio import parametrizations
 from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError
 from gonio.measuring import Measurements, measure, outline
-from gonio.measuring.reading.source import stored_in_safetensors
+from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 
 
 def model() -> nn.Sequential:
@@ -119,9 +119,12 @@ def test_parametrized_weights_are_measured_as_the_layer_uses_them(train: bool) -
     found = measure(torchs)
     assert found["weight"].sigma_max == pytest.approx(1.0, rel=1e-3)
     assert found["parametrizations.weight.original"].reason == "a part of a parametrization"
-    state = measure(torchs.state_dict())
+    state = measure(torchs.state_dict())["weight"]
+    assert state.frobenius == pytest.approx(found["weight"].frobenius, rel=1e-6)
+    raw = {"parametrizations.weight.original": torch.randn(5, 6), "parametrizations.weight.0.base": torch.eye(5, 6)}
     assert (
-        "the tensor that a parametrization computes the weight from" in state["parametrizations.weight.original"].notes
+        "the tensor that a parametrization computes the weight from"
+        in measure(raw)["parametrizations.weight.original"].notes
     )
 
 
@@ -227,7 +230,11 @@ NESTED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "params_ema",
         ("not read: model.weights, of the same checkpoint",),
     ),
-    "an optimizer beside": ({"model": STATE, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, "model", ()),
+    "an optimizer beside": (
+        {"model": STATE, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}},
+        "model",
+        ("not read: optimizer, of the same checkpoint",),
+    ),
 }
 
 

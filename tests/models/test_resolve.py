@@ -11,7 +11,7 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
 from gonio.models import resolve
-from gonio.models.user_code import code_digest
+from gonio.models.by_name import code_digest
 
 USER_FILE = """
 from torch import nn

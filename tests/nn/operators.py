@@ -36,7 +36,7 @@ def _operators() -> Iterator[dict[str, Any]]:
     for h in MAGNITUDES:
         for g in ANGULARS:
             for weighted in (None, "linear", "tanh_product", "tanh_each"):
-                if isinstance(h, magnitude.Tanh) or weighted in (None, "linear"):
+                if weighted in (None, *h.weightings):
                     yield {"magnitude": h, "angular": g, "weighted": weighted}
 
 

@@ -102,7 +102,6 @@ def _train(
 ) -> list[Tensor]:
     """Parameters and buffers after some steps on a part of each batch."""
     optimizer = torch.optim.SGD(source.parameters(), lr=0.05)
-    P.tick_on_step(optimizer, source)
     for _ in range(3):
         optimizer.zero_grad()
         loss(model, rows).backward()

@@ -153,8 +153,8 @@ def check_finite(problem: Problem) -> None:
     if problem.may_leave_float16:
         return
     assert bool(output.isfinite().all())
-    if layer.magnitude.bounded and layer.weighted != "linear":
-        assert float(output.abs().max()) <= layer.magnitude.alpha * 1.02
+    if layer.operator.magnitude.bounded and layer.operator.weighted != "linear":
+        assert float(output.abs().max()) <= layer.operator.magnitude.alpha * 1.02
     if problem.dtype is not torch.float16:  # 1/‖w‖ of the smallest filter times the largest input is 1e8
         assert_finite(layer, x)
 

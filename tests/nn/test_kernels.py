@@ -10,34 +10,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.execution import ordinary_eager
 from gonio.nn import kernels
-from gonio.nn.kernels import LONG, Rows
 from tolerances import close
-
-SHAPES = ((2, 3), (2, 3, 7), (4, 6, 5, 3), (1, 2, 2, 3, 4), (2, 2, 2 * LONG), (1, 2, 75, 75))
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-@dtypes
-@shapes
-def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    grad, x = 2 + seeded(*shape, dtype=dtype), seeded(*shape, seed=1, dtype=dtype) - 1
-    found = Rows.of(x).sums(grad, x)
-    flat = [t.double().reshape(*shape[:2], -1) for t in (grad, x)]
-    expected = torch.stack([flat[0].sum(2), (flat[0] * flat[1]).sum(2)])
-    assert found.dtype is dtype
-    torch.testing.assert_close(found.double(), expected, **close(dtype))
-
-
-@dtypes
-@shapes
-def test_scaling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, line = seeded(*shape, dtype=dtype), seeded(2, *shape[:2], seed=1, dtype=torch.float64)
-    shift, scale = (t.reshape(*shape[:2], *(1 for _ in shape[2:])) for t in line)
-    found = Rows.of(x).scale(x, line)
-    assert found.dtype is dtype
-    assert not found._is_view()
-    torch.testing.assert_close(found.double(), shift + scale * x.double(), **close(dtype))
 
 
 @pytest.mark.parametrize("name", ["Ball", "Tanh"])
@@ -68,7 +41,7 @@ def test_scaling_in_place_keeps_nothing_but_the_result_of_the_size_of_the_produc
 def test_the_slope_of_tanh_and_its_elasticity(dtype: torch.dtype) -> None:
     """From norms that count as 0 to the flat end, against derivatives in float64; finite where tanh underflows."""
     norm = torch.logspace(-9, 3, 25, dtype=dtype)
-    slope, elasticity = kernels.tanh_slope(norm, 0.5, torch.tensor(2.0, dtype=dtype))
+    slope, elasticity = kernels.slope_and_elasticity_of_tanh(norm, alpha=0.5, radius=torch.tensor(2.0, dtype=dtype))
     exact = norm.double().requires_grad_()
     value = 0.5 * torch.tanh(exact / 2)
     value.sum().backward()
@@ -76,7 +49,8 @@ def test_the_slope_of_tanh_and_its_elasticity(dtype: torch.dtype) -> None:
     expected = exact.grad * exact.detach() / value.detach()
     # 1 - t² is 0 where tanh rounds to 1: an error of its rounding times ‖x‖/ρ
     torch.testing.assert_close(elasticity.double(), expected, rtol=1e-5, atol=20 * torch.finfo(dtype).eps)
-    _, at_zero = kernels.tanh_slope(torch.tensor([1e-9], dtype=dtype), 1.0, torch.tensor(1e38, dtype=dtype))
+    tiny, huge = torch.tensor([1e-9], dtype=dtype), torch.tensor(1e38, dtype=dtype)
+    _, at_zero = kernels.slope_and_elasticity_of_tanh(tiny, alpha=1.0, radius=huge)
     torch.testing.assert_close(at_zero, torch.ones_like(at_zero))
 
 

@@ -30,14 +30,13 @@ def assert_equal(a: magnitude.Magnitude, b: magnitude.Magnitude, norm: torch.Ten
 
 @by_name
 def test_values_are_the_papers(h: magnitude.Magnitude) -> None:
-    given = (h.alpha, getattr(h, "beta", 0.0), getattr(h, "radius", 1.0))
-    numbers = [torch.tensor(v, dtype=torch.float64) for v in given]
-    torch.testing.assert_close(h(NORM[1:]), reference.magnitude(h, NORM[1:], *numbers), **EXACT)
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in h.coefficients.items()}
+    torch.testing.assert_close(h(NORM[1:]), reference.magnitude(h, NORM[1:], numbers), **EXACT)
 
 
 @by_name
 def test_slope_is_value_over_norm(h: magnitude.Magnitude) -> None:
-    slope = torch.as_tensor(h.slope(NORM[1:], h.coefficients), dtype=torch.float64)
+    slope = torch.as_tensor(h.slope(NORM[1:], **h.coefficients), dtype=torch.float64)
     torch.testing.assert_close((slope * NORM[1:]).expand(60), h(NORM[1:]), **EXACT)
 
 

@@ -139,7 +139,6 @@ def network() -> nn.Module:
 def train(model: nn.Module, source: nn.Module, rows: slice) -> list[Tensor]:
     """Effective outputs after some steps, each on the given rows of a batch of 8."""
     optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-    P.tick_on_step(optimizer, source)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(seeded(8, 6, seed=50 + step)[rows]).square().mean().backward()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from catalog import seeded
 from gonio import nn as layers
-from gonio.errors import AlreadyAppliedError, GonioError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, GonioError, UnmatchedRuleError
 from gonio.recipes import Recipe, built_in_names
 from gonio.surgery import UndoError
 from recipes.models import convnet, model_for, recipe, state
@@ -72,8 +72,8 @@ def test_nested_objects_reach_the_layer() -> None:
     model = convnet()
     options = {"magnitude": {"Tanh": {"learn_radius": True}}, "angular": "SquaredCosine"}
     recipe(swap=[{"where": "conv2", "use": "DecoupledConv2d.from_conv", **options}]).apply_(model)
-    assert type(model.conv2.magnitude).__name__ == "Tanh"
-    assert type(model.conv2.angular).__name__ == "SquaredCosine"
+    assert type(model.conv2.operator.magnitude).__name__ == "Tanh"
+    assert type(model.conv2.operator.angular).__name__ == "SquaredCosine"
 
 
 def test_packed_projections_are_named_by_their_tensor() -> None:
@@ -167,7 +167,8 @@ def test_what_a_verb_leaves_out_is_no_success() -> None:
     rules = recipe(parametrize=[{"where": "fc1", "use": "Sphere"}])
     rules.apply_(model)
     before = state(model)
-    with pytest.raises(NotApplicableError, match=r"rule 1 of init \(fc\*: orthogonal_\).*'fc1'; init_ refused"):
+    problem = r"rule 1 of init \(fc\*: orthogonal_\) cannot act on fc1: its weight is parametrized; initialise first"
+    with pytest.raises(UnmatchedRuleError, match=problem):
         recipe(init=[{"where": "fc*", "use": "orthogonal_"}]).apply_(model)
     assert state(model) == before
 
@@ -218,5 +219,5 @@ def test_a_decoupled_recipe(file: Path) -> None:
     assert [type(layer) for layer in (model[0], model[4])] == [nn.Conv2d, nn.Linear]
     for layer in (model[1], model[2]):
         assert isinstance(layer, layers.DecoupledConv2d)
-        assert f"decoupled-{type(layer.magnitude).__name__.lower()}" == found.name == file.stem
+        assert f"decoupled-{type(layer.operator.magnitude).__name__.lower()}" == found.name == file.stem
     assert bool(torch.isfinite(model(seeded(2, 1, 8, 8))).all())

@@ -71,6 +71,8 @@ def test_no_option_is_lost(verb: str, use: str) -> None:
     """What a recipe cannot give is what the verb gives: the weight or layer, its layout, the generator."""
     entry = catalogue(verb)[use]
     parameters = list(inspect.signature(entry.target).parameters)
+    if options := getattr(getattr(entry.target, "__self__", None), "options", None):
+        parameters[1:] = inspect.signature(options).parameters
     filled = (
         {"init": {parameters[0], "layout", "generator"}, "swap": {parameters[0]}}.get(verb, set())
         if parameters

@@ -6,18 +6,19 @@ convolution is used: patches are cut out tap by tap.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def magnitude(kind: object, norm: Tensor, alpha: Tensor, beta: Tensor, rho: Tensor) -> Tensor:
-    """h of the norm, by the name of the magnitude."""
-    name = type(kind).__name__
+def magnitude(kind: object, norm: Tensor, c: Mapping[str, Tensor]) -> Tensor:
+    """h of the norm, by the name of the magnitude; `c` contains its coefficients."""
+    name, alpha, beta, rho = type(kind).__name__, c["alpha"], c.get("beta"), c.get("radius")
     if name == "Sphere":
         return torch.where(norm > 0, alpha * torch.ones_like(norm), torch.zeros_like(norm))
     if name == "Ball":
@@ -62,7 +63,7 @@ def decoupled(layer: nn.Module, x: Tensor) -> Tensor:
     dot = (patches.unsqueeze(2) * rows).sum(3)
     bottom = norm * length
     cosine = torch.where(bottom > 0, dot / bottom.where(bottom > 0, torch.ones_like(bottom)), torch.zeros_like(dot))
-    g = _of_cosine(layer.angular, cosine)
+    g = _of_cosine(layer.operator.angular, cosine)
     g = torch.where(bottom > 0, g, torch.zeros_like(g))
     out = (_magnitude_of(layer, norm, length, dims) * g).flatten(1, 2)
     if layer.bias is not None:
@@ -81,27 +82,28 @@ def _root(square: Tensor) -> Tensor:
 
 
 def _magnitude_of(layer: nn.Module, norm: Tensor, length: Tensor, dims: int) -> Tensor:
-    groups = norm.shape[1]
-
-    def per_filter(learned: Tensor | None, given: float) -> Tensor:
-        values = torch.full((1,), given, dtype=norm.dtype) if learned is None else learned
-        return values.expand(layer._sizes[0]).reshape(groups, -1, *(1 for _ in range(dims)))
-
-    kind = layer.magnitude
-    alpha = per_filter(layer.alpha, kind.alpha)
-    beta = per_filter(layer.beta, getattr(kind, "beta", 0.0))
-    base = per_filter(layer.log_radius, math.log(getattr(kind, "radius", 1.0))).exp()
-    rho = base
+    groups, kind, weighted = norm.shape[1], layer.operator.magnitude, layer.operator.weighted
+    learned = dict(layer.named_parameters())
+    if "log_radius" in learned:
+        learned["radius"] = learned["log_radius"].exp()
+    filters = learned["weight"].shape[1] * groups if "Transpose" in type(layer).__name__ else len(learned["weight"])
+    c = {}
+    for each in dataclasses.fields(kind):
+        given = getattr(kind, each.name)
+        if isinstance(given, float):
+            values = learned.get(each.name, torch.tensor(given, dtype=norm.dtype))
+            c[each.name] = values.expand(filters).reshape(groups, -1, *(1 for _ in range(dims)))
+    own = c.get("radius")
     if layer.mean_norm is not None:
         over = (0, *range(2, norm.dim()))
         mean = norm.mean(over) if layer.training else layer.mean_norm
-        rho = base * mean.reshape(groups, 1, *(1 for _ in range(dims)))
-    if layer.weighted == "tanh_product":
-        return alpha * torch.tanh(norm * length / rho)
-    h = magnitude(kind, norm, alpha, beta, rho)
-    if layer.weighted == "linear":
+        c["radius"] = own * mean.reshape(groups, 1, *(1 for _ in range(dims)))
+    if weighted == "tanh_product":
+        return c["alpha"] * torch.tanh(norm * length / c["radius"])
+    h = magnitude(kind, norm, c)
+    if weighted == "linear":
         return h * length
-    return h * torch.tanh(length / base) if layer.weighted == "tanh_each" else h
+    return h * torch.tanh(length / own) if weighted == "tanh_each" else h
 
 
 def _patches(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ output channel reads, and reductions are loops over filters.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -136,3 +137,45 @@ def _inverse_root(gram: Tensor) -> Tensor:
     for _ in range(60):
         y, z = (y + torch.linalg.inv(z)) / 2, (z + torch.linalg.inv(y)) / 2
     return z
+
+
+def orthogonal_conv(layer: nn.Module, raw: Tensor) -> Tensor:
+    """The product of paraunitary factors, tap by tap; generators lie one after the other in each group's numbers."""
+    groups = getattr(layer, "groups", 1)
+    return torch.cat([_orthogonal_kernel(layer, part) for part in raw.chunk(groups)])
+
+
+def _orthogonal_kernel(layer: nn.Module, raw: Tensor) -> Tensor:
+    out, channels, *size = raw.shape
+    strides = getattr(layer, "stride", ()), getattr(layer, "dilation", ())
+    block = [min(k, s // math.gcd(s, d)) for k, s, d in zip(size, *strides, strict=True)]
+    swap = math.prod(block) == 1 and out > channels
+    if swap:
+        out, channels = channels, out
+    degrees = [k - b for k, b in zip(size, block, strict=True)]
+    axes = [axis for step in range(max(degrees, default=0)) for axis in range(len(size)) if step < degrees[axis]]
+    numbers, used = raw.flatten(), out * channels * math.prod(block)
+    first = _polar_factor(numbers[:used].view(out, -1)).view(out, channels, *block)
+    taps = {t: first[(slice(None), slice(None), *t)] for t in itertools.product(*map(range, block))}
+    rank = min(channels // 2, (raw.numel() // channels - out * math.prod(block)) // max(1, len(axes)))
+    count = [0] * len(size)
+    for axis in axes:
+        rows_ = _polar_factor(numbers[used : used + rank * channels].view(rank, channels))
+        used += rank * channels
+        moved = rows_.T @ rows_ if count[axis] % 2 == 0 else torch.eye(channels).to(raw) - rows_.T @ rows_
+        kept = torch.eye(channels).to(raw) - moved
+        count[axis] += 1
+        longer: dict[tuple[int, ...], Tensor] = {}
+        for t, matrix in taps.items():
+            after = tuple(i + (a == axis) for a, i in enumerate(t))
+            longer[t] = longer.get(t, 0) + matrix @ kept
+            longer[after] = longer.get(after, 0) + matrix @ moved
+        taps = longer
+    kernel = torch.stack([taps[t] for t in itertools.product(*map(range, size))], -1)
+    return (kernel.transpose(0, 1) if swap else kernel).reshape(raw.shape)
+
+
+def _polar_factor(matrix: Tensor) -> Tensor:
+    if matrix.shape[0] > matrix.shape[1]:
+        return _polar_factor(matrix.T).T
+    return _inverse_root(matrix @ matrix.T) @ matrix

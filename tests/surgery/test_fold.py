@@ -66,7 +66,7 @@ def test_layer_and_norm_become_one_plain_layer(prefix: str, dims: int, groups: i
 def test_batch_norm_folds_into_linear_layers() -> None:
     model, x = nn.Sequential(nn.Linear(6, 5), trained(nn.BatchNorm1d(5))).double().eval(), X[..., 0, 0]
     expected = model(x)
-    fold_(model)
+    fold_(model, example=x)
     assert type(model[1]) is nn.Identity
     assert deviation(model(x), expected) <= 1e-12
 

@@ -15,8 +15,8 @@ from torch import nn
 from catalog import seeded
 from gonio.errors import NotApplicableError
 from gonio.surgery import activation_after, balance_, followed_by_norm
+from gonio.surgery.facts import computes_as, facts_of
 from gonio.surgery.graph import trace
-from gonio.surgery.kinds import computes_as, is_norm
 from surgery.net import Net
 
 
@@ -184,9 +184,9 @@ def test_frozen_and_local_norms_do_not_take_scale_away() -> None:
         def forward(self, x):
             return 2 * x + 1
 
-    assert not is_norm(FrozenBatchNorm2d())
-    assert not is_norm(nn.LocalResponseNorm(2))
-    assert is_norm(nn.RMSNorm(4))
+    assert not facts_of(FrozenBatchNorm2d()).removes_scale
+    assert not facts_of(nn.LocalResponseNorm(2)).removes_scale
+    assert facts_of(nn.RMSNorm(4)).removes_scale
 
 
 def test_positions_must_all_be_averaged() -> None:

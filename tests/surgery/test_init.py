@@ -79,9 +79,9 @@ def test_other_functions_are_refused_with_the_one_to_pass(verb, function, messag
         (tied(), "1  tied: initialised above"),
         (
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3)),
-            "0 stays as it is: its weight is computed; initialise before that",
+            "0 stays: its weight is computed; initialise before that",
         ),
-        (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "0 stays as it is: it is lazy; run one batch first"),
+        (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "0 stays: it is lazy; run one batch first"),
     ],
     ids=["tied", "computed", "lazy"],
 )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import gonio
 from catalog import VERBS, VerbCase
 from gonio import nn as gnn
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import NotApplicableError
 from gonio.surgery import calibrate_
-from gonio.surgery.wrapping import unwrapped
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
 from ranks import WORLD, spawned

@@ -25,8 +25,8 @@ from gonio import regularizers as R
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import activation_after, balance_, calibrate_, fold_, lsuv_
 from gonio.surgery.equivalent import call, outputs
+from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import trace
-from gonio.surgery.kinds import is_batch_norm
 
 FOLD_LIMIT = {"float32": 1e-5, "float64": 1e-12}
 ROUNDINGS = 10  # how many times the rounding of the model itself folding may move, where that is above the limit
@@ -237,7 +237,7 @@ def _convert_and_train(found: Passage, model: nn.Module, x: Any) -> None:
     before = _bits(model, x)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
     edits = [gonio.parametrize_(model, P.WeightNorm(), optimizer=optimizer)]
-    if any(is_batch_norm(m) and isinstance(m, nn.BatchNorm2d) for m in model.modules()):
+    if any(facts_of(m).why_not_affine and isinstance(m, nn.BatchNorm2d) for m in model.modules()):
         edits.append(gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm, optimizer=optimizer))
     found.figures["converted"] = sum(len(edit.changes) for edit in edits)
     model.train()

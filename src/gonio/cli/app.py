@@ -194,7 +194,7 @@ class UserCodeError(GonioError):
 @contextmanager
 def users_code(*specs: str | None) -> Iterator[None]:
     """Inside, an exception becomes a UserCodeError if one of the specs names the user's own code."""
-    from gonio.models.user_code import is_user_code
+    from gonio.models.by_name import is_user_code
 
     named = [spec for spec in specs if spec is not None and is_user_code(spec)]
     try:

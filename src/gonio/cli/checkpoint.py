@@ -17,7 +17,8 @@ import gonio
 from gonio.cli.app import check_folder
 from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.source import absent, state_of_torch
+from gonio.measuring.reading.source import absent
+from gonio.measuring.reading.torch_files import state_of_torch
 from gonio.recipes import Recipe
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")

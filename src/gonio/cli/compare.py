@@ -26,8 +26,10 @@ _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
     "lr": Annotated[float | None, typer.Option(help="Peak learning rate.")],
-    "optimizer": Annotated[str | None, typer.Option(help="sgd (Nesterov momentum), adamw or muon.", metavar="NAME")],
-    "momentum": Annotated[float | None, typer.Option(help="Momentum of sgd and muon.")],
+    "optimizer": Annotated[
+        str | None, typer.Option(help="Name of the optimizer, e.g. sgd, adamw or muon.", metavar="NAME")
+    ],
+    "momentum": Annotated[float | None, typer.Option(help="Momentum, if the optimizer has one.")],
     "weight_decay": Annotated[float | None, typer.Option(help="Weight decay.")],
     "decay": Annotated[
         str | None, typer.Option(help="What decays: all parameters, or weights (no norms, no biases).", metavar="WHAT")
@@ -72,7 +74,8 @@ _Recipes = Annotated[
 _Task = Annotated[
     str,
     typer.Option(
-        help="bytes, digits, points, torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.", metavar="TASK"
+        help="A built-in task (gonio list tasks), torchvision:NAME:FOLDER, imagefolder:FOLDER, or file.py:factory.",
+        metavar="TASK",
     ),
 ]
 _Model = Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}; default: the task's own.", metavar="MODEL")]
@@ -185,9 +188,9 @@ def compare(
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
     if engine == "local" and not dry_run:
-        from gonio.lab.running import fork_server
+        from gonio.lab.running.engines.local import server_running
 
-        with fork_server.running("gonio.cli"):  # its imports take as long as those of this process
+        with server_running("gonio.cli"):  # its imports take as long as those of this process
             pass
     from gonio import lab
 
@@ -261,7 +264,7 @@ def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
     from gonio import lab
     from gonio.cli.inputs import build_model
-    from gonio.lab.planning.plan import extended
+    from gonio.lab.plan import extended
     from gonio.recipes import Recipe
 
     if (study / "plan.json").exists():

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.source import absent, load_torch
-from gonio.models.user_code import is_user_code
+from gonio.measuring.reading.source import CheckpointPart, absent
+from gonio.measuring.reading.torch_files import load_torch
+from gonio.models.by_name import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json")
+_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".json")
 _MOST_NUMBERS = 2**28  # in a batch, 1 GiB; more is a typing error
 
 
@@ -59,11 +60,11 @@ def read_where(word: str | None) -> Selector:
         ) from error
 
 
-def read_source(word: str, *, seed: int) -> str | nn.Module:
+def read_source(word: str, *, seed: int, key: str | None = None) -> str | CheckpointPart | nn.Module:
     """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
     path = Path(word)
     if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
-        return word
+        return word if key is None else CheckpointPart(word, key)
     built = build_model(word, seed=seed)
     print_err(f"{word} built with seed {seed}")
     return built

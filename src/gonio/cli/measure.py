@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ def measure(
     csv: options.Csv = None,
     md: options.Md = None,
     base: options.Base = None,
+    key: options.Key = None,
     headers: options.Headers = False,
     engine: options.Where = "local",
     also: options.Also = None,
@@ -62,17 +64,17 @@ def measure(
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep, "--engine": engine != "local"}
     if widths is not None:
-        _refuse("--widths", {**whole, "--headers": headers, "a second source": after})
+        _refuse("--widths", {**whole, "--headers": headers, "--key": key, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
     if after:
         alone = {name: value for name, value in whole.items() if name not in ("--fail-on", "--engine")}
         _refuse("two sources", {**alone, "--headers": headers})
-        _changes([read_source(word, seed=seed) for word in (source, *after)], engine, targets, fail_on)
+        _changes([read_source(word, seed=seed, key=key) for word in (source, *after)], engine, targets, fail_on)
         return
     _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
-    _refuse("--model", {"--base": base, "--engine": engine != "local"} if model else {})
-    first = read_source(source, seed=seed) if model is None else restored_model(read(source), model)
+    _refuse("--model", {"--base": base, "--key": key, "--engine": engine != "local"} if model else {})
+    first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
     if headers:
         _write_outline(measuring.outline(first), json)
         return
@@ -85,7 +87,7 @@ def measure(
             first, batch=example, base=adapted, engine=engine, also=figures, deep=deep, progress=update
         )
     if suppressing is not None:
-        found = suppressing.applied(found, None if isinstance(first, str) else first)
+        found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)
     if _write(found, targets):
         _summarise(found.findings)
     _fail(found.findings, fail_on)
@@ -96,7 +98,7 @@ def _example(source: Any, batch: str) -> Any:
     from gonio.cli.inputs import check_runs, read_batch
 
     example = read_batch(batch, option="--batch")
-    if isinstance(source, str):
+    if isinstance(source, (str, os.PathLike)):
         raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
     check_runs(source, example, option="--batch")
     return example

@@ -57,6 +57,10 @@ Base = Annotated[
     str | None,
     typer.Option(help="The base model of low-rank adapters: measure the adapted weights too.", metavar="MODEL|FILE"),
 ]
+Key = Annotated[
+    str | None,
+    typer.Option(help="Which state dict of a checkpoint to read, where it holds several; e.g. generator or ema.model."),
+]
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
 Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of files over a running cluster.")]
 Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]

@@ -16,7 +16,7 @@ from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError, MissingExtraError
 
 if TYPE_CHECKING:
-    from gonio.lab.claims import Choice, Claim, Findings
+    from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
 
 _FOLDER = Path("gonio-claims")
 _START = 0.3  # seconds to start a run's process
@@ -68,18 +68,18 @@ def reproduce(
     Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
     the same command to resume.
     """
-    from gonio.lab.claims import Choice, load_claims
+    from gonio.lab.claims import ClaimOptions, load_claims
 
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
         _list(claims)
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
-    choice = Choice(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
+    chosen = ClaimOptions(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
     if dry_run:
-        _show_plans(claims, choice, jobs)
+        _show_plans(claims, chosen, jobs)
         return
-    _run(claims, choice, output, jobs=jobs, json=json, command=_command(names or (), choice, output))
+    _run(claims, chosen, output, jobs=jobs, json=json, command=_command(names or (), chosen, output))
 
 
 def _list(claims: Sequence[Claim]) -> None:
@@ -90,17 +90,17 @@ def _list(claims: Sequence[Claim]) -> None:
         print_out(f"{claim.seed}  {budget:<9}  {claim.name:<{width}}  {claim.claim}")
 
 
-def _command(names: Sequence[str], choice: Choice, output: Path) -> str:
+def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:
     """The command that repeats the run: everything but defaults and settings of this machine."""
-    words = ["gonio", "reproduce", *names, *(["--full"] if choice.full else [])]
-    named = {"--task": choice.task, "--model": choice.model, "--data": choice.data}
-    numbers = {"--seeds": choice.seeds, "--first-seed": choice.first_seed}
+    words = ["gonio", "reproduce", *names, *(["--full"] if chosen.full else [])]
+    named = {"--task": chosen.task, "--model": chosen.model, "--data": chosen.data}
+    numbers = {"--seeds": chosen.seeds, "--first-seed": chosen.first_seed}
     for option, value in {**named, **numbers, "-o": output if output != _FOLDER else None}.items():
         words += [option, str(value)] if value else []
     return shlex.join(words)
 
 
-def _show_plans(claims: Sequence[Claim], choice: Choice, jobs: int | None) -> None:
+def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None) -> None:
     """Runs and estimated time of each claim, from a few training steps of each arm."""
     from gonio.lab.claims import plan_claim
     from gonio.lab.planning.dry_run import run_seconds
@@ -109,7 +109,7 @@ def _show_plans(claims: Sequence[Claim], choice: Choice, jobs: int | None) -> No
 
     at_once, total = jobs or default_jobs(), 0.0
     for claim in (claim for claim in claims if claim.budget != "none"):
-        plan = plan_claim(claim, choice)
+        plan = plan_claim(claim, chosen)
         worker = Worker(run_seconds, plan)
         try:
             found = worker.result()
@@ -125,7 +125,7 @@ def _show_plans(claims: Sequence[Claim], choice: Choice, jobs: int | None) -> No
 
 
 def _run(
-    claims: Sequence[Claim], choice: Choice, output: Path, *, jobs: int | None, json: str | None, command: str
+    claims: Sequence[Claim], chosen: ClaimOptions, output: Path, *, jobs: int | None, json: str | None, command: str
 ) -> None:
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
@@ -136,8 +136,8 @@ def _run(
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
     if find_spec("matplotlib") is None:
         raise MissingExtraError("the page of the claims", "matplotlib", "lab")
-    with users_code(choice.task, choice.model):
-        found = try_claims(claims, output, choice=choice, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
+    with users_code(chosen.task, chosen.model):
+        found = try_claims(claims, output, options=chosen, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
     show(claims_text(found))
     print_out(f"\npage: {write_claims_html(found, output / 'claims.html')}")
     if json is not None:
@@ -145,10 +145,10 @@ def _run(
     _check_complete(found)
 
 
-def _check_complete(found: Findings) -> None:
+def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
-    failed = sum(one.failed for one in found.findings)
+    failed = sum(one.failed for one in found.results)
     if failed:
         print_err(f"{failed} runs failed; rerun the same command to try them again")
-    if failed or any(one.missing for one in found.findings):
+    if failed or any(one.missing for one in found.results):
         raise typer.Exit(ExitCode.PARTIAL)

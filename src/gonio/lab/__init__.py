@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    **dict.fromkeys(("AttackConfig", "Plan", "Training"), "planning.plan"),
+    **dict.fromkeys(("AttackConfig", "Plan", "Training"), "plan"),
     **dict.fromkeys(("make_plan", "make_script_plan"), "planning.planner"),
     "dry_run": "planning.dry_run",
     **dict.fromkeys(("run", "watcher_for"), "running.scheduler"),
@@ -18,7 +18,7 @@ _HOME = {
     "Study": "running.study",
     **dict.fromkeys(("Results", "RunRecord"), "judging.results"),
     "across": "judging.multi_task",
-    "filter_summary": "judging.filter_summary",
+    "filter_summary": "running.filter_summary",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
     **dict.fromkeys(("ACCURACY", "Metric", "Split", "Task", "accuracy"), "tasks.task"),
 }
@@ -31,19 +31,19 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab import claims as claims
     from gonio.lab import showing as showing
     from gonio.lab import tasks as tasks
-    from gonio.lab.judging.filter_summary import filter_summary as filter_summary
     from gonio.lab.judging.multi_task import across as across
     from gonio.lab.judging.results import Results as Results
     from gonio.lab.judging.results import RunRecord as RunRecord
     from gonio.lab.judging.self_test import self_test as self_test
     from gonio.lab.judging.self_test import self_test_plan as self_test_plan
+    from gonio.lab.plan import AttackConfig as AttackConfig
+    from gonio.lab.plan import Plan as Plan
+    from gonio.lab.plan import Training as Training
     from gonio.lab.planning.dry_run import dry_run as dry_run
-    from gonio.lab.planning.plan import AttackConfig as AttackConfig
-    from gonio.lab.planning.plan import Plan as Plan
-    from gonio.lab.planning.plan import Training as Training
     from gonio.lab.planning.planner import make_plan as make_plan
     from gonio.lab.planning.planner import make_script_plan as make_script_plan
     from gonio.lab.running import engines as engines
+    from gonio.lab.running.filter_summary import filter_summary as filter_summary
     from gonio.lab.running.scheduler import run as run
     from gonio.lab.running.scheduler import watcher_for as watcher_for
     from gonio.lab.running.scripts import Run as Run

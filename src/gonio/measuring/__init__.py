@@ -10,7 +10,7 @@ from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.outline import Outline, TensorHeader, outline
 from gonio.measuring.tracker import Tracker
-from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
+from gonio.measuring.training.equilibrium import Equilibrium, equilibrium, register_equilibrium
 from gonio.measuring.training.rotation import StepRotation, step_rotation
 from gonio.measuring.widths import Widths, WidthScaling, widths
 
@@ -38,6 +38,7 @@ __all__ = [
     "explain",
     "measure",
     "outline",
+    "register_equilibrium",
     "step_rotation",
     "widths",
 ]

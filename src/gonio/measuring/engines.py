@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from gonio.errors import InvalidArgumentError, MissingExtraError
-from gonio.measuring.reading.source import Source
+from gonio.measuring.reading.source import CheckpointPart, Source
 
 Engine = Literal["local", "ray"]
 Progress = Callable[[int, int], None] | None
@@ -25,8 +25,8 @@ def check_engine(engine: str, sources: Sequence[Source]) -> None:
             path_of(source)
 
 
-def path_of(source: Source) -> str:
-    """The absolute path of a file, for workers in other folders.
+def path_of(source: Source) -> str | CheckpointPart:
+    """The absolute path of a file, and the key in it, for workers in other folders.
 
     Raises: InvalidArgumentError for a source that is no file.
     """
@@ -36,7 +36,8 @@ def path_of(source: Source) -> str:
             type(source).__name__,
             "Save the weights where all nodes can read them, or measure here.",
         )
-    return os.path.abspath(os.fspath(source))
+    path = os.path.abspath(os.fspath(source))
+    return CheckpointPart(path, source.key) if isinstance(source, CheckpointPart) else path
 
 
 def on_ray(

@@ -214,7 +214,9 @@ def _versions() -> dict[str, str]:
     return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _measured(source: str, base: str | None, also: Also, deep: bool, numbers: Sequence[int]) -> list[TensorMeasurement]:
+def _measured(
+    source: Source, base: Source | None, also: Also, deep: bool, numbers: Sequence[int]
+) -> list[TensorMeasurement]:
     """These tensors of a file, on a worker."""
     entries = contents_of(source, base).entries
     return [measure_tensor(entries[number], also=also, deep=deep) for number in numbers]

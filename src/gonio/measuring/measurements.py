@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import markdown_cell, plain, shorten
+from gonio.measuring.exports import json_data
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
@@ -168,7 +168,7 @@ class Measurements(Table[TensorMeasurement]):
             **{name: getattr(self, name) for name in ("mixtures", "signals", "findings", "suppressed", "tensors")},
             "versions": self.versions,
         }
-        return {key: _plain(value) for key, value in content.items()}
+        return {key: json_data(value) for key, value in content.items()}
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
@@ -186,19 +186,6 @@ class Measurements(Table[TensorMeasurement]):
 def _plural(reason: str, n: int) -> str:
     noun = reason.removeprefix("a ")
     return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
-
-
-def _plain(value: Any) -> Any:
-    """JSON-able data: records as objects, plain text, None for a non-finite number."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return plain(value)
-    if isinstance(value, dict):
-        return {plain(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _sentence(scale: MovableScale) -> str:

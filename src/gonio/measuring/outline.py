@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from gonio.errors import GonioError
 from gonio.escaping import plain, shorten
 from gonio.geometry import matrix_view
+from gonio.measuring.exports import json_data
 from gonio.measuring.reading.entry import Entry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table, bare_table
@@ -81,10 +82,10 @@ class Outline(Table[TensorHeader]):
         return {
             "schema": SCHEMA,
             "source": self.source,
-            "notes": [plain(note) for note in self.notes],
+            "notes": json_data(self.notes),
             "entries": self.entries,
             "bytes": self.bytes,
-            "tensors": [{k: plain(v) if isinstance(v, str) else v for k, v in asdict(t).items()} for t in self.tensors],
+            "tensors": json_data(self.tensors),
         }
 
     def __repr__(self) -> str:

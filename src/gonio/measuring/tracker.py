@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,9 @@ from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
-from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers, watch_steps
+from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers
 from gonio.surgery import Where, as_selector, sites
+from gonio.surgery.steps import watch
 
 FIGURES = (  # the columns of a CSV file, in this order
     *("frobenius", "norm_mean", "norm_std", "norm_min", "norm_max", "zero_filters", "nonfinite"),
@@ -133,7 +136,12 @@ class Tracker:
         self.rows: list[dict[str, Any]] = []
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
-        self._end = watch_steps(self, optimizers, Tracker._before, Tracker._after) if optimizers else None
+        self._failed = False
+        self._ends = []
+        for each in optimizers:
+            acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
+            self._ends.append(watch(each, before=acts[0], after=acts[1], measures=True, verb="Tracker()"))
+            weakref.finalize(self, self._ends[-1]).atexit = False
 
     def __repr__(self) -> str:
         return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers>"
@@ -161,8 +169,8 @@ class Tracker:
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
-        if self._end is not None:
-            self._end()
+        for end in self._ends:
+            end()
 
     @property
     def rotations(self) -> list[LayerRotation]:
@@ -223,10 +231,25 @@ class Tracker:
     def _entries(self) -> list[Entry]:
         """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
-        weights = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
+        found = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
+        weights = [e for e in found if not e.dtype.startswith("complex")]
         owners = [entry.name.rpartition(".")[0] for entry in weights]
         pairs = zip(weights, owners, strict=True)
         return [entry for entry, owner in pairs if self._selector(owner, modules.get(owner, self._model))]
+
+
+def _shielded(ref: weakref.ref[Tracker], act: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:
+    """Measure a step; an error becomes one warning, because it must not end the training."""
+    tracker = ref()
+    if tracker is None:
+        return
+    try:
+        act(tracker, optimizer)
+    except Exception as error:
+        if not tracker._failed:
+            tracker._failed = True
+            text = f"Tracker: a step could not be measured, and its rows are missing: {type(error).__name__}: {error}"
+            warnings.warn(text, stacklevel=2)
 
 
 def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> None:

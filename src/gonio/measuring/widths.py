@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite, log2, sqrt
 from statistics import NormalDist, linear_regression, pvariance
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gonio.errors import InvalidArgumentError
+from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, Rule, findings_by, markdown_findings, rule, told
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
@@ -127,7 +128,7 @@ class Widths(Table[WidthScaling]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        return {"schema": "gonio.widths/1", **asdict(self)}
+        return {"schema": "gonio.widths/1", **json_data(self)}
 
     def to_markdown(self) -> str:
         """The table of exponents."""

@@ -1,8 +1,16 @@
 """Models by name: built-in models, models of timm, torchvision and transformers, and the user's own."""
 
-from gonio.models.built_in import BUILT_IN, ByteTransformer, byte_transformer, digits_cnn, pointnet
+from gonio.models.built_in import (
+    BUILT_IN,
+    ByteTransformer,
+    byte_transformer,
+    deep_cnn,
+    deep_mlp,
+    digits_cnn,
+    pointnet,
+    residual_mlp,
+)
 from gonio.models.by_name import ModelFactory, resolve
-from gonio.models.deep import deep_cnn, deep_mlp, residual_mlp
 
 __all__ = [
     "BUILT_IN",

@@ -11,11 +11,11 @@ from gonio.nn.layers import (
     DecoupledLinear,
 )
 from gonio.nn.norm_conversion import to_batch_norm, to_group_norm, to_instance_norm, to_layer_norm
-from gonio.nn.optimization import Blending, Projection, convert_gradually_, project_weights_
+from gonio.nn.operator import Operator
+from gonio.nn.projection import project_weights_
 from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
 __all__ = [
-    "Blending",
     "DecoupledConv1d",
     "DecoupledConv2d",
     "DecoupledConv3d",
@@ -23,12 +23,11 @@ __all__ = [
     "DecoupledConvTranspose2d",
     "DecoupledConvTranspose3d",
     "DecoupledLinear",
-    "Projection",
+    "Operator",
     "SwitchableNorm1d",
     "SwitchableNorm2d",
     "SwitchableNorm3d",
     "angular",
-    "convert_gradually_",
     "magnitude",
     "project_weights_",
     "to_batch_norm",

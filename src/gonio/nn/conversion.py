@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import TypeVar
 
 import torch
@@ -14,11 +13,13 @@ from gonio.errors import NotApplicableError
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], *, verb: str) -> None:
-    """Raise unless `layer` computes exactly what torch's `kind` computes from its own parameters."""
+def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
+    """Raise unless `layer` computes exactly what one of torch's `kinds` computes from its own parameters."""
     found = type(layer).__name__
-    if not isinstance(layer, kind):
-        raise NotApplicableError(verb, found, f"it takes a {kind.__name__}", "Select layers of that type.")
+    kind = next((kind for kind in kinds if isinstance(layer, kind)), None)
+    if kind is None:
+        known = " or ".join(each.__name__ for each in kinds)
+        raise NotApplicableError(verb, found, f"it takes a {known}", "Select layers of that type.")
     for method in ("forward", "_conv_forward"):
         if getattr(type(layer), method, None) is not getattr(kind, method, None):
             why = f"this subclass of {kind.__name__} computes something else"
@@ -43,19 +44,6 @@ def with_weight_(target: Layer, weight: Tensor) -> Layer:
         if value is not None and old is not None:
             target._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
     return target
-
-
-def annotate_(kind: type, method: str, **annotations: str) -> None:
-    """Give a class a copy of an inherited class method with these annotations: the layers that it converts.
-
-    :func:`gonio.swap_` and recipes read them.
-    """
-    shared = getattr(kind, method).__func__
-    own = FunctionType(shared.__code__, shared.__globals__, method)
-    own.__doc__, own.__kwdefaults__ = shared.__doc__, shared.__kwdefaults__
-    own.__annotations__ = shared.__annotations__ | annotations
-    own.__qualname__ = f"{kind.__qualname__}.{method}"
-    setattr(kind, method, classmethod(own))
 
 
 class RunningStatistics(nn.Module):

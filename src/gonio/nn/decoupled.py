@@ -11,49 +11,29 @@ the filters that see the patch. For a linear layer both are (…, filters), and 
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.execution import (
-    ProcessGroup,
-    autocast_is_on,
-    inside_backward,
-    is_sharded,
-    ordinary_eager,
-    several_ranks,
-    total,
-)
+from gonio.errors import NotApplicableError
+from gonio.execution import autocast_is_on, inside_backward, is_sharded, ordinary_eager, several_ranks, total
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
 from gonio.geometry.norms import full_precision, least_norm, widen
 from gonio.nn import kernels
-from gonio.nn.angular import Angular, Cosine
-from gonio.nn.conversion import RunningStatistics
-from gonio.nn.magnitude import Coefficients, Magnitude, Number, Tanh, scaled
+from gonio.nn.conversion import RunningStatistics, check_plain, share_, with_weight_
+from gonio.nn.magnitude import SHORTEST, Number, scaled
+from gonio.nn.operator import Operator
 
-Weighted = Literal["linear", "tanh_product", "tanh_each"]
-Gradient = Literal["exact", "weighted"]
-
-TANH = Tanh()  # the defaults of a decoupled layer
-COSINE = Cosine()
-
-# Note [Zero inputs]
-# A patch with a norm below this counts as this long. Every magnitude but Sphere has a bounded slope there, so
-# its value and gradient at a zero patch are the true limits; Sphere has no limit and is defined to be 0 with
-# gradient 0. float16 gets a larger value because 1/norm must be representable.
-SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-10}
-
-# The logarithm of a learned radius counts within ±10, a factor of 22,026 either way: far beyond use, and its
+# The logarithm of a learned coefficient counts within ±10, a factor of 22,026 either way: far beyond use, and its
 # exponential is far from the ends of float16.
-LOG_RADIUS = 10.0
+LOG_LIMIT = 10.0
 
 NARROW = (torch.float16, torch.bfloat16)
 FEW = 8  # groups; over more channels a convolution is faster than a pooling, whose backward is faster over few
@@ -62,28 +42,35 @@ FEW = 8  # groups; over more channels a convolution is faster than a pooling, wh
 class LinearMap(ABC):
     """A linear map whose outputs are products of filters with patches of the input."""
 
+    groups: int
+    ahead: tuple[int, ...]  # padding that is applied to the input first, as `F.pad` takes it
+    padding_mode: str  # of `ahead`, as `F.pad` takes it
     has_phases: ClassVar[bool] = False  # the taps of a filter that meet an output differ between outputs
 
-    def product(self, x: Tensor, filters: Tensor) -> Tensor:
-        """⟨w, x⟩ of every filter and patch, in torch's layout."""
-        # under autocast the input is narrower than the weight; otherwise a no-op, or torch's own dtype error
-        return self._multiply(x, filters.to(x.dtype) if x.dtype in NARROW else filters)
+    @classmethod
+    @abstractmethod
+    def of(cls, layer: Any) -> Self:
+        """The map of a layer."""
 
     @abstractmethod
-    def _multiply(self, x: Tensor, filters: Tensor) -> Tensor:
-        """⟨w, x⟩ of every filter and patch, in torch's layout, for one dtype."""
-
-    def product_and_energy(self, x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
-        """The product, and ‖x‖² of every patch in the grouped layout, float32 at least."""
-        return self.product(x, filters), self.energy(x)
-
-    def to_unit(self, product: Tensor, filters: Tensor, x: Tensor) -> Tensor:
-        """The product with filters of norm 1 as each output sees them, from that with `unit_filters(weight)`."""
-        return product
+    def product(self, x: Tensor, filters: Tensor) -> Tensor:
+        """⟨w, x⟩ of every filter and patch, in torch's layout."""
 
     @abstractmethod
     def energy(self, x: Tensor) -> Tensor:
         """‖x‖² of every patch, in the grouped layout; float32 at least."""
+
+    @abstractmethod
+    def sum_in_groups(self, patches: Tensor) -> Tensor:
+        """Sums of a quantity of patches over samples and positions, of shape (groups,)."""
+
+    @abstractmethod
+    def inputs(self, weight: Tensor) -> int:
+        """How many inputs a filter sees."""
+
+    def filters(self, weight: Tensor) -> int:
+        """How many filters there are."""
+        return len(weight)
 
     def filter_norms(self, weight: Tensor) -> Tensor:
         """‖w‖ of every filter with all its entries, of shape (filters,); float32 at least."""
@@ -94,6 +81,10 @@ class LinearMap(ABC):
         unit = rescaled(weight, weight.new_ones(len(weight))) if applies_to(weight) else None
         return normalize(weight, tuple(range(1, weight.dim()))) if unit is None else unit
 
+    def to_unit(self, product: Tensor, filters: Tensor, x: Tensor) -> Tensor:
+        """The product with filters of norm 1 as each output sees them, from that with `unit_filters(weight)`."""
+        return product
+
     def along_filters(self, values: Tensor, weight: Tensor) -> Tensor:
         """A vector over filters, shaped to broadcast against the weight."""
         return values.reshape(-1, *(1 for _ in weight.shape[1:]))
@@ -101,10 +92,6 @@ class LinearMap(ABC):
     def seen_norms(self, weight: Tensor, x: Tensor) -> Tensor:
         """‖w‖ as each output sees it, broadcastable in the grouped layout."""
         return self.per_filter(self.filter_norms(weight))
-
-    @abstractmethod
-    def sum_in_groups(self, patches: Tensor) -> Tensor:
-        """Sums of a quantity of patches over samples and positions, of shape (groups,)."""
 
     # Layouts, as they are for a linear layer; see Note [Grouped layout].
 
@@ -129,7 +116,15 @@ class LinearMap(ABC):
 class DenseMap(LinearMap):
     """The map of a linear layer; the patch is the whole input vector."""
 
-    def _multiply(self, x: Tensor, filters: Tensor) -> Tensor:
+    groups = 1
+    ahead = ()
+    padding_mode = "constant"
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        return cls()
+
+    def product(self, x: Tensor, filters: Tensor) -> Tensor:
         return F.linear(x, filters)
 
     def energy(self, x: Tensor) -> Tensor:
@@ -138,6 +133,9 @@ class DenseMap(LinearMap):
 
     def sum_in_groups(self, patches: Tensor) -> Tensor:
         return patches.sum().reshape(1)
+
+    def inputs(self, weight: Tensor) -> int:
+        return weight.shape[1]
 
 
 @dataclass(frozen=True)
@@ -150,50 +148,40 @@ class ConvMap(LinearMap):
     dilation: tuple[int, ...]
     groups: int
     output_padding: tuple[int, ...]
+    ahead: tuple[int, ...] = ()
+    padding_mode: str = "constant"
 
     transposed: ClassVar[bool] = False
 
-    def _multiply(self, x: Tensor, filters: Tensor) -> Tensor:
-        return torch.convolution(x, filters, None, *self._options)
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        sides = tuple(layer._reversed_padding_repeated_twice)  # before and after, of the last dimension first
+        zeros, before, after = (0,) * len(layer.kernel_size), sides[-2::-2], sides[::-2]
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        # torch's convolution has no mode other than zeros, and no uneven padding, as of "same"
+        ahead = () if before == after and mode == "constant" else sides
+        inside = zeros if ahead else before
+        return cls(layer.kernel_size, layer.stride, inside, layer.dilation, layer.groups, zeros, ahead, mode)
 
-    @property
-    def _options(self) -> tuple[Any, ...]:
-        """The arguments of torch.convolution after the bias."""
-        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
-
-    def product_backward(
-        self, grad: Tensor, x: Tensor, filters: Tensor, needed: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of `product` for the input and the filters, where needed."""
-        wanted = (needed[0], needed[1], False)
-        by_x, by_filters, _ = torch.ops.aten.convolution_backward(grad, x, filters, None, *self._options, wanted)
-        return by_x, by_filters
-
-    def product_and_energy(self, x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
-        if ordinary_eager(x) and x.numel() >= kernels.LARGE and x.dtype not in NARROW:
-            product, squares = kernels.product_with_squares(x, filters, self)
-            return product, self.over_patches(squares)
-        return super().product_and_energy(x, filters)
+    def product(self, x: Tensor, filters: Tensor) -> Tensor:
+        sizes = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding)
+        return torch.convolution(x, filters, None, *sizes, self.groups)
 
     def energy(self, x: Tensor) -> Tensor:
-        return self.over_patches(self.squares(x))
-
-    def squares(self, x: Tensor) -> Tensor:
-        """Σ x² over the channels of each group."""
         x = x.float() if x.dtype in NARROW else x
-        return (x * x).sum(1, keepdim=True) if self.groups == 1 else self.group(x * x).sum(2)
+        squares = (x * x).sum(1, keepdim=True) if self.groups == 1 else self.group(x * x).sum(2)
+        # An average pooling supports no dilation and no wide padding; ONNX has none that sums.
+        if self.dilation == (1, 1) and not self.transposed and self.groups <= FEW and ordinary_eager(squares):
+            (height, width), (rows, columns) = self.kernel, self.padding
+            if 2 * rows <= height and 2 * columns <= width:
+                return self.group(F.avg_pool2d(squares, self.kernel, self.stride, self.padding, divisor_override=1))
+        return self.group(self.product(squares, squares.new_ones(self.groups, 1, *self.kernel)))
 
-    def over_patches(self, squares: Tensor) -> Tensor:
-        """Sums over the windows of the kernel, in the grouped layout."""
-        if self._pools and ordinary_eager(squares):  # ONNX has no pooling that sums
-            return self.group(F.avg_pool2d(squares, self.kernel, self.stride, self.padding, divisor_override=1))
-        return self.group(self._multiply(squares, squares.new_ones(self.groups, 1, *self.kernel)))
+    def sum_in_groups(self, patches: Tensor) -> Tensor:
+        return patches.sum((0, *range(2, patches.dim())))
 
-    @property
-    def _pools(self) -> bool:
-        """Whether sums over patches are those of an average pooling, which knows no dilation and no wide padding."""
-        few = all(2 * p <= k for p, k in zip(self.padding, self.kernel, strict=True)) and self.groups <= FEW
-        return few and len(self.kernel) == 2 and not self.transposed and self.dilation == (1, 1)
+    def inputs(self, weight: Tensor) -> int:
+        return weight[0].numel()
 
     def group(self, y: Tensor) -> Tensor:
         return y.unsqueeze(1) if self.groups == 1 else y.unflatten(1, (self.groups, -1))
@@ -202,13 +190,10 @@ class ConvMap(LinearMap):
         return y.flatten(1, 2)
 
     def per_filter(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, -1, *(1 for _ in self.kernel))
+        return values.reshape(self.groups, -1, *[1] * len(self.kernel))
 
     def per_group(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, 1, *(1 for _ in self.kernel))
-
-    def sum_in_groups(self, patches: Tensor) -> Tensor:
-        return patches.sum((0, *range(2, patches.dim())))
+        return values.reshape(self.groups, 1, *[1] * len(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -223,6 +208,19 @@ class ConvTransposeMap(ConvMap):
     has_phases = True
     transposed = True
 
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        return cls(*sizes, layer.groups, layer.output_padding)
+
+    def filters(self, weight: Tensor) -> int:
+        return weight.shape[1] * self.groups
+
+    def inputs(self, weight: Tensor) -> int:
+        # a patch holds one tap per input channel and residue of the stride
+        taps = math.prod(kernel / stride for kernel, stride in zip(self.kernel, self.stride, strict=True))
+        return max(1, round(weight.shape[0] // self.groups * taps))
+
     def _by_group(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (self.groups, -1))
 
@@ -234,7 +232,7 @@ class ConvTransposeMap(ConvMap):
 
     def along_filters(self, values: Tensor, weight: Tensor) -> Tensor:
         rows = values.reshape(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
-        return rows.reshape(*weight.shape[:2], *(1 for _ in self.kernel))
+        return rows.reshape(*weight.shape[:2], *[1] * len(self.kernel))
 
     def seen_norms(self, weight: Tensor, x: Tensor) -> Tensor:
         energy, zero = self._seen_energy(weight, x)
@@ -250,236 +248,277 @@ class ConvTransposeMap(ConvMap):
         squares = (squares * squares).sum(1)
         # torch refuses a map without positions, unless there are no samples either
         ones = squares.new_ones(1 if x.shape[0] else 0, self.groups, *x.shape[2:])
-        energy = self.group(self._multiply(ones, squares))
+        energy = self.group(self.product(ones, squares))
         zero = energy < least_norm(weight.dtype) ** 2
         return energy.masked_fill(zero, 1), zero
 
 
 class Decoupled(RunningStatistics):
-    """Abstract base of the decoupled layers; their other base is the torch layer."""
+    """Abstract base of the decoupled layers; their other base is the torch layer that they replace."""
 
-    magnitude: Magnitude
-    angular: Angular
-    weighted: Weighted | None
-    gradient: Gradient
-    synchronize: bool
-    process_group: ProcessGroup | None
+    takes: ClassVar[tuple[type[nn.Module], ...]]  # the torch type that the layer replaces
+    options: ClassVar[type] = Operator  # the keyword arguments of its converter
+    linear_map: ClassVar[type[LinearMap]]
+
+    operator: Operator
+    blends: bool  # whether the plain product has a share of the output, which is 1 - blend
     weight: Tensor
-    log_radius: Tensor | None
-    alpha: Tensor | None
-    beta: Tensor | None
+    bias: Any  # torch declares it in two ways
     mean_norm: Tensor | None
     blend: Tensor | None
 
-    @property
-    @abstractmethod
-    def _map(self) -> LinearMap:
-        """The linear map under the operator."""
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        names = [each.name for each in fields(Operator) if each.name in options]
+        operator = Operator(**{name: options.pop(name) for name in names})
+        super().__init__(*arguments, **options)  # torch's layer
+        self._set_operator_(operator)
 
-    @property
-    @abstractmethod
-    def _sizes(self) -> tuple[int, int, int]:
-        """(filters, groups, inputs per filter)."""
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "takes" in vars(cls):  # what help(), editors and recipes show
+            torchs, own = (inspect.signature(kind).parameters.values() for kind in (*cls.takes, Operator))
+            cls.__signature__ = inspect.Signature([*torchs, *own])  # type: ignore[attr-defined]
 
     # --- from weight and input to output --------------------------------------------------------------
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self._operate(x, self._map)
+
+    @property
+    def _map(self) -> LinearMap:
+        """The linear map under the operator."""
+        return self.linear_map.of(self)
+
     def _operate(self, x: Tensor, patches: LinearMap) -> Tensor:
-        """The layer's output without the bias, for a padded and batched input."""
-        if not autocast_is_on(x):
-            return self._decouple(x, patches)
-        with full_precision(x):  # norms are reduced in float32
-            return self._decouple(x.to(torch.get_autocast_dtype(x.device.type)), patches)
+        """The layer's output for an input, batched or not."""
+        alone = x.dim() < self.weight.dim()
+        x = x.unsqueeze(0) if alone else x
+        x = F.pad(x, patches.ahead, patches.padding_mode) if patches.ahead else x
+        if autocast_is_on(x):
+            with full_precision(x):  # norms are reduced in float32
+                out = self._decouple(x.to(torch.get_autocast_dtype(x.device.type)), patches)
+        else:
+            out = self._decouple(x, patches)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype).reshape(-1, *[1] * (self.weight.dim() - 2))
+        return out.squeeze(0) if alone else out
 
     def _decouple(self, x: Tensor, patches: LinearMap) -> Tensor:
         r""":math:`h\,g(\theta)`, from the product :math:`\lVert x \rVert \cos\theta` and the patches' norms."""
-        weight = self.weight if self.gradient == "exact" else _with_gradient_times_norm(self.weight, patches)
-        filters = weight if self._length_cancels else patches.unit_filters(weight)
-        product, energy = (
-            (patches.product(x, filters), None) if self._is_linear else patches.product_and_energy(x, filters)
-        )
-        product = product if self._length_cancels else patches.to_unit(product, filters, x)
+        operator, magnitude, angular = self.operator, self.operator.magnitude, self.operator.angular
+        weight = self.weight if operator.gradient == "exact" else _with_gradient_times_norm(self.weight, patches)
+        raw = operator.takes_raw_filters
+        filters = weight if raw else patches.unit_filters(weight)
+        # under autocast the input is narrower than the weight; other dtypes that differ raise torch's error
+        product = patches.product(x, filters.to(x.dtype) if x.dtype in NARROW else filters)
+        if patches.has_phases and not raw:
+            product = patches.to_unit(product, filters, x)
         y = patches.group(product)
-        if energy is None:
-            out = scaled(y, self.magnitude.alpha if self.alpha is None else patches.per_filter(self.alpha.to(y.dtype)))
+        if operator.is_linear:
+            out = scaled(y, self._own_coefficients(y.dtype, patches)["alpha"])
         else:
             shortest = SHORTEST[x.dtype]
-            norm = energy.clamp_min(shortest**2).sqrt()
-            c = self._coefficients(norm, x, patches)
+            norm = patches.energy(x).clamp_min(shortest**2).sqrt()
+            coefficients = self._coefficients(norm, x, patches)
 
-            def slope(norm: Tensor, *numbers: Number) -> Tensor:
+            def slope(norm: Tensor, **coefficients: Number) -> Tensor:
                 """h/‖x‖; 0 at a zero patch for a magnitude that has no limit there."""
-                found = self.magnitude.slope(norm, Coefficients(*numbers))
+                found = magnitude.slope(norm, **coefficients)
                 found = found if isinstance(found, Tensor) else torch.full_like(norm, found)
-                return found if self.magnitude.continuous_at_zero else found * (norm > shortest)
+                return found if magnitude.continuous_at_zero else found * (norm > shortest)
 
-            if ordinary_eager(product) and product.numel() >= self._large and not self._needs_product:
-                numbers, closed = (c.alpha, c.beta, c.radius), self.magnitude.closed
-                return kernels.scale_(product, norm, numbers, slope, closed, patches.group).to(x.dtype)
-            ratio = slope(norm, c.alpha, c.beta, c.radius)
-            out = y * ratio if self.angular.is_cosine else self.angular.combine(y, norm, ratio)
-            if self.weighted == "linear" and not self._length_cancels:
+            if self._scales_in_place(product):
+                closed = magnitude.slope_and_elasticity
+                return kernels.scale_(product, norm, coefficients, slope, closed, patches.group).to(x.dtype)
+            ratio = slope(norm, **coefficients)
+            out = y * ratio if angular.is_cosine else angular.combine(y, norm, ratio)
+            if operator.weighted == "linear" and not raw:
                 out = out * patches.seen_norms(self.weight, x)
-        if self.blend is not None:
-            plain = y if self._length_cancels else y * patches.seen_norms(self.weight, x)
+        if self.blends and self.blend is not None:
+            plain = y if raw else y * patches.seen_norms(self.weight, x)
             out = plain + self.blend * (out - plain)
         return patches.ungroup(out).to(x.dtype)
 
-    @property
-    def _length_cancels(self) -> bool:
-        """Whether the filters' norms cancel: the operator is h(x)·⟨w, x⟩/‖x‖."""
-        return self.weighted == "linear" and self.angular.is_cosine
+    def _scales_in_place(self, product: Tensor) -> bool:
+        """Whether to use `kernels.scale_`: backward divides by the slope, which must not be 0, to get the product.
 
-    @property
-    def _is_linear(self) -> bool:
-        """Whether the input's norm cancels: the operator is α·⟨w, x⟩ or α·⟨w, x⟩/‖w‖."""
-        return self.magnitude.is_linear and self.angular.is_cosine
+        It pays where the product is large; with a slope as large as the product, of learned coefficients, it always
+        does.
+        """
+        magnitude = self.operator.magnitude
+        learned = magnitude.learned
+        if self.blends or not self.operator.angular.is_cosine or not learned.keys() <= set(magnitude.positive):
+            return False
+        large = 0 if learned and magnitude.slope_and_elasticity is not None else kernels.LARGE
+        return product.numel() >= large and ordinary_eager(product)
 
-    @property
-    def _large(self) -> int:
-        """Entries of a product from which it is scaled in place; learned radii make slopes as large as the product."""
-        return kernels.LARGE if self.log_radius is None or self.magnitude.closed is None else 0
+    def _own_coefficients(self, dtype: torch.dtype, patches: LinearMap) -> dict[str, Number]:
+        """The magnitude's coefficients, the learned ones shaped for the grouped layout."""
+        magnitude = self.operator.magnitude
+        found: dict[str, Number] = dict(magnitude.coefficients)
+        for name in magnitude.learned:
+            found[name] = patches.per_filter(self._learned(name).to(dtype))
+        return found
 
-    @property
-    def _needs_product(self) -> bool:
-        """Whether backward needs the product itself, and not only its multiple by a slope that is never 0."""
-        could_vanish = self.alpha is not None or self.beta is not None
-        return could_vanish or self.blend is not None or not self.angular.is_cosine
-
-    def _coefficients(self, norm: Tensor, x: Tensor, patches: LinearMap) -> Coefficients:
-        """The magnitude's numbers, shaped for the grouped layout; moves the running mean norm."""
-        given = self.magnitude.coefficients
-        alpha, beta = (
-            value if learned is None else patches.per_filter(learned.to(norm.dtype))
-            for learned, value in ((self.alpha, given.alpha), (self.beta, given.beta))
-        )
-        learned_radius = None if self.log_radius is None else _radius_of(self.log_radius).to(norm.dtype)
-        own = radius = given.radius if learned_radius is None else patches.per_filter(learned_radius)
+    def _coefficients(self, norm: Tensor, x: Tensor, patches: LinearMap) -> dict[str, Number]:
+        """The magnitude's coefficients in the units of `norm`; moves the running mean norm."""
+        magnitude, weighted = self.operator.magnitude, self.operator.weighted
+        found = self._own_coefficients(norm.dtype, patches)
+        if weighted is not None and weighted != "linear":
+            found = magnitude.with_lengths(weighted, patches.seen_norms(self.weight, x), found)
         if self.mean_norm is not None:
-            radius = scaled(patches.per_group(self._mean_norm(norm, self.mean_norm, patches)), own)
-        if self.weighted == "tanh_product":
-            radius = radius / patches.seen_norms(self.weight, x).clamp_min(SHORTEST[torch.float32])
-        elif self.weighted == "tanh_each":
-            alpha = scaled(torch.tanh(patches.seen_norms(self.weight, x) / own), alpha)
-        return Coefficients(alpha, beta, radius)
+            mean = patches.per_group(self._mean_norm(norm, self.mean_norm, patches))
+            for name in magnitude.in_mean_norms:
+                found[name] = scaled(mean, found[name])
+        return found
 
-    def _mean_norm(self, norm: Tensor, mean_norm: Tensor, patches: LinearMap) -> Tensor:
-        """The mean norm of the patches, the unit of a radius: the batch's in training, otherwise the running one."""
+    def _mean_norm(self, norm: Tensor, running: Tensor, patches: LinearMap) -> Tensor:
+        """The mean norm of the patches: the batch's in training, which moves the running one, otherwise that one.
+
+        The first batch replaces the running mean norm; one without patches leaves it.
+        """
         if not self.training:
-            return mean_norm.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
+            return running.to(norm.dtype).clamp_min(SHORTEST[norm.dtype])
         totals = patches.sum_in_groups(norm)
         own = norm.numel() // totals.numel()
-        count: int | Tensor = own
-        if self.synchronize and several_ranks(self.process_group):
+        seen: Any  # whether the batch has patches; of several processes, a tensor
+        if self.operator.synchronize and several_ranks(self.operator.process_group):
             if is_sharded(totals):
                 why = "tensor parallelism gives every process the whole batch, whose mean norms need no joining"
-                raise NotApplicableError(
-                    f"{type(self).__name__}.forward", "", why, "Construct it with synchronize=False."
-                )
-            joined = total(torch.cat([totals, totals.new_full((1,), own)]), self.process_group)
+                do = "Construct it with synchronize=False."
+                raise NotApplicableError(f"{type(self).__name__}.forward", "", why, do)
+            joined = total(torch.cat([totals, totals.new_full((1,), own)]), self.operator.process_group)
             totals, count = joined[:-1], joined[-1].detach()
-            mean = totals / count.clamp_min(1)
+            mean, seen = totals / count.clamp_min(1), count > 0
         else:
-            mean = totals / max(own, 1)
-        if not inside_backward():  # a checkpointed forward is computed again in backward, and counts once
-            self._track_(mean_norm, mean, count)
+            mean, seen = totals / max(own, 1), own > 0
+        if inside_backward():  # a checkpointed forward is computed again in backward, and counts once
+            return mean
+        with torch.no_grad():
+            batches, momentum = self.num_batches_tracked.add_(seen), self.operator.momentum
+            if momentum is None:
+                share = (1 / batches.clamp_min(1)).to(running.dtype)
+            else:
+                share = (batches <= 1).to(running.dtype).clamp_min(momentum)
+            running.lerp_(mean.to(running.dtype), share if seen is True else share * seen)
         return mean
-
-    @torch.no_grad()
-    def _track_(self, running: Tensor, mean: Tensor, count: Tensor | int) -> None:
-        """Move the running mean norm towards that of a batch: at first all the way, and not for `count` 0 patches."""
-        seen = count > 0
-        batches = self.num_batches_tracked.add_(seen)
-        if self.momentum is None:
-            share = (1 / batches.clamp_min(1)).to(running.dtype)
-        else:
-            share = (batches <= 1).to(running.dtype).clamp_min(self.momentum)
-        running.lerp_(mean.to(running.dtype), share if seen is True else share * seen)
 
     # --- options and state ----------------------------------------------------------------------------
 
-    def _set_operator(
-        self,
-        magnitude: Magnitude,
-        angular: Angular,
-        weighted: Weighted | None,
-        gradient: Gradient,
-        momentum: float | None,
-        synchronize: bool,
-        process_group: ProcessGroup | None,
-    ) -> None:
-        """Check and store the options, and create the operator's parameters and buffers on the weight's device."""
-        _check_operator(type(self).__name__, magnitude, angular, weighted, gradient)
-        self.magnitude, self.angular, self.weighted, self.gradient = magnitude, angular, weighted, gradient
-        self.momentum, self.synchronize, self.process_group = momentum, synchronize, process_group
-        filters, groups, _ = self._sizes
+    def _set_operator_(self, operator: Operator) -> None:
+        """Store the options, and create the operator's parameters and buffers on the weight's device."""
+        self.operator, self.blends = operator, False
+        magnitude, patches = operator.magnitude, self._map
         device, dtype = self.weight.device, self.weight.dtype
-        for name in ("radius", "alpha", "beta"):
-            learned = getattr(magnitude, f"learn_{name}", False)
-            new = nn.Parameter(torch.empty(filters, device=device, dtype=dtype)) if learned else None
-            self.register_parameter("log_radius" if name == "radius" else name, new)
-        relative = getattr(magnitude, "radius_in", "absolute") == "mean_norm"
+        for key in magnitude.learned.values():
+            new = torch.empty(patches.filters(self.weight), device=device, dtype=dtype)
+            self.register_parameter(key, nn.Parameter(new))
+        relative = bool(magnitude.in_mean_norms)
         single = torch.float64 if dtype == torch.float64 else torch.float32
-        self.register_buffer("mean_norm", torch.empty(groups, device=device, dtype=single) if relative else None)
+        mean_norm = torch.empty(patches.groups, device=device, dtype=single) if relative else None
+        self.register_buffer("mean_norm", mean_norm)
         count = torch.zeros((), device=device, dtype=torch.long) if relative else None
         self.register_buffer("num_batches_tracked", count)
         self.register_buffer("blend", None)
-        self._reset_operator()
+        self._reset_operator_()
 
     @torch.no_grad()
-    def _reset_operator(self) -> None:
+    def _reset_operator_(self) -> None:
         """Set the operator's parameters and buffers to their initial values."""
-        given = self.magnitude.coefficients
-        if self.log_radius is not None:
-            self.log_radius.fill_(math.log(given.radius))
-        if self.alpha is not None:
-            self.alpha.fill_(given.alpha)
-        if self.beta is not None:
-            self.beta.fill_(given.beta)
+        magnitude = self.operator.magnitude
+        for name, key in magnitude.learned.items():
+            given = magnitude.coefficients[name]
+            getattr(self, key).fill_(math.log(given) if name in magnitude.positive else given)
         if self.mean_norm is not None:
             # the norm of a patch with entries of unit variance, until the first batch is seen
-            self.mean_norm.fill_(math.sqrt(self._sizes[2]))
+            self.mean_norm.fill_(math.sqrt(self._map.inputs(self.weight)))
             self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
         """Draw the weight anew as torch does, and reset the operator's parameters and buffers."""
         super().reset_parameters()  # type: ignore[misc]  # the torch layer's
-        if hasattr(self, "magnitude"):  # torch's constructor calls this before the operator is set
-            self._reset_operator()
+        if hasattr(self, "operator"):  # torch's constructor calls this before the operator is set
+            self._reset_operator_()
+
+    def _learned(self, name: str) -> Tensor:
+        """A learned coefficient, one number per filter."""
+        magnitude = self.operator.magnitude
+        values: Tensor = getattr(self, magnitude.learned[name])
+        return values.clamp(-LOG_LIMIT, LOG_LIMIT).exp() if name in magnitude.positive else values
 
     @property
     def radius(self) -> Tensor | None:
         """The radius of every filter, in the unit of the magnitude's `radius_in`; None if it has none."""
-        if not self.magnitude.has_radius:
-            return None
-        if self.log_radius is not None:
-            return _radius_of(self.log_radius)
-        return self.weight.new_full((self._sizes[0],), float(self.magnitude.coefficients.radius))
+        magnitude = self.operator.magnitude
+        if "radius" in magnitude.learned:
+            return self._learned("radius")
+        given = magnitude.coefficients.get("radius")
+        return None if given is None else self.weight.new_full((self._map.filters(self.weight),), given)
+
+    def set_blend_(self, share: float | Tensor | None, *, ended: bool = False) -> None:
+        """Give the decoupled product a share of the output, of 0 to 1, and the plain product the rest.
+
+        None removes the buffer `blend`. With `ended` the plain product is no longer computed and the state dict does
+        not contain the buffer, which stays, because averaged copies of the model pair buffers by their order.
+        """
+        value = None if share is None else torch.as_tensor(share, dtype=torch.float32, device=self.weight.device)
+        if value is None or self.blend is None:
+            self.register_buffer("blend", value, persistent=not ended)
+        else:
+            self.register_buffer("blend", self.blend.copy_(value), persistent=not ended)
+        self.blends = value is not None and not ended
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As torch's; a state from the middle of a gradual conversion brings its share, any other has the share 1."""
+        key = f"{prefix}blend"
+        if key in state_dict and not self.blends:
+            self.set_blend_(1.0)
+        elif self.blends:
+            state_dict.setdefault(key, torch.ones(()))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        parts = [super().extra_repr(), f"magnitude={self.magnitude!r}", f"angular={self.angular!r}"]
-        if self.weighted is not None:
-            parts.append(f"weighted={self.weighted!r}")
-        if self.gradient != "exact":
-            parts.append(f"gradient={self.gradient!r}")
+        parts = [super().extra_repr()]
+        for each in fields(Operator)[:4]:
+            value = getattr(self.operator, each.name)
+            if each.name in ("magnitude", "angular") or value != each.default:
+                parts.append(f"{each.name}={value!r}")
         return ", ".join(parts)
 
-    def _folded_weight(self) -> Tensor:
-        """The weight of the torch layer that computes the same."""
-        why = None
-        if not self._is_linear or self.blend is not None:
+    # --- conversion ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def _from_plain(cls, layer: nn.Module, verb: str, options: dict[str, Any]) -> Self:
+        check_plain(layer, cls.takes[0], verb=verb)
+        new = share_(cls(**_arguments(cls.takes[0], layer), **options), layer)
+        new._set_operator_(new.operator)  # on the device and in the dtype of the weight
+        return new
+
+    def _to_plain_product(self) -> Any:
+        """The torch layer on the same Parameter objects: its product is the plain one."""
+        return share_(self.takes[0](**_arguments(self.takes[0], self)), self)
+
+    def to_plain(self) -> Any:
+        """A torch layer with parameters of its own that computes the same; raises where none does."""
+        operator, patches, why = self.operator, self._map, None
+        if not operator.is_linear or self.blends:
             why = "its output is not linear in its input"
-        elif not self._length_cancels and self._map.has_phases:
+        elif not operator.takes_raw_filters and patches.has_phases:
             why = "the norm of its filters differs between outputs"
         if why is not None:
             do = "Only the magnitude Linear with the angular part Cosine is exact."
             raise NotApplicableError("a torch layer that computes the same", type(self).__name__, why, do)
-        weight = self.weight if self._length_cancels else self._map.unit_filters(self.weight)
-        alpha = self.magnitude.alpha if self.alpha is None else self._map.along_filters(self.alpha, weight)
-        return weight * alpha
+        weight = self.weight if operator.takes_raw_filters else patches.unit_filters(self.weight)
+        alpha: Number = operator.magnitude.alpha
+        if "alpha" in operator.magnitude.learned:
+            alpha = patches.along_filters(self._learned("alpha"), weight)
+        return with_weight_(self._to_plain_product(), weight * alpha)
 
 
-def _radius_of(log_radius: Tensor) -> Tensor:
-    return log_radius.clamp(-LOG_RADIUS, LOG_RADIUS).exp()
+def _arguments(kind: type[nn.Module], layer: nn.Module) -> dict[str, Any]:
+    """The constructor arguments of a torch layer of the same shape, on the meta device: its parameters are shared."""
+    names = inspect.signature(kind).parameters.keys() - {"bias", "device", "dtype"}
+    return {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None, "device": "meta"}
 
 
 def _with_gradient_times_norm(weight: Tensor, patches: LinearMap) -> Tensor:
@@ -492,24 +531,3 @@ def _with_gradient_times_norm(weight: Tensor, patches: LinearMap) -> Tensor:
     fixed = weight.detach()
     norms = patches.along_filters(patches.filter_norms(fixed), weight).to(weight.dtype)
     return fixed + (weight - fixed) * norms
-
-
-def _check_operator(
-    owner: str, magnitude: object, angular: object, weighted: Weighted | None, gradient: Gradient
-) -> None:
-    """Raise for options of the wrong type, and for options that contradict each other."""
-    weightings = get_args(Weighted)
-    for name, value, valid, do in (
-        ("magnitude", magnitude, isinstance(magnitude, Magnitude), "an object of gonio.nn.magnitude, such as Tanh()"),
-        ("angular", angular, isinstance(angular, Angular), "an object of gonio.nn.angular, such as Cosine()"),
-        ("weighted", weighted, weighted in (None, *weightings), f"None or one of {', '.join(weightings)}"),
-        ("gradient", gradient, gradient in get_args(Gradient), f"one of {', '.join(get_args(Gradient))}"),
-    ):
-        if not valid:
-            raise InvalidArgumentError(f"{owner}: invalid {name}", repr(value), f"Pass {do}.")
-    if weighted in ("tanh_product", "tanh_each") and not isinstance(magnitude, Tanh):
-        problem = f"{owner}: weighted={weighted!r} is defined for the magnitude Tanh only"
-        raise InvalidArgumentError(problem, repr(magnitude), 'Pass magnitude=Tanh(…), or weighted="linear".')
-    if gradient == "weighted" and weighted is not None:
-        problem = f'{owner}: gradient="weighted" is defined for weighted=None only'
-        raise InvalidArgumentError(problem, f"weighted={weighted!r}", 'Pass weighted=None, or gradient="exact".')

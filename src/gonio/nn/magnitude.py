@@ -1,21 +1,22 @@
 r"""Magnitude functions :math:`h(\lVert x \rVert)`: how a decoupled operator depends on the norm of its input.
 
-Each is a frozen dataclass of numbers and pure functions: `alpha` (:math:`\alpha`), `beta` (:math:`\beta`) and the
+Each is a frozen dataclass of coefficients and pure functions: `alpha` (:math:`\alpha`), `beta` (:math:`\beta`) and the
 operator radius `radius` (:math:`\rho`) of its formula.
 
 `radius_in` is the unit of the radius: `"mean_norm"` (the mean norm of the layer's inputs: of the batch in
 training, its running mean in evaluation) or `"absolute"`. Norms grow as the square root of the number of
 inputs, so the same absolute radius has another effect in each layer; one mean norm has the same in all.
 
-`learn_alpha`, `learn_beta` and `learn_radius` make the number a parameter of the layer, one per filter.
+`learn_alpha`, `learn_beta` and `learn_radius` make the coefficient a parameter of the layer, one per filter.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -35,73 +36,88 @@ __all__ = ["Ball", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sp
 
 Number = float | Tensor
 Unit = Literal["mean_norm", "absolute"]
+Weighted = Literal["linear", "tanh_product", "tanh_each"]
 
-
-@dataclass(frozen=True)
-class Coefficients:
-    """The numbers of a magnitude function as a layer uses them, broadcastable against the norms."""
-
-    alpha: Number = 1.0
-    beta: Number = 0.0
-    radius: Number = 1.0
+# Note [Zero inputs]
+# A patch with a norm below this counts as this long. Every magnitude but Sphere has a bounded slope there, so
+# its value and gradient at a zero patch are the true limits; Sphere has no limit and is defined to be 0 with
+# gradient 0. float16 gets a larger value because 1/norm must be representable.
+SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-10}
 
 
 @dataclass(frozen=True)
 class Magnitude(ABC):
-    """A magnitude function of the input's norm."""
+    """A magnitude function of the input's norm; how to add one: `docs/howto/decoupled.md`.
+
+    Every field that is annotated `float` is a coefficient: `slope` and `value` take it as a keyword argument, as a
+    number or as a tensor that broadcasts against the norms. A coefficient with a field `learn_NAME: bool` can be a
+    parameter of the layer.
+    """
 
     alpha: float = 1.0
     learn_alpha: bool = field(default=False, kw_only=True)
     bounded: ClassVar[bool]  # |h| ≤ alpha for every input
     is_linear: ClassVar[bool] = False  # h = alpha·‖x‖
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
-    closed: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None  # of a function of ‖x‖/ρ: see `kernels.scale_`
+    positive: ClassVar[tuple[str, ...]] = ()  # coefficients above 0, which are learned as their logarithms
+    weightings: ClassVar[tuple[Weighted, ...]] = ("linear",)  # the values of `weighted` that are defined for it
+    # A second form of the slope of a function alpha·f(‖x‖/radius); see `kernels.scale_`.
+    slope_and_elasticity: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check_field(type(self).__name__, each.name, getattr(self, each.name))
+            value = getattr(self, each.name)
+            if each.type in ("bool", bool):
+                valid, expected = isinstance(value, bool), "True or False"
+            elif each.name not in self.coefficients:
+                continue
+            elif isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value)):
+                valid, expected = False, "a finite number"
+            else:
+                valid, expected = each.name not in self.positive or value > 0, "a positive number"
+            if not valid:
+                problem = f"{type(self).__name__}: invalid value of {each.name}"
+                raise InvalidArgumentError(problem, repr(value), f"Pass {expected}.")
+
+    @cached_property
+    def coefficients(self) -> Mapping[str, float]:
+        """The coefficients by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.type in ("float", float)}
+
+    @cached_property
+    def learned(self) -> Mapping[str, str]:
+        """The names of the layer's parameters for the learned coefficients, those that are logarithms first."""
+        names = [name for name in self.coefficients if getattr(self, f"learn_{name}", False)]
+        logarithms = {name: f"log_{name}" for name in names if name in self.positive}
+        return logarithms | {name: name for name in names if name not in self.positive}
 
     @property
-    def coefficients(self) -> Coefficients:
-        """The fields as numbers."""
-        return Coefficients(self.alpha, getattr(self, "beta", 0.0), getattr(self, "radius", 1.0))
-
-    @property
-    def has_radius(self) -> bool:
-        """Whether the function has an operator radius."""
-        return hasattr(self, "radius")
+    def in_mean_norms(self) -> tuple[str, ...]:
+        """The coefficients whose unit is the mean norm of the layer's inputs."""
+        return ()
 
     def __call__(self, norm: Tensor) -> Tensor:
-        """The value at `norm`, with the fields of this object and an absolute radius."""
-        return self.value(norm, self.coefficients)
+        """The value at `norm`, with the coefficients of this object and an absolute radius."""
+        return self.value(norm, **self.coefficients)
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        """The value at `norm` with the coefficients `c`; defined anew where the slope is not finite at 0."""
-        return norm * self.slope(norm, c)
+    def value(self, norm: Tensor, *_: Any, **coefficients: Any) -> Tensor:
+        """The value at `norm`; defined anew where the slope is not finite at 0."""
+        return norm * self.slope(norm, **coefficients)
 
     @abstractmethod
-    def slope(self, norm: Tensor, c: Coefficients) -> Number:
+    def slope(self, norm: Tensor, *_: Any, **coefficients: Any) -> Number:
         """The value divided by `norm`; `norm` must be positive."""
+
+    def with_lengths(self, weighted: Weighted, length: Tensor, coefficients: dict[str, Number]) -> dict[str, Number]:
+        """The coefficients of an operator in which the filters' norms enter in another way than as a factor."""
+        raise NotImplementedError(f"{type(self).__name__} is not defined for weighted={weighted!r}")
 
     def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Figure:
         """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""
-        reach = 3 * float(getattr(self, "radius", 1.0))
+        reach = 3 * self.coefficients.get("radius", 1.0)
         if angular is None:
             return draw_magnitude(self, reach=reach, ax=ax)
         return draw_operator(self, angular, reach=reach, ax=ax)
-
-
-def _check_field(owner: str, name: str, value: Any) -> None:
-    if name == "radius_in":
-        valid, expected = value in ("mean_norm", "absolute"), '"mean_norm" or "absolute"'
-    elif name.startswith("learn_"):
-        valid, expected = isinstance(value, bool), "True or False"
-    elif isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value)):
-        valid, expected = False, "a finite number"
-    else:
-        valid, expected = name != "radius" or value > 0, "a positive number"
-    if not valid:
-        raise InvalidArgumentError(f"{owner}: invalid value of {name}", repr(value), f"Pass {expected}.")
 
 
 def scaled(x: Tensor, factor: Number) -> Tensor:
@@ -125,6 +141,18 @@ class _WithRadius(Magnitude):
     learn_radius: bool = field(default=False, kw_only=True)
     radius_in: Unit = field(default="mean_norm", kw_only=True)
 
+    positive = ("radius",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.radius_in not in ("mean_norm", "absolute"):
+            problem = f"{type(self).__name__}: invalid value of radius_in"
+            raise InvalidArgumentError(problem, repr(self.radius_in), 'Pass "mean_norm" or "absolute".')
+
+    @cached_property
+    def in_mean_norms(self) -> tuple[str, ...]:
+        return ("radius",) if self.radius_in == "mean_norm" else ()
+
 
 @dataclass(frozen=True)
 class Sphere(Magnitude):
@@ -144,11 +172,11 @@ class Sphere(Magnitude):
     bounded = True
     continuous_at_zero = False
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return torch.ones_like(norm) * c.alpha
+    def value(self, norm: Tensor, *, alpha: Number) -> Tensor:
+        return torch.ones_like(norm) * alpha
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return c.alpha / norm
+    def slope(self, norm: Tensor, *, alpha: Number) -> Tensor:
+        return alpha / norm
 
 
 @dataclass(frozen=True)
@@ -166,8 +194,8 @@ class Ball(_WithRadius):
 
     bounded = True
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return c.alpha / _at_least(norm, c.radius)
+    def slope(self, norm: Tensor, *, alpha: Number, radius: Number) -> Tensor:
+        return alpha / _at_least(norm, radius)
 
 
 @dataclass(frozen=True)
@@ -184,13 +212,19 @@ class Tanh(_WithRadius):
     """
 
     bounded = True
-    closed = staticmethod(kernels.tanh_slope)
+    weightings = ("linear", "tanh_product", "tanh_each")
+    slope_and_elasticity = staticmethod(kernels.slope_and_elasticity_of_tanh)
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return scaled(torch.tanh(norm / c.radius), c.alpha)
+    def value(self, norm: Tensor, *, alpha: Number, radius: Number) -> Tensor:
+        return scaled(torch.tanh(norm / radius), alpha)
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return scaled(torch.tanh(norm / c.radius) / norm, c.alpha)
+    def slope(self, norm: Tensor, *, alpha: Number, radius: Number) -> Tensor:
+        return scaled(torch.tanh(norm / radius) / norm, alpha)
+
+    def with_lengths(self, weighted: Weighted, length: Tensor, coefficients: dict[str, Number]) -> dict[str, Number]:
+        if weighted == "tanh_product":  # α tanh(‖x‖ ‖w‖/ρ)
+            return {**coefficients, "radius": coefficients["radius"] / length.clamp_min(SHORTEST[torch.float32])}
+        return {**coefficients, "alpha": scaled(torch.tanh(length / coefficients["radius"]), coefficients["alpha"])}
 
 
 @dataclass(frozen=True)
@@ -209,8 +243,8 @@ class Linear(Magnitude):
     bounded = False
     is_linear = True
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Number:
-        return c.alpha
+    def slope(self, norm: Tensor, *, alpha: Number) -> Number:
+        return alpha
 
 
 @dataclass(frozen=True)
@@ -235,8 +269,8 @@ class Segmented(_WithRadius, _WithBeta):
 
     bounded = False
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return (c.radius / _at_least(norm, c.radius)) * (c.alpha - c.beta) + c.beta
+    def slope(self, norm: Tensor, *, alpha: Number, beta: Number, radius: Number) -> Tensor:
+        return (radius / _at_least(norm, radius)) * (alpha - beta) + beta
 
 
 @dataclass(frozen=True)
@@ -254,11 +288,11 @@ class Logarithm(Magnitude):
 
     bounded = False
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return scaled(torch.log1p(norm), c.alpha)
+    def value(self, norm: Tensor, *, alpha: Number) -> Tensor:
+        return scaled(torch.log1p(norm), alpha)
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return scaled(torch.log1p(norm) / norm, c.alpha)
+    def slope(self, norm: Tensor, *, alpha: Number) -> Tensor:
+        return scaled(torch.log1p(norm) / norm, alpha)
 
 
 @dataclass(frozen=True)
@@ -276,8 +310,8 @@ class Mixed(_WithBeta):
 
     bounded = False
 
-    def value(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return norm * c.alpha + torch.log1p(norm) * c.beta
+    def value(self, norm: Tensor, *, alpha: Number, beta: Number) -> Tensor:
+        return norm * alpha + torch.log1p(norm) * beta
 
-    def slope(self, norm: Tensor, c: Coefficients) -> Tensor:
-        return torch.log1p(norm) / norm * c.beta + c.alpha
+    def slope(self, norm: Tensor, *, alpha: Number, beta: Number) -> Tensor:
+        return torch.log1p(norm) / norm * beta + alpha

@@ -21,10 +21,10 @@ from torch import Tensor
 from gonio.execution import ProcessGroup, total
 from gonio.geometry.norms import widen
 
-Logits = tuple[Tensor, Tensor]  # of the means and of the variances
+MixLogits = tuple[Tensor, Tensor]  # of the means and of the variances
 Affine = tuple[Tensor | None, Tensor | None]  # scale and shift
 Pair = tuple[Tensor, Tensor]  # means and biased variances
-Found = tuple[Tensor, Pair | None, Tensor | int]  # output; statistics of the batch, of C channels, and its samples
+NormOutput = tuple[Tensor, Pair | None, Tensor | int]  # output; statistics of the batch, of C channels, and its samples
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,16 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixture:
     """The mixture, as y = (x − mean)·rstd."""
 
     mean: Tensor
     rstd: Tensor
 
 
-def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor | None, settings: Settings) -> Found:
+def switchable_norm(
+    x: Tensor, logits: MixLogits, affine: Affine, running: Tensor | None, settings: Settings
+) -> NormOutput:
     """The normalised x, and the statistics of the batch unless they are given as `running`."""
     values, dims = widen(x), tuple(range(2, x.dim()))
     pivot = pivot_of(values)
@@ -54,7 +56,7 @@ def switchable_norm(x: Tensor, logits: Logits, affine: Affine, running: Tensor |
     instance = moments(centred.mean(dims), (centred * centred).mean(dims), pivot)
     layer, batch, weights, count = joint_statistics(instance, logits, running, settings)
     mean, var = (_mixture([each[i] for each in (instance, layer, batch)], weights[:, i]) for i in (0, 1))
-    mixed = Mixed(mean, (var + settings.eps).rsqrt())
+    mixed = Mixture(mean, (var + settings.eps).rsqrt())
     slope = slope_of(mixed, affine[0])
     out = centred * spread(slope, values) + spread(value_at(pivot, mixed, slope, affine[1]), values)
     return out.to(x.dtype), None if running is not None else (batch[0].squeeze(0), batch[1].squeeze(0)), count
@@ -121,7 +123,7 @@ def mixing_weights(logits: tuple[Tensor, Tensor], defined: Sequence[bool], kind:
 
 
 def joint_statistics(
-    instance: Pair, logits: Logits, running: Tensor | None, settings: Settings
+    instance: Pair, logits: MixLogits, running: Tensor | None, settings: Settings
 ) -> tuple[Pair, Pair, Tensor, Tensor | int]:
     """The statistics of the layers and of the batch, all mixing weights, and the number of samples of the batch."""
     kind = instance[0].dtype
@@ -144,12 +146,12 @@ def _mixture(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
     return found
 
 
-def slope_of(mixed: Mixed, gamma: Tensor | None) -> Tensor:
+def slope_of(mixed: Mixture, gamma: Tensor | None) -> Tensor:
     """The derivative of the output by x at given statistics."""
     return mixed.rstd if gamma is None else mixed.rstd * gamma.to(mixed.rstd.dtype)
 
 
-def value_at(pivot: Tensor | None, mixed: Mixed, slope: Tensor, beta: Tensor | None) -> Tensor:
+def value_at(pivot: Tensor | None, mixed: Mixture, slope: Tensor, beta: Tensor | None) -> Tensor:
     """The output where x is the pivot, or without one 0."""
     beta = slope.new_zeros(()) if beta is None else beta.to(slope.dtype)
     mean = mixed.mean if pivot is None else mixed.mean - pivot.to(slope.dtype)

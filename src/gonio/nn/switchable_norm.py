@@ -12,7 +12,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
 from gonio.geometry.norms import whole
 from gonio.nn import kernels
-from gonio.nn.conversion import RunningStatistics, annotate_, check_plain
+from gonio.nn.conversion import RunningStatistics, check_plain
 from gonio.nn.switchable_function import Pair, Settings, accumulator, switchable_norm
 
 KINDS = ("instance", "layer", "batch")
@@ -22,7 +22,7 @@ class SwitchableNorm(RunningStatistics):
     """Abstract base of the switchable norms; they differ in the shape of the input."""
 
     ranks: ClassVar[tuple[int, ...]]  # dimensions that an input may have
-    torchs: ClassVar[type[nn.modules.batchnorm._BatchNorm]]
+    takes: ClassVar[tuple[type[nn.Module], ...]]  # the layers that `from_batch_norm` takes
 
     weight: Tensor | None
     bias: Tensor | None
@@ -79,12 +79,6 @@ class SwitchableNorm(RunningStatistics):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def __init_subclass__(cls, *, torchs: type[nn.modules.batchnorm._BatchNorm] | None = None) -> None:
-        super().__init_subclass__()
-        if torchs is not None:
-            cls.torchs = torchs
-            annotate_(cls, "from_batch_norm", norm=f"nn.{torchs.__name__} | nn.SyncBatchNorm")
-
     @classmethod
     def from_batch_norm(
         cls,
@@ -100,8 +94,7 @@ class SwitchableNorm(RunningStatistics):
         shift are. The process group is by default that of an `nn.SyncBatchNorm`. Other norms become batch norms first:
         :func:`gonio.nn.to_batch_norm`.
         """
-        kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else cls.torchs
-        check_plain(norm, kind, verb="from_batch_norm")
+        check_plain(norm, *cls.takes, verb="from_batch_norm")
         same = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         like = next((t for t in (norm.weight, norm.running_mean) if t is not None), torch.empty(0))
         group = process_group or getattr(norm, "process_group", None)
@@ -129,6 +122,15 @@ class SwitchableNorm(RunningStatistics):
         shares = self.mixture().values()
         return self.running_mean is not None and all(share["batch"] > 1 - 1e-15 for share in shares)
 
+    # read by `gonio.surgery.facts`
+    layer_facts: ClassVar[dict[str, object]] = {
+        "removes_scale": True,
+        "removes_shift": False,
+        "mixture": mixture,
+        "joins": lambda norm: norm.use_batch and norm.synchronize,
+        "why_not_affine": lambda norm: None if norm.is_batch_only() else "its mixture is not batch statistics alone",
+    }
+
     def extra_repr(self) -> str:
         parts = f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         return parts if self.use_batch else f"{parts}, use_batch=False"
@@ -141,7 +143,7 @@ class SwitchableNorm(RunningStatistics):
         defined = self._defined(positions, fixed=fixed, join=join)
         # with one position, the number of samples of all processes tells whether batch statistics are defined
         single = join and math.prod(positions.shape[2:]) <= 1
-        function = kernels.switchable_norm_by_rows if ordinary_eager(x) else switchable_norm
+        function = kernels.switchable_norm_closed if ordinary_eager(x) else switchable_norm
         logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
         running = self._running(accumulator(x), fixed=fixed)
         settings = Settings(self.eps, join, defined, single, self.process_group)
@@ -195,7 +197,7 @@ class SwitchableNorm(RunningStatistics):
         return None if self.use_batch else self.mean_logits.new_zeros(2, 1, self.num_features, dtype=kind)
 
 
-class SwitchableNorm1d(SwitchableNorm, torchs=nn.BatchNorm1d):
+class SwitchableNorm1d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
     Shape: (N, C) or (N, C, L).
@@ -208,9 +210,10 @@ class SwitchableNorm1d(SwitchableNorm, torchs=nn.BatchNorm1d):
     """
 
     ranks = (2, 3)
+    takes = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 
-class SwitchableNorm2d(SwitchableNorm, torchs=nn.BatchNorm2d):
+class SwitchableNorm2d(SwitchableNorm):
     r"""Normalisation of images by a learned mixture of instance, layer and batch statistics.
 
     .. math::
@@ -271,9 +274,10 @@ class SwitchableNorm2d(SwitchableNorm, torchs=nn.BatchNorm2d):
     """
 
     ranks = (4,)
+    takes = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
-class SwitchableNorm3d(SwitchableNorm, torchs=nn.BatchNorm3d):
+class SwitchableNorm3d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
     Shape: (N, C, D, H, W).
@@ -286,3 +290,4 @@ class SwitchableNorm3d(SwitchableNorm, torchs=nn.BatchNorm3d):
     """
 
     ranks = (5,)
+    takes = (nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -12,20 +12,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
+from gonio.editing.edit import Edit, Edited, follow_
+from gonio.editing.where import Where, as_selector, sites
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    NoMatchError,
+    NormNotHeldError,
+    NotApplicableError,
+    listing,
+)
 from gonio.execution import is_sharded
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of, norms_of, write_
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.edit import Change, Edit, Edited
 from gonio.surgery.graph import trace
-from gonio.surgery.optimizer import check_optimizer, parameter_ids
-from gonio.surgery.where import Where, as_selector, sites
+from gonio.surgery.steps import (
+    KEPT_RADIUS,
+    check_optimizer,
+    parameter_ids,
+    per_parameter,
+    real_optimizers,
+    take_out_,
+    watch,
+)
 
 Step = Literal["free", "fixed"]
 STEPS = ("free", "fixed")
-KEY = "gonio_hold"  # in an optimizer's state dict
+KEY = "gonio_hold"  # in the state dict of an optimizer that has no state of a held weight yet
+CHECKED = 3  # the first steps, after which the norms are measured
 
 
 @dataclass(eq=False)
@@ -36,7 +52,26 @@ class _HeldWeight:
     parameter: nn.Parameter
     vectors: Vectors
     radius: Tensor
-    before: Tensor | None = None
+    at: float | None  # the number that was given as the radius
+    before: Tensor | None = None  # the step, for a fixed one
+    had_gradient: bool = False  # before the step: some optimizers clear gradients in it
+    version: int = -1
+
+    def moved(self) -> bool:
+        """Whether the step may have changed the weight."""
+        return self.had_gradient or self.parameter.grad is not None or self.parameter._version != self.version
+
+    @torch.no_grad()
+    def off(self) -> float:
+        """The largest relative difference of a norm from its radius; NaN in a training that diverged."""
+        norms = self.vectors.norms(self.parameter.detach())
+        radius = self.radius.to(norms.device)
+        return float(((norms - radius).abs() / radius.clamp_min(torch.finfo(norms.dtype).tiny)).max())
+
+    @property
+    def tolerance(self) -> float:
+        """Above the rounding of a norm, and far below any change by a step."""
+        return float(torch.finfo(self.parameter.dtype).eps ** 0.5)
 
 
 @torch.no_grad()
@@ -65,7 +100,6 @@ def _fix_(weights: Sequence[_HeldWeight], rate: float) -> None:
     for (weight, before), factor in zip(starts, factors, strict=True):
         # out of place: torch refuses to add in place to a weight of fewer rows than processes
         moved.append(before.to(weight.radius.dtype) + weight.vectors.scaled(change(weight, before), factor))
-        weight.before = None
     for (weight, _), w, factor in zip(starts, moved, factors_of(radii, norms_of(vectors, moved)), strict=True):
         write_(weight.parameter, weight.vectors.scaled(w, factor))
 
@@ -80,37 +114,22 @@ def _alike(weights: Iterable[_HeldWeight]) -> list[list[_HeldWeight]]:
     return list(found.values())
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """The weights that :func:`hold_` holds. `str()` is a table; `undo_()` ends it.
+@dataclass(frozen=True, eq=False, repr=False)
+class Held(Edited):
+    """The weights that :func:`hold_` holds. `str()` is a table; `undo_()` ends the hold.
+
+    Then hooks, parameter groups, weight decay and layers are as before; trained weights stay.
 
     Attributes:
         changes: one :class:`gonio.surgery.Change` per weight.
         notes: what else was changed, such as weight decay, and what was left out.
     """
 
-    edited: Edited
-    _weights: tuple[_HeldWeight, ...] = field(repr=False)
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        return self.edited.changes
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.edited.notes
-
-    def undo_(self) -> None:
-        """End the hold: hooks, parameter groups, weight decay and layers are as before; trained weights stay.
-
-        Raises:
-            UndoError: as :meth:`gonio.Edited.undo_`.
-        """
-        self.edited.undo_()
+    _hold: _Hold = field(repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The radii by the names of the weights; `optimizer.state_dict()` contains them as well."""
-        return {weight.label: weight.radius.clone() for weight in self._weights}
+        """The radii by the names of the weights; the state of the optimizer contains them as well."""
+        return {weight.label: weight.radius.clone() for weight in self._hold.weights}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over radii.
@@ -118,33 +137,7 @@ class Held:
         Raises:
             InvalidArgumentError: if a weight is missing or has other vectors.
         """
-        _load_radii(self._weights, state)
-
-    def __len__(self) -> int:
-        """The number of changed modules."""
-        return len(self.edited)
-
-    def __repr__(self) -> str:
-        return repr(self.edited).replace("Edited", "Held", 1)
-
-    def _repr_html_(self) -> str:
-        return self.edited._repr_html_()
-
-    def __str__(self) -> str:
-        return str(self.edited)
-
-
-def _load_radii(weights: Sequence[_HeldWeight], state: Mapping[str, Tensor]) -> None:
-    for weight in weights:
-        found = state.get(weight.label)
-        if found is None or found.shape != weight.radius.shape:
-            raise InvalidArgumentError(
-                f"the state of hold_() has a radius of shape {tuple(weight.radius.shape)} for {weight.label}",
-                "none" if found is None else f"one of shape {tuple(found.shape)}",
-                "Hold the same weights by the same norm as when the state was saved.",
-            )
-    for weight in weights:
-        weight.radius = state[weight.label].to(weight.radius)
+        self._hold.load_radii(state)
 
 
 def hold_(
@@ -167,8 +160,10 @@ def hold_(
       a weight turns by arctan η if u is orthogonal to it (as for a layer before a normalisation), in every layer and at
       every width. It takes a copy of the held weights during the step, and for half precision one more in float32.
 
-    It works with every optimizer of torch's interface, by hooks of `optimizer.step()`. Radii are in the state dict of
-    the optimizer. Loaded weights are projected by the next step.
+    It works with every optimizer of torch's interface, in a wrapper (Accelerate, Lightning, Lookahead, SAM) or not, by
+    what happens around `optimizer.step()`. The radii are state of the optimizer, as tensors. Loaded weights are
+    projected by the next step. An edit that overwrites a held weight (fold_, balance_, init_, lsuv_, …) sets its radius
+    to the new norm, and is refused where the radius was given as a number. A hold ends with its optimizer.
 
     Args:
         model: as it will be trained; edits and parametrizations first.
@@ -191,7 +186,9 @@ def hold_(
         NotApplicableError: if a vector is 0 and would stay so; if a learned gain has no effect because of a
             normalisation layer after it; if weight decay cannot be switched off for held weights alone because the
             optimizer has a schedule already; for shards that cut vectors.
-        InvalidArgumentError: for other values of the arguments.
+        InvalidArgumentError: for other values of the arguments, and for an optimizer whose steps cannot be observed.
+        NormNotHeldError: later, in one of the first steps or in `optimizer.state_dict()`: the norms are not held,
+            because something else than an observed step changes the weights.
 
     Note:
         Weight decay of a held weight would only rescale its step. It is set to 0, and a note says so; weights that are
@@ -221,15 +218,25 @@ def hold_(
     """
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model)
+    real = real_optimizers(optimizer, verb="hold_")
+    if step == "fixed" and any(group.get("lr") is None for each in real for group in each.param_groups):
+        do = "Pass step='free', or an optimizer with a learning rate."
+        raise InvalidArgumentError("hold_(step='fixed') needs a learning rate", "a parameter group with lr=None", do)
     refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
     with Edit(model, "hold_") as edit:
+        edit.acts_on = list(real)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
-            _learn_magnitudes_(edit, optimizer, refs, magnitude_lr)
+            _learn_magnitudes_(edit, real, refs, magnitude_lr)
         weights = [_held(edit, ref, norm, radius) for ref in refs]
-        _stop_decay_(edit, optimizer, weights)
-        _register_(edit, optimizer, weights, step)
+        for each in real:
+            _stop_decay_(edit, each, weights)
+        hold = _Hold(weights, step, optimizer, real)
+        edit.on_undo(hold.end_)
+        hold.begin_()
         edit.note_stays(left)
-    return Held(edit.done(), tuple(weights))
+    hold.complete = True
+    edited = edit.done()
+    return Held(edited.verb, edited.changes, edited.notes, edited._undo, hold)
 
 
 def check_arguments(
@@ -282,8 +289,14 @@ def holdable(model: nn.Module, where: Where = None, **arguments: Any) -> dict[st
     return {**{ref.path: "" for ref in refs}, **left}
 
 
-# Held weights by `id`, with the step. (A WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
-_HOLDS: dict[int, tuple[weakref.ref[Tensor], Step]] = {}
+# The hold of a weight, by the `id` of the weight; a hold lives as long as its optimizer or its handle.
+_HOLDS: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()
+
+
+def hold_of(parameter: Tensor) -> _Hold | None:
+    """The hold in force of a parameter."""
+    hold = _HOLDS.get(id(parameter))
+    return hold if hold is not None and hold.holds(parameter) else None
 
 
 def step_of_hold(parameter: Tensor) -> Step | None:
@@ -296,13 +309,39 @@ def step_of_hold(parameter: Tensor) -> Step | None:
         >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
         ('fixed', None)
     """
-    ref, step = _HOLDS.get(id(parameter), (None, None))
-    return step if ref is not None and ref() is parameter else None
+    hold = hold_of(parameter)
+    return None if hold is None else hold.step
 
 
-def _note_hold_(parameter: Tensor, step: Step) -> None:
-    key = id(parameter)
-    _HOLDS[key] = (weakref.ref(parameter, lambda _: _HOLDS.pop(key, None)), step)
+def release_(model: nn.Module) -> Edited:
+    """End the holds of a model's weights without their handles.
+
+    Parameter groups, weight decay and learned gains stay as they are; `undo_()` of the :class:`Held` restores them.
+
+    Returns: An edit whose `undo_()` holds the weights again, at the same radii.
+
+    Raises:
+        NoMatchError: if no weight of the model is held.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> _ = gonio.hold_(layer, optimizer)
+        >>> print(gonio.optim.release_(layer))
+        release_: 1 module
+          (model)  weight: not held any more
+    """
+    with Edit(model, "release_") as edit:
+        for site in sites(model):
+            for name, parameter in site.module._parameters.items():
+                hold = None if parameter is None else hold_of(parameter)
+                if hold is not None and parameter is not None:
+                    edit.changed(site.path, f"{name}: not held any more")
+                    edit.on_undo(partial(hold.begin_, parameter))
+                    hold.end_(parameter)
+        if not edit.changes:
+            raise NoMatchError("release_", "every module", [])
+    return edit.done()
 
 
 def _chosen(
@@ -331,6 +370,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 continue
             if own is None:
                 why = "its weight is computed from other parameters"
+            elif own.is_complex():
+                why = "its weight is complex, and gonio holds real ones"
             elif id(own) not in trained:
                 why = "its weight is not in the optimizer"
             elif Vectors(ref.layout, own.ndim, norm).length(own) == 1:
@@ -372,8 +413,11 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     if is_sharded(parameter) and vectors.splits_shards():
         raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
-    if not bool((norms > 0).all()) and getattr(ref.module, "padding_idx", None) is None:
-        why = f"{int((norms == 0).sum())} of its vectors are 0 or not finite, and 0 cannot be scaled to a norm"
+    padded = getattr(ref.module, "padding_idx", None) is not None
+    bad = int((~norms.isfinite() | (norms == 0) & (not padded)).sum())
+    if bad:
+        of = "the norm of 1 of its vectors is" if bad == 1 else f"the norms of {bad} of its vectors are"
+        why = f"{of} 0 or not finite in {norms.dtype}, and cannot be held"
         raise refuse(why, "Initialise them, or exclude the layer in `where`.")
     if radius == "initial":
         radii, at = norms.clone(), _range(norms)
@@ -384,7 +428,7 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     what = {"matrix": ("matrix", "matrices"), "filters": ("filter", "filters"), "columns": ("column", "columns")}[norm]
     count = norms.numel()
     edit.changed(ref.path, f"{ref.name}: norm of {count} {what[count > 1]} held at {at}")
-    return _HeldWeight(ref.label, parameter, vectors, radii)
+    return _HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 
 def _range(norms: Tensor) -> str:
@@ -395,8 +439,11 @@ def _range(norms: Tensor) -> str:
 # --- the optimizer ------------------------------------------------------------------------------------------------
 
 
-def _learn_magnitudes_(edit: Edit, optimizer: Optimizer, refs: Sequence[WeightRef], rate: float | None) -> None:
+def _learn_magnitudes_(
+    edit: Edit, optimizers: Sequence[Optimizer], refs: Sequence[WeightRef], rate: float | None
+) -> None:
     """Put a weight norm on each layer, and its gains into groups of their own."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     gains: dict[int, list[nn.Parameter]] = {}
     shared: dict[int, WeightNorm] = {}
     chosen = {id(_own(ref)) for ref in refs}
@@ -411,10 +458,10 @@ def _learn_magnitudes_(edit: Edit, optimizer: Optimizer, refs: Sequence[WeightRe
             norm = shared.get(id(raw))
             attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
             if norm is None:
-                index = next(i for i, g in enumerate(optimizer.param_groups) if any(p is raw for p in g["params"]))
+                index = next(i for i, (_, g) in enumerate(groups) if any(p is raw for p in g["params"]))
                 gains.setdefault(index, []).extend(shared[id(raw)].parameters())
     for index, parameters in gains.items():
-        group = optimizer.param_groups[index]
+        optimizer, group = groups[index]
         options: dict[str, Any] = {"weight_decay": 0.0} if rate is None else {"weight_decay": 0.0, "lr": rate}
         if "matrices" in group:  # gains are no matrices for Muon
             options["matrices"] = False
@@ -427,7 +474,7 @@ def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight
     for group in list(optimizer.param_groups):
         mine = [p for p in group["params"] if id(p) in held]
         decay = group.get("weight_decay", 0)
-        if not mine or not float(decay):
+        if not mine or not float(decay or 0):
             continue
         labels = listing([held[id(p)] for p in mine], limit=4)
         edit.note(f"weight decay of {float(decay):g} is 0 for {labels}: on a held weight it only rescales the step")
@@ -448,61 +495,232 @@ def _new_group_(
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "
             "their own.", action="hold weights of",
         )  # fmt: skip
-    ids = {id(p) for p in parameters}
-    before = list(group["params"])
-    made = {**group, "params": parameters, **options}
+    before = dict(group)
 
     def restore() -> None:
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not made]
-        group["params"] = before
+        group.update({name: before[name] for name in taken})
         for parameter in parameters:
-            if not any(parameter is p for p in before):
+            if not any(parameter is p for p in before["params"]):
                 optimizer.state.pop(parameter, None)
 
+    taken = per_parameter(optimizer, group)
+    made = {**group, **{name: [None] * len(parameters) for name in taken}}
     edit.on_undo(restore)
-    group["params"] = [p for p in before if id(p) not in ids]
+    out = take_out_(optimizer, group, {id(p) for p in parameters})
+    made.update(out if out["params"] else {"params": parameters}, **options)
     optimizer.param_groups.append(made)
 
 
-def _register_(edit: Edit, optimizer: Optimizer, weights: Sequence[_HeldWeight], step: Step) -> None:
-    """The hooks that hold the weights and keep their radii in the optimizer's state dict."""
-    by_id = {id(weight.parameter): weight for weight in weights}
+# --- the hold -----------------------------------------------------------------------------------------------------
 
-    def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
-        for weight in weights:
-            weight.before = weight.parameter.detach().clone()
 
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+class _Hold:
+    """What happens around the steps of an optimizer that holds weights.
+
+    It refers weakly to the optimizer, whose hooks refer to it: both are collected together.
+    """
+
+    def __init__(self, weights: Sequence[_HeldWeight], step: Step, optimizer: Any, real: Sequence[Optimizer]) -> None:
+        self.weights, self.step = tuple(weights), step
+        self.complete = False  # once hold_ has changed everything
+        self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
+        self._active: dict[int, _HeldWeight] = {}
+        self._follows: dict[int, Callable[[], None]] = {}
+        self._ends: list[Callable[[], None]] = []
+        self._steps = 0  # that were observed
+        self._loaded: dict[str, Tensor] = {}
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the hold of a weight is in force: neither was it ended, nor is the optimizer gone."""
+        weight = self._active.get(id(parameter))
+        return weight is not None and weight.parameter is parameter and bool(self._optimizers())
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [each for ref in self._real if (each := ref()) is not None]
+
+    # begin and end; both can run again
+
+    def begin_(self, parameter: Tensor | None = None) -> None:
+        """Hold one weight, or all."""
+        for weight in self.weights:
+            key = id(weight.parameter)
+            if (parameter is None or weight.parameter is parameter) and key not in self._active:
+                self._active[key] = weight
+                _HOLDS[key] = self
+                self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), weight))
+        if not self._ends:
+            given = self._given()
+            for each in self._optimizers() if given is None else [given]:
+                around = {"before": self._before, "after": self._after, "settled": self._settled}
+                self._ends.append(watch(each, **around, verb="hold_"))  # type: ignore[arg-type]
+            for optimizer in self._optimizers():
+                self._ends += [
+                    optimizer.register_state_dict_post_hook(self._save).remove,
+                    optimizer.register_load_state_dict_pre_hook(self._load).remove,
+                    optimizer.register_load_state_dict_post_hook(self._loaded_).remove,
+                ]
+
+    def end_(self, parameter: Tensor | None = None) -> None:
+        """End the hold of one weight, or of all."""
+        for key, weight in list(self._active.items()):
+            if parameter is None or weight.parameter is parameter:
+                self._follows.pop(key, _nothing)()
+                for optimizer in self._optimizers():
+                    state = _states(optimizer).get(weight.parameter, {})
+                    if state.pop(KEPT_RADIUS, None) is not None and not state:
+                        del optimizer.state[weight.parameter]
+                del self._active[key]
+        if not self._active:
+            for end in self._ends:
+                end()
+            self._ends.clear()
+
+    # around a step
+
+    def _mine(self, group: Mapping[str, Any]) -> list[_HeldWeight]:
+        return [self._active[id(p)] for p in group["params"] if id(p) in self._active]
+
+    def _before(self, optimizer: Optimizer) -> None:
+        for weight in self._active.values():
+            weight.had_gradient, weight.version = weight.parameter.grad is not None, weight.parameter._version
+        if self.step == "fixed":
+            for weight in [weight for group in optimizer.param_groups for weight in self._mine(group)]:
+                weight.before = weight.parameter.detach().clone()
+
+    def _after(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            mine = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
-            if step == "fixed":
-                for alike in _alike(mine):
+            mine = self._mine(group)
+            moved = [weight for weight in mine if weight.moved()]
+            for weight in moved:
+                self._take_radius(optimizer, weight)
+            for alike in _alike(moved):
+                if self.step == "fixed":
                     _fix_(alike, float(group["lr"]))
-            else:
-                for alike in _alike(weight for weight in mine if weight.parameter.grad is not None):
+                else:
                     _project_(alike)
+            for weight in mine:
+                weight.before = None
+            for weight in moved:
+                self._keep_radius(optimizer, weight)
+        self._steps += 1
+        if self._steps <= CHECKED:
+            self._check_held()
 
-    def save(_: Optimizer, state: dict[str, Any]) -> None:
-        state[KEY] = {**state.get(KEY, {}), **{weight.label: weight.radius.clone() for weight in weights}}
+    def _settled(self, optimizer: Optimizer) -> None:
+        """A wrapper such as Lookahead changes weights after the step of the optimizer in it."""
+        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
+        for alike in _alike(weight for weight in mine if weight.moved() and weight.off() > weight.tolerance / 100):
+            _project_(alike)
 
-    def load(_: Optimizer, state: dict[str, Any]) -> None:
-        if KEY in state:
-            _load_radii(weights, state[KEY])
+    # radii: state of the optimizer
 
-    handles = [
-        optimizer.register_step_post_hook(after_step),
-        optimizer.register_state_dict_post_hook(save),
-        optimizer.register_load_state_dict_pre_hook(load),
-    ]
-    if step == "fixed":
-        handles.append(optimizer.register_step_pre_hook(before_step))
+    def _take_radius(self, optimizer: Optimizer, weight: _HeldWeight) -> None:
+        kept = _states(optimizer).get(weight.parameter, {}).get(KEPT_RADIUS)
+        if isinstance(kept, Tensor) and kept.shape == weight.radius.shape:
+            weight.radius = kept.to(weight.radius)
 
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-        for weight in weights:
-            _HOLDS.pop(id(weight.parameter), None)
+    def _keep_radius(self, optimizer: Optimizer, weight: _HeldWeight) -> None:
+        """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none."""
+        states = _states(optimizer)
+        if states.get(weight.parameter) or weight.parameter._version != weight.version:
+            states[weight.parameter] = states.get(weight.parameter, {})
+            states[weight.parameter][KEPT_RADIUS] = weight.radius
 
-    edit.on_undo(end)
-    for weight in weights:
-        _note_hold_(weight.parameter, step)
+    def set_radius(self, weight: _HeldWeight, radius: Tensor) -> None:
+        """Hold a weight at another radius from now on."""
+        weight.radius = radius
+        for optimizer in self._optimizers():
+            state = _states(optimizer).get(weight.parameter, {})
+            if KEPT_RADIUS in state:
+                state[KEPT_RADIUS] = radius
+
+    def load_radii(self, state: Mapping[str, Tensor]) -> None:
+        """Take over radii by the labels of the weights."""
+        for weight in self._active.values():
+            _check_radius(weight, state.get(weight.label))
+        for weight in self._active.values():
+            self.set_radius(weight, state[weight.label].to(weight.radius))
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._check_observed(optimizer)
+        states = _states(optimizer)
+        mine = [weight for group in optimizer.param_groups for weight in self._mine(group)]
+        rest = {w.label: w.radius.clone() for w in mine if KEPT_RADIUS not in states.get(w.parameter, {})}
+        if rest:
+            state[KEY] = {**state.get(KEY, {}), **rest}
+
+    def _load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Note the radii of a state dict: torch casts state to the dtype of the weights."""
+        self._loaded = {}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+            for parameter, key in zip(group["params"], saved["params"], strict=False):
+                weight, kept = self._active.get(id(parameter)), state["state"].get(key, {}).get(KEPT_RADIUS)
+                if weight is not None and isinstance(kept, Tensor):
+                    self._loaded[weight.label] = _check_radius(weight, kept)
+        for weight in self._active.values() if KEY in state else ():  # before the first step, and in older files
+            if weight.label not in self._loaded:
+                self._loaded[weight.label] = _check_radius(weight, state[KEY].get(weight.label))
+
+    def _loaded_(self, optimizer: Optimizer) -> None:
+        for weight in self._active.values():
+            if weight.label in self._loaded:
+                self.set_radius(weight, self._loaded[weight.label].to(weight.radius))
+
+    # a promise that is watched
+
+    def _check_held(self) -> None:
+        """After one of the first steps: every weight that it changed has its norm."""
+        for weight in self._active.values():
+            if weight.had_gradient and weight.off() > weight.tolerance:
+                raise NormNotHeldError(
+                    weight.label,
+                    "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",
+                    "Call hold_ on the optimizer that trains the weight, after whatever replaces its parameter groups",
+                )
+
+    def _check_observed(self, optimizer: Optimizer) -> None:
+        """Where the optimizer has state or gradients, but no step was observed, the weights have their norms."""
+        if self._steps:
+            return
+        for group in optimizer.param_groups:
+            for weight in self._mine(group):
+                trained = weight.parameter.grad is not None or bool(_states(optimizer).get(weight.parameter))
+                if trained and weight.off() > weight.tolerance:
+                    raise NormNotHeldError(
+                        weight.label,
+                        f"its norm changed, and no step() of the {type(optimizer).__name__} was observed",
+                        "Train by step() of a torch.optim.Optimizer; a hold cannot act on other methods",
+                    )
+
+
+def _nothing() -> None:
+    """In the place of a function that ends something."""
+
+
+def _states(optimizer: Optimizer) -> dict[Any, Any]:
+    return optimizer.state if isinstance(optimizer.state, dict) else {}
+
+
+def _check_radius(weight: _HeldWeight, radius: Tensor | None) -> Tensor:
+    if radius is None or radius.shape != weight.radius.shape:
+        raise InvalidArgumentError(
+            f"the state of hold_() has a radius of shape {tuple(weight.radius.shape)} for {weight.label}",
+            "none" if radius is None else f"one of shape {tuple(radius.shape)}",
+            "Hold the same weights by the same norm as when the state was saved.",
+        )
+    return radius
+
+
+@torch.no_grad()
+def _follow(ref: weakref.ref[_Hold], weight: _HeldWeight, edit: Edit) -> None:
+    """An edit has overwritten a held weight: hold its new norms, or refuse where a number was given."""
+    hold = ref()
+    if hold is None or not hold.complete or not hold.holds(weight.parameter) or weight.off() <= weight.tolerance:
+        return
+    if weight.at is not None:
+        why = f"hold_ holds its norm at {weight.at:g}, which this changes"
+        raise NotApplicableError(edit.verb, weight.label, why, "End the hold first: held.undo_().", action="change")
+    edit.on_undo(partial(hold.set_radius, weight, weight.radius))
+    hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
+    edit.note(f"{weight.label} is held at its new norm from now on")

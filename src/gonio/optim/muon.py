@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Muon(Optimizer):
         betas: of AdamW on those groups.
 
     Raises:
-        InvalidArgumentError: for a parameter of fewer than two dimensions in a group of matrices, and for negative or
-            unknown values.
+        InvalidArgumentError: for a parameter of fewer than two dimensions in a group of matrices, for complex
+            parameters, and for negative or unknown values.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 10))
@@ -58,6 +58,9 @@ class Muon(Optimizer):
     Source: Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, and ``torch.optim.Muon``.
     Differs: convolutions are matrices of flattened filters and packed weights are cut, which torch refuses or mixes.
     """
+
+    per_parameter = ("blocks",)  # the options of a group with one value for each of its parameters
+    state_powers: ClassVar[Mapping[str, int]] = {"momentum_buffer": 1}  # as gonio.surgery.steps.move_state_ reads it
 
     def __init__(
         self,
@@ -81,30 +84,40 @@ class Muon(Optimizer):
         if adjust_lr_fn is not None and adjust_lr_fn not in ADJUSTMENTS:
             known = ", ".join(ADJUSTMENTS)
             raise InvalidArgumentError(f"Muon(adjust_lr_fn=) is one of {known}", repr(adjust_lr_fn), "Choose one.")
-        self._others_lr = others_lr
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas, "matrices": True,
+            "betas": betas, "matrices": True, "others_lr": others_lr,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the `blocks` of its parameters become their state."""
+        """Add a group; its `blocks` are one list of whole numbers for each parameter, or None for one matrix."""
         group = dict(param_group)
-        codes = group.pop("blocks", None)
         if not group.get("matrices", True):
-            group.setdefault("lr", self._others_lr)
+            group.setdefault("lr", self.defaults["others_lr"])
+        group["blocks"] = _plain(group.get("blocks"))
         super().add_param_group(group)
         added = self.param_groups[-1]
-        for index, parameter in enumerate(added["params"] if added["matrices"] else ()):
-            if parameter.ndim < 2:
-                found = f"one of shape {tuple(parameter.shape)}"
-                do = "Put it in a group with matrices=False, as gonio.param_groups(model, matrices=True) does."
-                self.param_groups.pop()
-                raise InvalidArgumentError("Muon takes parameters of at least 2 dimensions as matrices", found, do)
-            if codes is not None:
-                self.state[parameter]["blocks"] = tuple(codes[index])
+        why = _refusal(added)
+        if why is None and added["blocks"] is None:
+            added["blocks"] = [None] * len(added["params"])
+        if why is not None:
+            self.param_groups.pop()
+            raise why
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of state dicts with the blocks in the state of each parameter, or without (of ``torch.optim.Muon``)."""
+        mine = {
+            id(p): code
+            for g in vars(self).get("param_groups", ())
+            for p, code in zip(g["params"], g["blocks"], strict=True)
+        }
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("matrices", True)
+            kept = [self.state.get(p, {}).pop("blocks", mine.get(id(p))) for p in group["params"]]
+            group["blocks"] = _plain(group.get("blocks") or kept)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -127,14 +140,15 @@ class Muon(Optimizer):
 
     def _step_matrices(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         updates = [self._update(group, p) for p in parameters]
-        blocks = [Blocks.of(self.state[p]["blocks"]) if "blocks" in self.state[p] else Blocks() for p in parameters]
+        codes = dict(zip(map(id, group["params"]), group["blocks"], strict=True))
+        blocks = [Blocks.of(code) if (code := codes[id(p)]) is not None else Blocks() for p in parameters]
         parts = [each.split(whole(update)) for each, update in zip(blocks, updates, strict=True)]
         scaled = _orthogonal(
             [part for of_one in parts for part in of_one],
             group["ns_coefficients"], group["ns_steps"], group["eps"],
         )  # fmt: skip
         for p, cut, of_one in zip(parameters, blocks, parts, strict=True):
-            rates = [_adjusted(float(group["lr"]), group["adjust_lr_fn"], part.shape) for part in of_one]
+            rates = [adjusted(float(group["lr"]), group["adjust_lr_fn"], part.shape) for part in of_one]
             mine = [next(scaled) for _ in of_one]
             p.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
             if len(set(rates)) > 1:
@@ -162,6 +176,27 @@ class Muon(Optimizer):
             amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=1e-8, maximize=False,
         )  # fmt: skip
+
+
+def _plain(blocks: Any) -> list[list[int] | None] | None:
+    """Codes of blocks as lists, which JSON and every checkpoint can store."""
+    return None if blocks is None else [None if code is None else [int(n) for n in code] for code in blocks]
+
+
+def _refusal(group: dict[str, Any]) -> InvalidArgumentError | None:
+    """Why a group cannot be trained."""
+    for parameter in group["params"]:
+        if parameter.is_complex():
+            do = "Train it by another optimizer."
+            return InvalidArgumentError("Muon takes real parameters", f"one of {parameter.dtype}", do)
+        if group["matrices"] and parameter.ndim < 2:
+            found = f"one of shape {tuple(parameter.shape)}"
+            do = "Put it in a group with matrices=False, as gonio.param_groups(model, matrices=True) does."
+            return InvalidArgumentError("Muon takes parameters of at least 2 dimensions as matrices", found, do)
+    if group["blocks"] is not None and len(group["blocks"]) != len(group["params"]):
+        found = f"{len(group['blocks'])} for {len(group['params'])} parameters"
+        return InvalidArgumentError("Muon takes one entry of `blocks` for each parameter", found, "Add the others.")
+    return None
 
 
 # --- polar factors ------------------------------------------------------------------------------------------------
@@ -196,6 +231,7 @@ def _newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, eps: float
     return x.mT if tall else x
 
 
-def _adjusted(rate: float, how: str | None, shape: Sequence[int]) -> float:
+def adjusted(rate: float, how: str | None, shape: Sequence[int]) -> float:
+    """The learning rate of a stack of matrices (number, rows, columns) of this shape."""
     rows, columns = shape[1:]
     return rate * (0.2 * sqrt(max(rows, columns)) if how == "match_rms_adamw" else sqrt(max(1, rows / columns)))

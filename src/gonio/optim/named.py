@@ -22,7 +22,7 @@ DECAYS = ("all", "weights")
 
 def sgd(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.9, decay: Decay = "all"
-) -> Optimizer:
+) -> torch.optim.SGD:
     """SGD with Nesterov momentum; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
     _check(lr=lr, weight_decay=weight_decay, momentum=momentum, decay=decay)
     parameters = _parameters(model, weight_decay, decay)
@@ -36,7 +36,7 @@ def adamw(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     decay: Decay = "all",
-) -> Optimizer:
+) -> torch.optim.AdamW:
     """AdamW; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
     _check(lr=lr, weight_decay=weight_decay, betas=betas, decay=decay)
     return torch.optim.AdamW(
@@ -52,7 +52,7 @@ def muon(
     momentum: float = 0.95,
     betas: tuple[float, float] = (0.9, 0.95),
     others_factor: float = 0.015,
-) -> Optimizer:
+) -> Muon:
     """Muon on the matrices of `gonio.param_groups(model, matrices=True)`, AdamW on the others; weights alone decay.
 
     The others have the learning rate `others_factor` · `lr`, so that tuning `lr` moves both.
@@ -80,6 +80,18 @@ def arguments_of(name: str) -> Mapping[str, Any]:
         raise UnknownNameError("optimizer", name, OPTIMIZERS)
     parameters = list(inspect.signature(OPTIMIZERS[name]).parameters.values())[1:]
     return {each.name: each.default for each in parameters}
+
+
+def type_of(name: str) -> type[Optimizer]:
+    """The class of an optimizer by name.
+
+    Example:
+        >>> from gonio.optim.named import type_of
+        >>> type_of("sgd") is torch.optim.SGD
+        True
+    """
+    kind: type[Optimizer] = inspect.signature(OPTIMIZERS[name], eval_str=True).return_annotation
+    return kind
 
 
 def _parameters(model: nn.Module, weight_decay: float, decay: Decay) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.parametrizations.parametrization import Parametrization, describe, kind_of
+from gonio.parametrizations.parametrization import VERSION, Parametrization, describe, kind_of
 
 _OWN = "_parametrization."
 _DESCRIPTION = f"{_OWN}_extra_state"
@@ -38,6 +38,7 @@ def translate_(parametrization: Parametrization, state_dict: dict[str, Any], pre
         if own + "_extra_state" not in state_dict:
             return  # a part of a state dict: torch reports the missing keys
         if parametrization.wrote(describe(state_dict[own + "_extra_state"])):
+            _complete_(state_dict, weight_key, parametrization)
             return
         weight = _pop_own_(state_dict, weight_key)
     elif found := _torch_keys(state_dict, prefix, name):
@@ -61,6 +62,15 @@ def _fill_(state_dict: dict[str, Any], weight_key: str, bound: Parametrization, 
     state_dict[weight_key] = raw
     for key, value in bound.state_dict().items():
         state_dict[weight_key + _OWN + key] = value
+
+
+def _complete_(state_dict: dict[str, Any], weight_key: str, parametrization: Parametrization) -> None:
+    """Add the state that an older version did not have, as for a new parametrization of the weight."""
+    absent = [key for key in parametrization.state_dict() if weight_key + _OWN + key not in state_dict]
+    if absent and weight_key in state_dict and describe(state_dict[weight_key + _DESCRIPTION])["version"] < VERSION:
+        fresh = parametrization.unbound()
+        fresh.bind(state_dict[weight_key], parametrization.bound_layout)
+        state_dict.update({weight_key + _OWN + key: fresh.state_dict()[key] for key in absent})
 
 
 @torch.no_grad()
@@ -107,11 +117,12 @@ def _pop_own_(state_dict: dict[str, Any], weight_key: str) -> Tensor:
     """Remove the parametrization's entries of one weight and return its effective weight."""
     own = weight_key + _OWN
     entries = {key.removeprefix(own): state_dict.pop(key) for key in list(state_dict) if key.startswith(own)}
-    parametrization = kind_of(describe(entries["_extra_state"]))
+    description = describe(entries["_extra_state"])
+    parametrization = kind_of(description)
     raw: Tensor = state_dict[weight_key]
     # The shapes of the state follow from the weight's shape; its values come from the checkpoint.
     parametrization.bind(raw.detach().to("meta"), parametrization.bound_layout)
-    parametrization.load_state_dict(entries, assign=True)
+    parametrization.load_state_dict(entries, assign=True, strict=description["version"] == VERSION)
     weight: Tensor = parametrization(raw)
     return weight
 

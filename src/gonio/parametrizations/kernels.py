@@ -89,20 +89,6 @@ def _inner(a: Tensor, b: Tensor) -> float:
     return torch.dot(a, b).item()
 
 
-def iterate_(matrix: Tensor, u: Tensor, v: Tensor, iterations: int) -> None:
-    """Power iterations of a single matrix on CPU, in place; a zero product leaves its vector as it is."""
-    turned = matrix.mT
-    for _ in range(iterations):
-        _turn_(v, matrix_vector(turned, u))
-        _turn_(u, matrix_vector(matrix, v))
-
-
-def _turn_(unit: Tensor, product: Tensor) -> None:
-    size = _norm(product)
-    if size.item() > _LEAST[product.dtype]:
-        torch.div(product, size, out=unit)
-
-
 def standardized(raw: Tensor, stds: Tensor, rounding: float) -> Tensor | None:
     """Filters on dim 0 of mean 0 and biased standard deviations `stds`, as channels of torch's batch normalisation.
 

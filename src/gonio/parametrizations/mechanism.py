@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -27,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.execution import is_sharded
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import translate_
 from gonio.parametrizations.parametrization import Parametrization
 
@@ -66,23 +65,29 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
     """
     raw = _trainable(module, name)
     layout = layout_of(module, name)
-    if parametrization.layout is None:
-        _bind_(parametrization, raw, module, name)
-    elif parametrization.bound_to is None or parametrization.bound_to() is not raw:
+    template = parametrization.layout is None
+    if not template and parametrization.trained is not raw:
         raise InvalidArgumentError(
             "attach() needs a template, or a parametrization that is bound to the same Parameter",
             f"one that is bound to another tensor, of layout {parametrization.layout}",
             "Attach a new one: parametrization.unbound() has the same options.",
         )
-    elif parametrization.layout != layout:
+    if not template and parametrization.layout != layout:
         raise NotApplicableError("attach()", name, "a layer with another layout shares it", "Untie the two layers.")
     base, names = _own_class(module)
+    kind = type(module)
     try:
         module.__class__ = parametrized_class(base, (*names, name))
     except TypeError as error:
         raise NotApplicableError(
             "attach()", f"{base.__name__}.{name}", f"its class cannot be extended ({error})", "Exclude the layer."
         ) from error
+    if template:  # last: it may move the weight, which a refused call leaves as it was
+        try:
+            _bind_(parametrization, raw, layout)
+        except BaseException:
+            module.__class__ = kind
+            raise
     module._modules[child_name(name)] = parametrization.train(module.training)
     return parametrization
 
@@ -117,13 +122,13 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _bind_(parametrization: Parametrization, raw: nn.Parameter, module: nn.Module, name: str) -> None:
+def _bind_(parametrization: Parametrization, raw: nn.Parameter, layout: Layout) -> None:
     weight = raw.detach()
-    parametrization.bind(weight, layout_of(module, name))
+    parametrization.bind(weight, layout)
     inverse = parametrization.right_inverse(weight)
     if inverse is not weight:
         raw.copy_(inverse)
-    parametrization.bound_to = weakref.ref(raw)
+    parametrization.track(raw)
     for parameter in parametrization.parameters():
         parameter.requires_grad_(raw.requires_grad)
 
@@ -249,7 +254,7 @@ class Parametrized:
 
     def _is_taken(self, name: str) -> NotApplicableError:
         parametrization, rest = _parametrization(self, name), dict(self._parameters)
-        raw = None if parametrization.bound_to is None else parametrization.bound_to()
+        raw = parametrization.trained
         if name not in rest and raw is not None:  # old weight norm has removed it already
             self._parameters.clear()
             self._parameters.update({name: raw, **rest})
@@ -295,8 +300,7 @@ class Parametrized:
     def _note_parameters(self) -> None:
         """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
         for name in self.parametrized_names:
-            raw = self._parameters.get(name)
-            _parametrization(self, name).bound_to = None if raw is None else weakref.ref(raw)
+            _parametrization(self, name).track(self._parameters.get(name))
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """As for any module. FSDP 2 registers one when it shards a parameter, and then learns where it is."""
@@ -398,6 +402,8 @@ def _assign_(layer: Parametrized, name: str, value: Tensor) -> None:
     raw = layer._parameters[name]
     if isinstance(value, nn.Parameter) and (raw is None or is_sharded(raw) or is_sharded(value)):
         layer._parameters[name] = value  # FSDP exchanges the whole and the sharded form of the same numbers
+        if is_sharded(value):
+            _parametrization(layer, name).track(value)
         return
     if raw is None or value.shape != raw.shape:
         raise InvalidArgumentError(
@@ -425,6 +431,7 @@ def _set_weight_(parametrization: Parametrization, raw: nn.Parameter, weight: Te
     inverse = parametrization.right_inverse(weight)
     if inverse is not raw:
         raw.copy_(inverse)
+    parametrization.track(raw)
 
 
 # --- private interface of torch -------------------------------------------------------------------

@@ -16,7 +16,7 @@ from gonio.execution import autocast_is_on
 from gonio.geometry.norms import WIDE, full_precision, widen
 from gonio.geometry.views import Layout
 
-_VERSION = 1  # of the description in a checkpoint
+VERSION = 2  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
 
 
@@ -42,12 +42,18 @@ class Parametrization(nn.Module, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _KINDS[cls.__name__] = cls
+        _KINDS[cls.kind()] = cls
+
+    @classmethod
+    def kind(cls) -> str:
+        """The name of the class in checkpoints: qualified, but for those of gonio itself."""
+        own = cls.__module__.startswith(f"{__package__}.")
+        return cls.__name__ if own else f"{cls.__module__}.{cls.__qualname__}"
 
     def __init__(self) -> None:
         super().__init__()
         self.layout: Layout | None = None
-        self.bound_to: weakref.ref[nn.Parameter] | None = None  # the Parameter; set by the layer after each copy
+        self.bound_to: weakref.ref[nn.Parameter] | None = None  # see `trained`; weak, for a layer has the Parameter
         self._unset = False  # whether the state was allocated by to_empty() and not initialised since
 
     @abstractmethod
@@ -122,24 +128,32 @@ class Parametrization(nn.Module, ABC):
         """The layout of the tensor; for a template the default one."""
         return self.layout or Layout()
 
+    @property
+    def trained(self) -> nn.Parameter | None:
+        """The Parameter that the state belongs to; None for a template, and after another has taken its place."""
+        return None if self.bound_to is None else self.bound_to()
+
+    def track(self, raw: nn.Parameter | None) -> None:
+        """Remember the Parameter that the state belongs to; the layer does so after each change of the object."""
+        self.bound_to = None if raw is None else weakref.ref(raw)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "bound_to": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"bound_to": None, **state})  # pickles of version 0.1 do not have it
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
 
     def get_extra_state(self) -> Tensor:
-        """Kind, options and layout as bytes of JSON, in a tensor: every file format can store a tensor."""
-        description = {
-            "kind": type(self).__name__,
-            "version": _VERSION,
-            "options": self._options(),
-            "layout": None if self.layout is None else vars(self.layout),
-        }
-        return torch.tensor(list(json.dumps(description, sort_keys=True).encode()), dtype=torch.uint8)
+        """Kind, options and layout as ASCII codes of JSON, in a tensor, which every file format can store.
+
+        In float32, so that the codes survive casts to half precision and averages of equal models.
+        """
+        text = json.dumps(self._described(), sort_keys=True)
+        return torch.tensor(list(text.encode("ascii")), dtype=torch.float32)
+
+    def _described(self) -> dict[str, Any]:
+        layout = None if self.layout is None else vars(self.layout)
+        return {"kind": self.kind(), "version": VERSION, "options": self._options(), "layout": layout}
 
     def set_extra_state(self, state: Tensor) -> None:
         """Check that the description in a checkpoint is of this kind with these options."""
@@ -180,8 +194,20 @@ class Parametrization(nn.Module, ABC):
 
 
 def describe(extra_state: Tensor) -> dict[str, Any]:
-    """The description that :meth:`Parametrization.get_extra_state` wrote."""
-    found: dict[str, Any] = json.loads(bytes(extra_state.tolist()).decode())
+    """The description that :meth:`Parametrization.get_extra_state` wrote; older files have it in uint8.
+
+    Raises: InvalidArgumentError if the codes are damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(bytes(extra_state.double().round().to(torch.uint8).tolist()).decode())
+    except ValueError as error:
+        needs = "the description of a parametrization in a checkpoint holds the codes of a JSON text"
+        do = "Take the checkpoint as it was saved; casts below bfloat16 and averages of different models damage it."
+        raise InvalidArgumentError(needs, f"other numbers ({error})", do) from error
+    kind = found.get("kind")
+    if found.get("version", 0) < 2 and kind not in _KINDS:  # the bare name of a class of the user's
+        matching = [name for name in _KINDS if name.rpartition(".")[2] == kind]
+        found["kind"] = matching[0] if len(matching) == 1 else kind
     return found
 
 
@@ -191,11 +217,11 @@ def kind_of(description: Mapping[str, Any]) -> Parametrization:
     Raises: InvalidArgumentError if the kind is unknown, or if a newer version wrote the description.
     """
     kind = _KINDS.get(description.get("kind", ""))
-    if kind is None or description.get("version", 0) > _VERSION:
+    if kind is None or description.get("version", 0) > VERSION:
         raise InvalidArgumentError(
-            f"the parametrization in a checkpoint must be one of {', '.join(sorted(_KINDS))}, version <= {_VERSION}",
+            f"the parametrization in a checkpoint must be one of {', '.join(sorted(_KINDS))}, version <= {VERSION}",
             f"{description.get('kind')} of version {description.get('version')}",
-            "Load it with the version of gonio that wrote it, and save the folded model.",
+            "Import the module that defines it, or fold the model with the version of gonio that wrote it.",
         )
     found, layout = kind(**description["options"]), description["layout"]
     if layout is not None:  # JSON has lists for tuples

@@ -10,11 +10,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.where import Site, sites
-from gonio.surgery.wrapping import unwrapped
 
 
 @dataclass(frozen=True)

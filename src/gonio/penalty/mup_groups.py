@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from torch import nn
 
+from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
 from gonio.penalty.matrices import Groups
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
-from gonio.surgery.where import sites
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Literal, overload
 
 from torch import nn
 
+from gonio.editing.where import sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import matrix_view
 from gonio.init.mup import Rule
@@ -15,8 +17,6 @@ from gonio.penalty.matrices import Groups, MatrixGroups, matrix_groups
 from gonio.penalty.mup_groups import MupGroups, mup_groups
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import TABLES, weights_of
-from gonio.surgery.where import sites
-from gonio.surgery.wrapping import unwrapped
 
 
 @dataclass(frozen=True)

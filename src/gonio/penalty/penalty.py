@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.editing.where import Where
+from gonio.editing.wrapping import refuse_flat_shards
+from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
-from gonio.surgery.where import Where
-from gonio.surgery.wrapping import refuse_flat_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -228,25 +228,38 @@ class Penalty:
         return {"calls": self._calls, "terms": {t.label: s for t in self._terms if (s := t.state()) is not None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the step at which :meth:`state_dict` was called."""
+        """Continue from the step at which :meth:`state_dict` was called.
+
+        Raises:
+            InvalidArgumentError: if the state has terms that this penalty does not have, or lacks some of its own that
+                have a state from the start or from the steps that were counted. Nothing is loaded then.
+        """
+        own, found = {term.label: term for term in self._terms}, state["terms"]
+        unknown = [label for label in found if label not in own]
+        missing = [label for label, term in own.items() if term.state() is not None and label not in found]
+        if unknown or missing:
+            parts = (("terms it does not have", unknown), ("no state of", missing))
+            text = " and ".join(f"{what}: {listing(labels)}" for what, labels in parts if labels)
+            do = "Build the penalty with the rules and the model with which the state was saved."
+            raise InvalidArgumentError("Penalty.load_state_dict() takes the state of the same terms", text, do)
         self._calls = int(state["calls"])
-        for term in self._terms:
-            if term.label in state["terms"]:
-                term.load(state["terms"][term.label])
+        for label, value in found.items():
+            own[label].load(value)
 
     def __len__(self) -> int:
         """The number of terms."""
         return len(self._terms)
 
     def __repr__(self) -> str:
-        return f"<Penalty: {len(self)} terms, {len(self._skipped)} skipped, step {self.step}>"
+        return f"<{self._head}, step {self.step}>"
 
     def _repr_html_(self) -> str:
         return html_table(self._head, ("weight", "regularizer", "status"), self._rows(), self._remarks)
 
     @property
     def _head(self) -> str:
-        return f"Penalty: {len(self)} term{'s' if len(self) != 1 else ''}, {len(self._skipped)} skipped"
+        skipped = f", {len(self._skipped)} skipped" if self._skipped else ""
+        return f"Penalty: {len(self)} term{'s' * (len(self) != 1)}{skipped}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = [(term.label.split("/")[0], describe(term.regularizer), _status(term)) for term in self._terms]

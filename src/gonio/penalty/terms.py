@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of
@@ -19,13 +21,12 @@ from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
+from gonio.surgery.facts import TABLES, why_not_dense
 from gonio.surgery.graph import Graph, trace
-from gonio.surgery.where import Site, Where, as_selector, select
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -117,7 +118,7 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
             f"For all layers write Penalty(model, [(None, {type(rules).__name__}(…))]).",
         )
     context = _Context(model)
-    bindings = []
+    bindings, left = [], dict[str, str]()
     for rule in rules:
         if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
             raise InvalidArgumentError(
@@ -129,7 +130,8 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
             refused = [f"{b.weight.label} ({b.skipped})" for b in found]
             raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
         bindings += found
-    return bindings, context.remarks()
+        left |= left_out(model, where, can_act=partial(can_act, kind=type(regularizer), named=where is not None))
+    return bindings, [*context.remarks(), *(f"{path} has no term: {why}" for path, why in left.items())]
 
 
 def _instead(rule: object) -> str:
@@ -172,20 +174,34 @@ class _Context:
         return []
 
 
-def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: _Context) -> Iterator[Binding]:
-    reads_outputs = isinstance(regularizer, OutputRegularizer)
+def can_act(module: nn.Module, kind: type[Regularizer], *, named: bool) -> str | None:
+    """Why a regularizer of this kind cannot act on a layer; None if it can.
 
-    def can_act(module: nn.Module) -> str | None:
-        if where is None and isinstance(module, TABLES):
-            return "it is a lookup table; name it in `where` to include it"
-        if reads_outputs and not isinstance(module, _WITH_OUTPUTS):
+    `named` is whether a `where` chooses the layer, which lookup tables need.
+
+    Example:
+        >>> from gonio.penalty.terms import can_act
+        >>> can_act(nn.ReLU(), gonio.regularizers.L2, named=False)
+        'it has no weight with filters'
+    """
+    if not named and isinstance(module, TABLES):
+        return "it is a lookup table; name it in `where` to include it"
+    if issubclass(kind, OutputRegularizer):
+        if not isinstance(module, _WITH_OUTPUTS):
             return "it is no linear or convolution layer"
-        if reads_outputs and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention uses its weight without calling it, so it has no output"
-        return None if _layouts(module) else "it has no weight with filters"
+    names = _layouts(module)
+    if not names:
+        lazy = any(is_lazy(p) for p in module._parameters.values() if p is not None)
+        return "it is lazy; run one batch first" if lazy else "it has no weight with filters"
+    return next(filter(None, (why_not_dense(module._parameters.get(name)) for name in names)), None)
 
+
+def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: _Context) -> Iterator[Binding]:
+    able = partial(can_act, kind=type(regularizer), named=where is not None)
     owners: dict[tuple[int, ...], str] = {}
-    for site in select(model, where, verb=type(regularizer).__name__, can_act=can_act):
+    for site in select(model, where, verb=type(regularizer).__name__, can_act=able):
         for weight in weights_of(site):
             if not isinstance(regularizer, WeightRegularizer):
                 yield Binding(weight, regularizer)

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, PendingRecipeError, listing
+from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.optim import Held, hold_
+from gonio.optim.named import type_of
 from gonio.penalty import Penalty
 from gonio.recipes.catalogue import find
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
-from gonio.surgery import Edited, init_, parametrize_, swap_
-from gonio.surgery.optimizer import parameter_ids
+from gonio.surgery import Edited, UndoError, init_, parametrize_, swap_
+from gonio.surgery.steps import parameter_ids, real_optimizers, watch
 
 
-@dataclass(frozen=True)
-class Applied:
+@dataclass(frozen=True, repr=False)
+class Applied(Edited):
     """The changes that a recipe made to a model; `str()` is a table and `undo_()` takes all of them back.
 
     Attributes:
-        recipe: its name.
+        verb: the name of the recipe; `changes` and `notes` are those of all edits.
         edits: one per rule, in the order in which they happened.
         penalty: to be added to the loss, or None if the recipe has no such rule.
         handover: the recipe's optimizer and hold; None if it has neither.
@@ -44,8 +43,7 @@ class Applied:
         >>> applied.undo_()
     """
 
-    recipe: str
-    edits: tuple[Edited, ...]
+    edits: tuple[Edited, ...] = ()
     penalty: Penalty | None = field(default=None, compare=False)
     handover: Handover | None = field(default=None, compare=False)
 
@@ -67,7 +65,7 @@ class Applied:
         """
         if self.handover is None:
             do = "Build the optimizer that you would without the recipe."
-            raise InvalidArgumentError(f"the recipe {self.recipe!r} names no optimizer", "none to make", do)
+            raise InvalidArgumentError(f"the recipe {self.verb!r} names no optimizer", "none to make", do)
         return self.handover.make(lr, weight_decay)
 
     def hold_(self, optimizer: Optimizer) -> Held | None:
@@ -91,30 +89,17 @@ class Applied:
         """
         return None if self.handover is None else self.handover.take_(optimizer)
 
-    def undo_(self) -> None:
-        """End the hold, remove the penalty and undo the edits, latest first. An optimizer that was made stays.
-
-        Raises:
-            UndoError: if they were undone before.
-        """
-        if self.handover is not None:
-            self.handover.undo_()
-        if self.penalty is not None:
-            self.penalty.undo_()
-        _undo_(self.edits)
-
     def __repr__(self) -> str:
-        changed = sum(map(len, self.edits))
-        return f"<Applied {self.recipe}: {changed} changes, {len(self.penalty or ())} penalty terms>"
+        return f"<Applied {self.verb}: {len(self)} changes, {len(self.penalty or ())} penalty terms>"
 
     def _repr_html_(self) -> str:
         held = self.handover.held if self.handover is not None else None
         tables = [part._repr_html_() for part in (*self.edits, self.penalty, held) if part is not None]
-        return "".join(tables) or html_table(self.recipe, (), ())
+        return "".join(tables) or html_table(self.verb, (), ())
 
     def __str__(self) -> str:
         parts = [str(part) for part in (*self.edits, self.penalty, self.handover) if part is not None]
-        return "\n".join([f"{self.recipe}:", *parts]) if parts else f"{self.recipe}: nothing to do"
+        return "\n".join([f"{self.verb}:", *parts]) if parts else f"{self.verb}: nothing to do"
 
 
 def apply_(
@@ -139,14 +124,17 @@ def apply_(
                 edits.append(_edit_(model, a, seed))
         penalty = Penalty(model, rules, seed=seed, accumulate=accumulate) if rules else None
     except BaseException:
-        _undo_(edits)
+        _Parts(name, [*edits]).run_()
         raise
     handover = Handover(name, model, optimizer, hold) if optimizer is not None or hold is not None else None
-    return Applied(name, tuple(edits), penalty, handover)
+    changes = tuple(change for edit in edits for change in edit.changes)
+    notes = tuple(note for edit in edits for note in edit.notes)
+    parts = [part for part in (penalty, *edits, handover) if part is not None]
+    return Applied(name, changes, notes, _Parts(name, parts), tuple(edits), penalty, handover)
 
 
 def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
-    """Run the verb of one rule; every module that was assigned to the rule must be changed."""
+    """Run the verb of one rule; it notes the layers that it leaves out."""
     where, arguments = assignment.where, assignment.rule.arguments()
     target, tensor = find(assignment.verb, assignment.rule.use).target, arguments.pop("tensor", "weight")
     try:
@@ -160,26 +148,34 @@ def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
     except GonioError as error:
         error.add_note(f"in {assignment.place}")
         raise
-    left = where.paths - {change.path for change in edited.changes}
-    if left:
-        edited.undo_()
-        why = f"{edited.verb} refused it"
-        raise NotApplicableError(assignment.place, listing(sorted(left)), why, "Exclude it with `keep`.")
     return edited
 
 
-def _undo_(edits: Sequence[Edited]) -> None:
-    for edit in reversed(edits):
-        edit.undo_()
+class _Parts:
+    """What a recipe made, ended from the last to the first, each once: an interrupted undo goes on where it was.
+
+    The edits come after the penalty, because they may refuse.
+    """
+
+    def __init__(self, recipe: str, parts: list[Edited | Penalty | Handover]) -> None:
+        self._recipe, self._parts, self._ended = recipe, parts, False
+
+    def run_(self) -> None:
+        """End the hold, undo the edits and remove the penalty. An optimizer that was made stays."""
+        if self._ended:
+            raise UndoError(self._recipe, "it was undone before")
+        while self._parts:
+            self._parts[-1].undo_()
+            self._parts.pop()
+        self._ended = True
 
 
 # --- the optimizer ------------------------------------------------------------------------------------
 
 # Note [Recipes that wait for their optimizer]
 # A recipe is applied before the optimizer is built, so its optimizer and its hold cannot act yet. If the caller forgets
-# them, the training would be another one than the recipe says. Torch calls a hook with each optimizer that takes a
-# step: while a recipe waits, the step of an optimizer that has any of the model's parameters raises. Parameters are
-# known by weak references, so a model that is gone waits for nothing. As in gonio.surgery.optimizer, the hook stays.
+# them, the training would be another one than the recipe says. While a recipe waits, the step of an optimizer that has
+# any of the model's parameters raises. They are known by weak references, so a model that is gone waits for nothing.
 
 
 class Handover:
@@ -192,11 +188,10 @@ class Handover:
     def __init__(self, recipe: str, model: nn.Module, optimizer: Rule | None, hold: Assignment | None) -> None:
         self.held: Held | None = None
         self._recipe, self._model, self._optimizer, self._hold = recipe, model, optimizer, hold
-        self._waiting = _Waiting(recipe, [weakref.ref(p) for p in model.parameters()])
-        _WAITING[:] = [each for each in _WAITING if any(ref() is not None for ref in each.parameters)]
-        _WAITING.append(self._waiting)
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        self._end_waiting: Callable[[], None] | None = watch(
+            None, before=partial(_refuse, recipe, [weakref.ref(p) for p in model.parameters()])
+        )
+        weakref.finalize(model, self._end_waiting).atexit = False
 
     def make(self, lr: float | None, weight_decay: float | None) -> Optimizer:
         """The recipe's optimizer over all parameters, with its hold."""
@@ -216,10 +211,12 @@ class Handover:
 
     def take_(self, optimizer: Optimizer) -> Held | None:
         """Hold the weights through the steps of this optimizer, which must be of the recipe's kind."""
-        kinds = [base.__name__.lower() for base in type(optimizer).__mro__]
-        if self._optimizer is not None and self._optimizer.use not in kinds:
-            what = f"the recipe {self._recipe!r} trains with {self._optimizer.use}"
-            raise InvalidArgumentError(what, type(optimizer).__name__, "Use the one of make_optimizer().")
+        if self._optimizer is not None:
+            kind = type_of(self._optimizer.use)
+            found = [each for each in real_optimizers(optimizer, verb="hold_") if not isinstance(each, kind)]
+            if found:
+                what = f"the recipe {self._recipe!r} trains with {self._optimizer.use}"
+                raise InvalidArgumentError(what, type(found[0]).__name__, "Use the one of make_optimizer().")
         if self._hold is not None:
             try:
                 self.held = hold_(self._model, optimizer, where=self._hold.where, **self._hold.rule.arguments())
@@ -236,7 +233,9 @@ class Handover:
             self.held.undo_()
 
     def _wait_no_longer(self) -> None:
-        _WAITING[:] = [each for each in _WAITING if each is not self._waiting]
+        if self._end_waiting is not None:
+            self._end_waiting()
+        self._end_waiting = None
 
     def __str__(self) -> str:
         made = [f"optimizer: {self._optimizer}"] if self._optimizer is not None else []
@@ -245,23 +244,13 @@ class Handover:
         if self._hold is not None:
             made.append(f"{self._hold.rule}: {len(self._hold.sites)} modules")
         how = "make_optimizer(), or " if self._optimizer is not None else ""
-        return "\n".join([*made, *([f"  note: waits for {how}hold_(optimizer)"] if self._waiting in _WAITING else [])])
+        return "\n".join(
+            [*made, *([f"  note: waits for {how}hold_(optimizer)"] if self._end_waiting is not None else [])]
+        )
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A recipe that needs the optimizer, and the parameters that no other one may train; holds no model."""
-
-    recipe: str
-    parameters: list[weakref.ref[nn.Parameter]]
-
-
-_WAITING: list[_Waiting] = []
-_HOOKS: list[RemovableHandle] = []
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    held = parameter_ids(optimizer) if _WAITING else set()
-    for waiting in _WAITING:
-        if any((p := ref()) is not None and id(p) in held for ref in waiting.parameters):
-            raise PendingRecipeError(waiting.recipe, type(optimizer).__name__)
+def _refuse(recipe: str, parameters: list[weakref.ref[nn.Parameter]], optimizer: Optimizer) -> None:
+    """Raise in the step of an optimizer that has parameters of a model whose recipe still waits."""
+    held = parameter_ids(optimizer)
+    if any((p := ref()) is not None and id(p) in held for ref in parameters):
+        raise PendingRecipeError(recipe, type(optimizer).__name__)

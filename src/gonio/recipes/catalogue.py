@@ -160,7 +160,9 @@ def _converters() -> _Entries:
 
 
 def _converter(name: str, target: Callable[..., Any]) -> Entry:
-    return Entry(name, target, _options_of(target, skip=1), accepted_layers(target))
+    options = getattr(getattr(target, "__self__", None), "options", None)  # a dataclass of the converter's keywords
+    described = _options_of(target, skip=1) if options is None else _options_of(options, skip=0)
+    return Entry(name, target, described, accepted_layers(target))
 
 
 def _optimizers() -> _Entries:

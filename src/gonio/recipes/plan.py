@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
+from gonio.editing.where import left_out
 from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
 from gonio.escaping import html_table
 from gonio.geometry.views import has_filters
 from gonio.optim.hold import holdable
-from gonio.penalty.terms import TABLES, bind
+from gonio.penalty import terms
 from gonio.recipes.catalogue import find
 from gonio.recipes.rule import ENDS, KEEP, Rule
-from gonio.regularizers import OutputRegularizer
-from gonio.surgery import Selector, Site, as_selector, sites
+from gonio.surgery import Selector, Site, as_selector, init, parametrize, sites, swap
 from gonio.surgery.graph import trace
 
 
@@ -141,6 +142,7 @@ class Assignment:
         number: of the rule within its verb, from 1.
         place: file, line and rule, for messages.
         skipped: by path, why a penalty has no effect on some of these modules.
+        left: by path, why the verb leaves out further layers that the rule selects.
         note: an assumption.
     """
 
@@ -150,12 +152,13 @@ class Assignment:
     sites: tuple[Site, ...]
     place: str
     skipped: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     @property
     def where(self) -> Paths:
-        """A selector of exactly these modules."""
-        paths = frozenset(site.path for site in self.sites)
+        """A selector of these modules, and of those that the verb then leaves out with a note."""
+        paths = frozenset((*(site.path for site in self.sites), *self.left))
         return Paths(paths, f"{_where_text(self.rule)} (rule {self.number})")
 
 
@@ -166,18 +169,28 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
     """
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
     ends, assumed = _ends(model) if uses_ends else ({}, "")  # finding them traces the model
+    modules = {site.path: site.module for site in sites(model)}
     found: list[Assignment] = []
     unmatched: list[str] = []
     for verb, ordered in rules.items():
         taken: dict[str, int] = {}
         for number, rule in enumerate(ordered, start=1):
-            acts_on = _acts_on_kept(verb, ordered) if rule.keeps else _acts_on(verb, rule)
-            mine, why = _select(rule, acts_on, model, ends, taken)
+            can_act = _can_keep(verb, ordered) if rule.keeps else _can_act(verb, rule)
+            mine, why = _select(rule, can_act, model, ends, taken)
             line = "" if rule.line is None else f":{rule.line}"
             which = verb if verb == "hold" else f"rule {number} of {verb}"
             place = f"{origin}{line}: {which} ({_where_text(rule)}: {rule})"
             note = assumed if rule.where in ENDS else ""
             assignment = Assignment(verb, number, rule, tuple(mine), place, note=note)
+            if verb in ("init", "parametrize") and mine and not rule.keeps:
+                tensor, selector = str(dict(rule.options).get("tensor", "weight")), _selector(rule, ends)
+                left = left_out(model, selector, can_act=can_act, tensor=tensor)
+                assignment = replace(assignment, left={path: why for path, why in left.items() if path not in taken})
+                refused = [path for path in assignment.left if has_filters(modules[path], tensor)]
+                if refused:
+                    why = (
+                        f"cannot act on {listing(refused)}: {left[refused[0]]}. Exclude what it cannot act on by `keep`"
+                    )
             if verb == "penalty" and mine and not rule.keeps:
                 assignment, why = _with_skipped(assignment, model)
             elif verb == "hold" and mine:
@@ -206,14 +219,16 @@ def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, opti
         for site in sites(model)
         if site.module._parameters and site.path not in touched
     )
-    return Plan(name, tuple(steps), untouched, tuple(dict.fromkeys(a.note for a in assignments if a.note)))
+    notes = [a.note for a in assignments if a.note]
+    notes += [f"{path} is left out by {a.place}: {why}" for a in assignments for path, why in a.left.items()]
+    return Plan(name, tuple(steps), untouched, tuple(dict.fromkeys(notes)))
 
 
 def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
     """Which of its modules the penalty would skip; a reason if it would skip all of them."""
     regularizer = find("penalty", assignment.rule.use).target(**assignment.rule.arguments())
     try:
-        bindings, _ = bind(model, [(assignment.where, regularizer)])
+        bindings, _ = terms.bind(model, [(assignment.where, regularizer)])
     except NoMatchError as error:
         return assignment, f"has no effect: {error}"
     reads = {b.weight.path for b in bindings if not b.skipped}
@@ -233,54 +248,63 @@ def _with_left_out(assignment: Assignment, model: nn.Module) -> tuple[Assignment
     return replace(assignment, skipped={path: why for path, why in found.items() if why}), ""
 
 
-_Acts = Callable[[nn.Module], bool]
+_CanAct = Callable[[nn.Module], str | None]
+
+
+def _selector(rule: Rule, ends: Mapping[str | None, str]) -> Selector:
+    if rule.where in ENDS:
+        return Paths(frozenset(path for end, path in ends.items() if end == rule.where), str(rule.where))
+    return as_selector(rule.where)
 
 
 def _select(
-    rule: Rule, acts_on: _Acts, model: nn.Module, ends: Mapping[str | None, str], taken: dict[str, int]
+    rule: Rule, can_act: _CanAct, model: nn.Module, ends: Mapping[str | None, str], taken: dict[str, int]
 ) -> tuple[list[Site], str]:
     """The modules of a rule, or why there are none."""
-    is_end = Paths(frozenset(path for end, path in ends.items() if end == rule.where), str(rule.where))
-    selector: Selector = is_end if rule.where in ENDS else as_selector(rule.where)
-    everything = sites(model)
+    selector, everything = _selector(rule, ends), sites(model)
     selected = [site for site in everything if site.matches(selector)]
-    possible = [site for site in selected if acts_on(site.module)]
+    possible = [site for site in selected if can_act(site.module) is None]
     mine = [site for site in possible if site.path not in taken]
     if mine:
         return mine, ""
     if possible:
         rules = listing([f"rule {number}" for number in sorted({taken[site.path] for site in possible})])
         return [], f"applies to no module: {listing([s.path or 'the model' for s in possible])} went to {rules}"
-    could = [_named(site) for site in everything if acts_on(site.module)]
+    could = [_named(site) for site in everything if can_act(site.module) is None]
     hint = f"It can act on: {listing(could)}" if could else "It can act on no module of this model"
     if selected:
         return [], f"applies to no module: it cannot act on {listing([_named(s) for s in selected])}. {hint}"
     return [], f"selects nothing{_closest(rule.where, everything)} {hint}"
 
 
-def _acts_on(verb: str, rule: Rule) -> _Acts:
-    """Whether a rule can act on a module, by its class and the shape of its weight."""
-    entry = find(verb, rule.use)
-    if verb == "swap":
-        return lambda module: isinstance(module, entry.accepts)
-    if verb != "penalty":
-        tensor = str(dict(rule.options).get("tensor", "weight"))
-        return lambda module: has_filters(module, tensor)
-    if issubclass(entry.makes, OutputRegularizer):
-        return lambda module: isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
-    excluded = TABLES if rule.where is None else ()  # as in gonio.Penalty
-    return lambda module: (
-        not isinstance(module, excluded) and any(has_filters(module, name) for name in ("weight", *module._parameters))
-    )
+def _can_act(verb: str, rule: Rule) -> _CanAct:
+    """Why the verb of a rule cannot act on a module, as the verb itself says; None if it can."""
+    entry, tensor = find(verb, rule.use), str(dict(rule.options).get("tensor", "weight"))
+    match verb:
+        case "init":
+            return partial(init.can_act, tensor=tensor)
+        case "parametrize":
+            return partial(parametrize.can_act, tensor=tensor)
+        case "swap":
+            return partial(swap.can_act, factory=entry.target)
+        case "penalty":
+            return partial(terms.can_act, kind=entry.makes, named=rule.where is not None)
+    return lambda module: None if has_filters(module) else "it has no weight with filters"
 
 
-def _acts_on_kept(verb: str, rules: tuple[Rule, ...]) -> _Acts:
-    """Whether `keep` can exclude a module: a layer with a weight, or one that another rule of the verb acts on.
+def _can_keep(verb: str, rules: tuple[Rule, ...]) -> _CanAct:
+    """Why `keep` cannot exclude a module: it is no layer with a weight, and no other rule of the verb acts on it.
 
     So keeping a container is an error, and keeping a linear classifier where only convolutions are swapped is not.
     """
-    acting = [_acts_on(verb, rule) for rule in rules if not rule.keeps]
-    return lambda module: has_filters(module) or any(acts_on(module) for acts_on in acting)
+    acting = [_can_act(verb, rule) for rule in rules if not rule.keeps]
+    able = lambda module: has_filters(module) or any(can_act(module) is None for can_act in acting)
+
+    def can_keep(module: nn.Module) -> str | None:
+        acts = has_filters(module) or any(can_act(module) is None for can_act in acting)
+        return None if acts else "nothing would act on it"
+
+    return can_keep
 
 
 def _closest(where: str | None, everything: Sequence[Site]) -> str:

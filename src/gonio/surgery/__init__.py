@@ -1,17 +1,7 @@
 """Change a model by rules: choose modules with `where`, edit them, undo the edit exactly."""
 
-from gonio.surgery.balance import balance_
-from gonio.surgery.calibrate import calibrate_
-from gonio.surgery.edit import Change, Edit, Edited, UndoError
-from gonio.surgery.equivalent import Deviation, equivalent, generated_example
-from gonio.surgery.fold import fold_
-from gonio.surgery.graph import activation_after, followed_by_norm
-from gonio.surgery.init import init_
-from gonio.surgery.lsuv import lsuv_
-from gonio.surgery.parametrize import parametrize_
-from gonio.surgery.shrink import shrink_intruders_
-from gonio.surgery.swap import swap_
-from gonio.surgery.where import (
+from gonio.editing.edit import Change, Edit, Edited, UndoError
+from gonio.editing.where import (
     Everything,
     OfType,
     Path,
@@ -24,9 +14,21 @@ from gonio.surgery.where import (
     select,
     sites,
 )
+from gonio.surgery.balance import balance_
+from gonio.surgery.calibrate import calibrate_
+from gonio.surgery.equivalent import Deviation, equivalent, generated_example
+from gonio.surgery.fold import fold_
+from gonio.surgery.gradually import Conversion, convert_gradually_
+from gonio.surgery.graph import activation_after, followed_by_norm
+from gonio.surgery.init import init_
+from gonio.surgery.lsuv import lsuv_
+from gonio.surgery.parametrize import parametrize_
+from gonio.surgery.shrink import shrink_intruders_
+from gonio.surgery.swap import swap_
 
 __all__ = [
     "Change",
+    "Conversion",
     "Deviation",
     "Edit",
     "Edited",
@@ -43,6 +45,7 @@ __all__ = [
     "as_selector",
     "balance_",
     "calibrate_",
+    "convert_gradually_",
     "equivalent",
     "fold_",
     "followed_by_norm",

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
-from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.equivalent import deviation, outputs
+from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.graph import ChannelMap, Graph, ScaleVariable, trace
-from gonio.surgery.optimizer import check_optimizer, move_state_
-from gonio.surgery.wrapping import refuse_shards
+from gonio.surgery.steps import check_optimizer, move_state_
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _SWEEPS = 10_000
@@ -47,7 +47,8 @@ def balance_(
     hooks or do not run torch's forward; notes give the reasons.
 
     Args:
-        example: an input on which the outputs before and after are compared; None to skip that.
+        example: an input on which the outputs before and after are compared, with a note; None for one that is made
+            from the model's first layer, if that can be done.
         optimizer: its state is rescaled too: gradients of a weight that is multiplied by s are divided by s, their
             squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
@@ -73,7 +74,8 @@ def balance_(
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
     check_optimizer(optimizer, model)
     refuse_shards(model, "balance_")
-    graphs = [trace(model, training=mode) for mode in (False, True)]
+    same = SameFunction(model, example)
+    graphs = [trace(model, training=mode, dims=same.dims) for mode in (False, True)]
     for graph in graphs:
         if graph.reason:
             raise _not_applicable(f"the model cannot be traced ({graph.reason})", "Balance its parts.")
@@ -82,17 +84,12 @@ def balance_(
     if not free:
         why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
         raise _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
-    before = outputs(model, example) if example is not None else None
     least = least_scales(free, per_channel=level == "neuron")
     with Edit(model, "balance_") as edit:
         for layer in least.layers:
             _rescale_(edit, layer, *least.factors(layer), optimizer)
         _note_result(edit, variables, least)
-        if before is not None:
-            moved = deviation(before, outputs(model, example))
-            if moved.relative > max(_ALLOWED.get(x.dtype, 0.1) for x in before):
-                raise _not_applicable(f"the outputs changed: {moved}", "Please report this model.")
-            edit.note(str(moved))
+        same.check_(edit, "balance", _ALLOWED, 0.1)
     return edit.done()
 
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, select, sites
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.nn.switchable_function import batch_statistics
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.kinds import SWITCHABLE_NORMS
-from gonio.surgery.where import Site, Where, select
-from gonio.surgery.wrapping import unwrapped
+from gonio.surgery.facts import facts_of
 
 # dimensions of one sample
 _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
@@ -51,7 +52,8 @@ def calibrate_(
 
     Args:
         model: only its buffers `running_mean` and `running_var` change.
-        batches: inputs; each a tensor, a tuple of arguments or a dict of keyword arguments.
+        batches: inputs; each a tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]` of a
+            DataLoader, of which the model gets what its forward takes.
         where: which layers; None for all that keep running statistics.
 
     Raises:
@@ -71,13 +73,17 @@ def calibrate_(
     """
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
-    found = select(model, where, verb="calibrate_", can_act=_keeps_no_statistics)
+    found = select(model, where, verb="calibrate_", can_act=can_act)
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
         edit.note(f"{count} batches, variance={variance!r}")
         for moments in layers:
             _store_(edit, moments)
+        chosen = [
+            site for site in sites(model) if site.matches(as_selector(where)) and "running_mean" in site.module._buffers
+        ]
+        edit.note_stays({site.path: why for site in chosen if (why := can_act(site.module)) is not None})
     return edit.done()
 
 
@@ -149,11 +155,18 @@ def _store_(edit: Edit, moments: _RunningMoments) -> None:
     edit.changed(site.path, f"statistics of {n:.0f} values per channel")
 
 
-def _keeps_no_statistics(module: nn.Module) -> str | None:
-    buffers = module._buffers
-    if isinstance(buffers.get("running_mean"), Tensor) and isinstance(buffers.get("running_var"), Tensor):
-        return None
-    return "it keeps no running statistics"
+def can_act(module: nn.Module) -> str | None:
+    """Why :func:`calibrate_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.calibrate import can_act
+        >>> can_act(nn.BatchNorm1d(2)), can_act(nn.LayerNorm(2))
+        (None, 'it keeps no running statistics')
+    """
+    stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
+    if not all(isinstance(each, Tensor) for each in stored):
+        return "it keeps no running statistics"
+    return "it is lazy; run one batch first" if any(map(is_lazy, stored)) else None
 
 
 class _RunningMoments:
@@ -166,10 +179,11 @@ class _RunningMoments:
         self.site, self.of_batches = site, of_batches
         module = site.module
         self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
-        switchable = isinstance(module, SWITCHABLE_NORMS) and module.use_batch and module.synchronize
         # whether the layer takes the statistics of its batches over all processes
-        self.group = getattr(module, "process_group", None)
-        self.joins = several_ranks(self.group) and (switchable or isinstance(module, nn.SyncBatchNorm))
+        self.group = vars(module).get("process_group")
+        joins = facts_of(module).joins
+        together = isinstance(module, nn.SyncBatchNorm) or (joins is not None and joins(module))
+        self.joins = several_ranks(self.group) and together
         self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64)
 
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
-"""`equivalent`: how far the outputs of two models differ."""
+"""`equivalent`: how far the outputs of two models differ, and the check of verbs that promise the same function."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
-from gonio.errors import InvalidArgumentError
+from gonio.editing.edit import Edit
+from gonio.editing.where import sites
+from gonio.editing.wrapping import run_eagerly, unwrapped
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
-from gonio.surgery.wrapping import run_eagerly
+from gonio.surgery.graph import restoring
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
@@ -85,24 +90,24 @@ def _examples(model: nn.Module, batch: int, seed: int) -> Iterator[Any]:
             yield torch.randint(indices, shape, generator=random).to(reference.device)
         else:
             yield torch.randn(shape, generator=random).to(reference)
-    declared = getattr(model, "dummy_inputs", None)
+    declared = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
     if isinstance(declared, Mapping):
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
 
 
 def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """(shape, number of indices or 0) in the order in which they are tried."""
-    declared = getattr(model, "pretrained_cfg", None) or {}
+    declared = vars(model).get("pretrained_cfg") or {}
     for key in ("test_input_size", "input_size"):
         if isinstance(declared, Mapping) and declared.get(key):
             yield (batch, *declared[key]), 0
-    kinds = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention)
-    match next((module for module in model.modules() if isinstance(module, kinds)), None):
+    match _first_layer(model):
         case nn.modules.conv._ConvNd() as conv:
             dims = conv.weight.dim() - 2
             yield from (((batch, conv.in_channels, *[size] * dims), 0) for size in _SIZES)
         case nn.Linear() as linear:
-            yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,)))
+            tokens = {m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm1d)}
+            yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,), *((n,) for n in sorted(tokens))))
         case nn.Embedding() | nn.EmbeddingBag() as table:
             yield (batch, 8), table.num_embeddings
         case nn.RNNBase() as recurrent:
@@ -111,9 +116,16 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             yield (batch, 8, attention.embed_dim), 0
 
 
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """The first registered layer that tells the size of its input."""
+    kinds = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention)
+    return next((module for module in model.modules() if isinstance(module, kinds)), None)
+
+
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     """The floating-point outputs of a model in evaluation mode, flattened in order."""
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
         leaves, _ = tree_flatten(call(model, example))
     return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
@@ -121,7 +133,10 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
 def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
     """The largest difference between two lists of outputs."""
     shapes = [tuple(x.shape) for x in a], [tuple(x.shape) for x in b]
-    if shapes[0] != shapes[1] or not a:
+    if not a and not b:
+        do = "Give models with such outputs."
+        raise InvalidArgumentError("equivalent() compares floating-point outputs", "none", do)
+    if shapes[0] != shapes[1]:
         raise InvalidArgumentError(
             "equivalent() compares two models with outputs of the same shapes",
             f"{shapes[0]} and {shapes[1]}",
@@ -138,12 +153,114 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
 
 
 def call(model: nn.Module, example: Any) -> Any:
-    """Call a model on a tensor, a tuple of arguments or a dict of keyword arguments."""
+    """Call a model on a tensor, a tuple of arguments, a dict of keyword arguments or a list, as a DataLoader yields it.
+
+    Of a list, which may end in labels, the model gets as many entries as its forward needs.
+    """
+    if isinstance(example, list) and example:
+        parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+        needed = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        return model(*example[: max(needed, 1)])
     if isinstance(example, Mapping):
         return model(**example)
     if isinstance(example, tuple):
         return model(*example)
     return model(example)
+
+
+# --- the check of an edit ------------------------------------------------------------------------------
+
+_ROUNDINGS = 10  # a deviation of this many times the rounding of the model's own arithmetic is no mistake
+
+
+class SameFunction:
+    """The outputs of a model before an edit that promises the same function, to be compared with those after it.
+
+    Args:
+        example: an input; None for inputs that are made from the model's first layer, if it takes one.
+
+    Attributes:
+        dims: the number of dimensions of each layer's outputs, by path, where all inputs agree.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.model, self._given = unwrapped(model), example is not None
+        self._runs: list[tuple[Any, list[Tensor]]] = []
+        self._why = "the model has no layer that tells its input size"
+        self.dims: dict[str, int] = {}
+        conflicts: set[str] = set()
+        if any(tensor.is_meta for tensor in self.model.parameters()):
+            self._why = "the model is on the meta device"
+            return
+        for candidate in (example,) if self._given else _examples(self.model, 2, 0):
+            try:
+                found, dims = _run(self.model, candidate)
+            except Exception as error:
+                if self._given:
+                    raise
+                self._why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                continue
+            conflicts |= {path for path, n in dims.items() if self.dims.setdefault(path, n) != n}
+            if found and all(bool(torch.isfinite(x).all()) for x in found):
+                self._runs.append((candidate, found))
+            elif self._given:
+                deviation(found, found)  # raises
+            if self._given or not isinstance(_first_layer(self.model), nn.Linear):
+                break  # only a linear layer takes inputs of several numbers of dimensions
+        for path in conflicts:
+            del self.dims[path]
+
+    def check_(self, edit: Edit, action: str, allowed: Mapping[torch.dtype, float], otherwise: float) -> None:
+        """Raise unless the outputs are the same, up to these relative deviations by dtype; notes the result.
+
+        A NotApplicableError inside of the edit restores the model.
+        """
+        if not self._runs:
+            edit.note(f"the outputs before and after were not compared: {self._why}; pass example=")
+        for example, before in self._runs:
+            try:
+                after = outputs(self.model, example)
+                moved = deviation(before, after)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise self._refusal(edit, action, f"the edited model fails ({why})") from error
+            if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
+                # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
+                wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+                own = deviation(after, outputs(copy.deepcopy(self.model).double(), wide))
+                if moved.relative > _ROUNDINGS * own.relative:
+                    raise self._refusal(edit, action, f"the outputs changed: {moved}")
+                edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
+            if self._given:
+                edit.note(str(moved))
+
+    @staticmethod
+    def _refusal(edit: Edit, action: str, why: str) -> NotApplicableError:
+        changed = edit.changes[0].path if len({change.path for change in edit.changes}) == 1 else ""
+        do = "Leave layers out by `where` to find the one that depends on more than its input; please report the model."
+        return NotApplicableError(edit.verb, changed, why, do, action=action)
+
+
+def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
+    """The outputs of a model, and the number of dimensions of each layer's output."""
+    dims: dict[str, set[int]] = {}
+
+    def record(path: str, output: Any) -> None:
+        if isinstance(output, Tensor):
+            dims.setdefault(path, set()).add(output.dim())
+
+    handles = [
+        site.module.register_forward_hook(lambda _m, _i, output, path=site.path: record(path, output))
+        for site in sites(model)
+        if not site.module._modules
+    ]
+    try:
+        with restoring(model):
+            found = outputs(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, {path: next(iter(each)) for path, each in dims.items() if len(each) == 1}
 
 
 @contextmanager

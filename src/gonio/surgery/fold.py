@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, sites
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized
-from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.equivalent import deviation, evaluating, outputs
+from gonio.surgery.equivalent import SameFunction, evaluating
+from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
 from gonio.surgery.graph import trace
-from gonio.surgery.kinds import SWITCHABLE_NORMS, is_batch_norm, norm_tail
-from gonio.surgery.where import Site, Where, as_selector, sites
-from gonio.surgery.wrapping import refuse_shards, unwrapped
 
 # largest relative deviation of the outputs that is rounding and not a mistake
 _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
-_ROUNDINGS = 10  # or this many times the rounding of the model's own arithmetic
 # Parameters that the hooks of torch.nn.utils (weight_norm, spectral_norm, prune) put in the place of a weight.
 _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or prune.remove()"}
 
@@ -42,11 +39,13 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
     in evaluation mode; it is meant for export and inference, not for further training. Notes name the layers that stay.
 
     Args:
-        example: an input on which the outputs before and after are compared, with a note; None to skip that.
+        example: an input on which the outputs before and after are compared, with a note; None for one that is made
+            from the model's first layer, if that can be done. It also tells the number of dimensions of a linear
+            layer's output, on which it depends whether a batch norm after it has the same channels.
         where: which modules; None for all that can be folded. Naming one that cannot is an error.
 
     Raises:
-        NoMatchError: if nothing that `where` selects can be folded.
+        NoMatchError: if `where` selects nothing that could be folded.
         NotApplicableError: if `where` is given and selects a decoupled layer that is not linear or a norm that cannot
             be folded, if the model is sharded or replicated, or if the outputs changed by more than rounding; the model
             is restored.
@@ -60,36 +59,22 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
     selector = as_selector(where)
     chosen = [site for site in sites(model) if site.matches(selector)]
     refuse_shards(model, "fold_")
-    before = outputs(model, example) if example is not None else None
+    same = SameFunction(model, example)
     with Edit(model, "fold_") as edit, torch.no_grad():
         stay: dict[str, str] = {}  # the layers that are not folded, by path, and why
-        for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_, _fold_norms_):
+        for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_):
             fold_some_(edit, chosen, stay)
+        _fold_norms_(edit, chosen, stay, same.dims)
         if stay and where is not None:
             first = next(site for site in chosen if site.path in stay)
             why, do = stay[first.path], "Leave it out of `where`."
             raise NotApplicableError("fold_", first.path, why, do, action="fold", kind=first.kind)
         edit.note_stays(stay)
-        if not edit.changes:
+        if not edit.changes and not stay:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
             raise NoMatchError("fold_", str(selector), [], refused=refused)
-        if before is not None:
-            _check(edit, example, before, outputs(model, example))
+        same.check_(edit, "fold", _ALLOWED, 0.05)
     return edit.done()
-
-
-def _check(edit: Edit, example: Any, before: list[Tensor], after: list[Tensor]) -> None:
-    moved = deviation(before, after)
-    allowed = max(_ALLOWED.get(x.dtype, 0.05) for x in before)
-    if moved.relative > allowed:
-        # Some networks enlarge rounding: then the folded one differs as much from itself in float64.
-        wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
-        own = deviation(after, outputs(copy.deepcopy(unwrapped(edit.model)).double(), wide))
-        if moved.relative > _ROUNDINGS * own.relative:
-            why, do = f"the outputs changed: {moved}", "Please report this model."
-            raise NotApplicableError("fold_", "", why, do, action="fold")
-        edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
-    edit.note(str(moved))
 
 
 # --- parametrizations ---------------------------------------------------------------------------------
@@ -141,8 +126,16 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
             stay[site.path] = "its parametrized tensor is no Parameter"
         elif any(owners[id(tensor)] > 1 for found in lists.values() for tensor in found._parameters.values()):
             stay[site.path] = "it shares its parametrized weight"
+        elif reasons := [why for found in lists.values() if (why := why_not_dense(_value(found))) is not None]:
+            stay[site.path] = reasons[0]
         else:
             _remove_parametrizations_(edit, site, lists)
+
+
+def _value(found: parametrize.ParametrizationList) -> Tensor:
+    with evaluating(found):  # torch's spectral norm takes a step at each read in training
+        value: Tensor = found()
+    return value.detach().clone()
 
 
 def _remove_parametrizations_(edit: Edit, site: Site, lists: dict[str, parametrize.ParametrizationList]) -> None:
@@ -150,10 +143,10 @@ def _remove_parametrizations_(edit: Edit, site: Site, lists: dict[str, parametri
     edit.snapshot_(module)
     folded: dict[str, nn.Parameter | None] = {}
     for name, found in lists.items():
-        with evaluating(found):  # torch's spectral norm takes a step at each read in training
-            value = found().detach().clone()
+        value = _value(found)
         original = next(found.parameters(recurse=False))
-        if found.is_tensor:
+        # the trained tensor goes on as the weight unless the parametrization changes its shape or dtype
+        if found.is_tensor and (original.shape, original.dtype) == (value.shape, value.dtype):
             edit.set_data_(original, value)
             folded[name] = original
         else:
@@ -173,14 +166,14 @@ def _remove_parametrizations_(edit: Edit, site: Site, lists: dict[str, parametri
 def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
     """Replace decoupled layers that are linear in their input."""
     for site in chosen:
-        to_plain = getattr(site.module, "to_plain", None)
+        to_plain = getattr(type(site.module), "to_plain", None)  # of the type: a wrapper may forward attributes
         if to_plain is None:
             continue
         if not site.path:
             stay[site.path] = "it is the model itself"
             continue
         try:
-            plain = to_plain()
+            plain = to_plain(site.module)
         except NotApplicableError as error:
             stay[site.path] = str(error)
             continue
@@ -191,17 +184,20 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> No
 # --- norms --------------------------------------------------------------------------------------------
 
 
-def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
+def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dict[str, int]) -> None:
     """Fold norms with fixed statistics into the layer that feeds them alone."""
-    kinds = (nn.modules.batchnorm._BatchNorm, *SWITCHABLE_NORMS)
-    norms = [site for site in chosen if isinstance(site.module, kinds)]
+    norms = [
+        site
+        for site in chosen
+        if facts_of(site.module).why_not_affine is not None or isinstance(site.module, TORCH_NORMS[0])
+    ]
     if not norms:
         return
-    graph = trace(edit.model, training=False)
+    graph = trace(edit.model, training=False, dims=dims)
     untraced = f"the model cannot be traced ({graph.reason})" if graph.reason else None
     paths = {id(site.module): site.path for site in sites(graph.model)}
     # all layers are found before the first norm is replaced
-    layers = [untraced or _not_fixed(site.module) or graph.folds_into(site.module) for site in norms]
+    layers = [_not_fixed(site.module) or untraced or graph.folds_into(site.module) for site in norms]
     for site, layer in zip(norms, layers, strict=True):
         if isinstance(layer, str):
             stay[site.path] = layer
@@ -214,11 +210,10 @@ def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
 
 def _not_fixed(norm: nn.Module) -> str | None:
     """Why the norm is not a fixed affine map in evaluation; None if it is."""
-    if isinstance(norm, SWITCHABLE_NORMS):
-        return None if norm.is_batch_only() else "its mixture is not batch statistics alone"
-    if not isinstance(norm._buffers.get("running_mean"), Tensor):
-        return "it keeps no running statistics"
-    return None if is_batch_norm(norm) else f"{type(norm).__name__} computes something else than a batch norm"
+    why_not = facts_of(norm).why_not_affine
+    if why_not is None:
+        return f"{type(norm).__name__} computes something else than a batch norm"
+    return why_not(norm)
 
 
 def _fold_norm_(edit: Edit, layer: nn.Module, norm: nn.Module) -> None:
@@ -250,7 +245,7 @@ def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _rest_of(norm: nn.Module) -> nn.Module:
     """The layers of a norm after its normalisation: none, or its activation."""
-    tail = [part for part in norm_tail(norm) if not isinstance(part, nn.Identity)]
+    tail = [part for part in tail_of(norm) if not isinstance(part, nn.Identity)]
     rest = nn.Identity() if not tail else tail[0] if len(tail) == 1 else nn.Sequential(*tail)
     rest.training = norm.training
     return rest

@@ -7,72 +7,44 @@ states the reason.
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
-from gonio.surgery.kinds import (
-    SWITCHABLE_NORMS,
+from gonio.editing.wrapping import unwrapped
+from gonio.surgery.facts import (
+    ACTIVATIONS,
+    TORCH_NORMS,
+    UNKNOWN,
     WEIGHTED,
+    Facts,
     computes_as,
     computes_plainly,
-    is_batch_norm,
-    is_norm,
-    norm_tail,
+    facts_of,
+    measure,
+    tail_of,
+    why_not_dense,
 )
-from gonio.surgery.wrapping import unwrapped
 
-_ACTIVATIONS = {
-    "relu": (nn.ReLU, nn.ReLU6),
-    "leaky_relu": (nn.LeakyReLU,),
-    "tanh": (nn.Tanh,),
-    "sigmoid": (nn.Sigmoid,),
-    "gelu": (nn.GELU,),
-    "silu": (nn.SiLU,),
-    "mish": (nn.Mish,),
-    "elu": (nn.ELU,),
-    "selu": (nn.SELU,),
-    "softplus": (nn.Softplus,),
-    "hardswish": (nn.Hardswish,),
-}
-# Names of :func:`activation_after` with φ(cx) = cφ(x) for c > 0. (ReLU6 is not, and counts as "relu" for gains.)
-HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
-# Linear layers and functions without weights: the search for the following norm or activation passes them.
-_PASSED_MODULES = (
-    nn.Identity,
-    nn.modules.dropout._DropoutNd,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
-)
+# Linear functions without weights: the search for the following norm or activation passes them.
 _PASSED_FUNCTIONS = frozenset(
     ("flatten", "reshape", "view", "permute", "transpose", "contiguous", "dropout", "squeeze", "unsqueeze", "mean")
 )
-# Positively homogeneous layers and functions: scales move through them.
-_ELEMENTWISE_MODULES = (
-    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-)
+# Positively homogeneous functions: scales move through them.
 _ELEMENTWISE_FUNCTIONS = frozenset(("relu", "relu_", "leaky_relu", "dropout", "contiguous"))
-_POOLS = (("Max", "max"), ("Avg", "avg"), ("AdaptiveMax", "adaptive_max"), ("AdaptiveAvg", "adaptive_avg"))
-_POOLING_MODULES = tuple(getattr(nn, f"{kind}Pool{dims}d") for kind, _ in _POOLS for dims in (1, 2, 3))
-_POOLING_FUNCTIONS = frozenset(f"{kind}_pool{dims}d" for _, kind in _POOLS for dims in (1, 2, 3))
-# Norms of each channel by itself remove a bias before them too; norms across channels do not.
-_NORMS_PER_CHANNEL = (
-    *(nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+_POOLING_FUNCTIONS = frozenset(
+    f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for dims in (1, 2, 3)
 )
-_NORMS_ACROSS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, *SWITCHABLE_NORMS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +55,25 @@ class Graph:
         model: the module that the paths start from: the model without compilation or parallelism around it.
         nodes: the nodes of the `torch.fx` graph, in the order of execution.
         reason: why tracing failed; empty if it did not.
+        measured: by path, the facts of layers of unknown type that follow a weighted layer.
+        dims: by path, the number of dimensions of a layer's outputs, as far as a run of the model told it.
     """
 
     model: nn.Module
     nodes: tuple[fx.Node, ...] = ()
     reason: str = ""
+    measured: Mapping[str, Facts] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
 
     def called(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None for functions, methods and inputs."""
         return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def facts(self, node: fx.Node) -> Facts:
+        """What the layer that a node calls does, by its type or as measured; unknown for functions."""
+        module = self.called(node)
+        stated = UNKNOWN if module is None else facts_of(module)
+        return stated if stated is not UNKNOWN else self.measured.get(str(node.target), UNKNOWN)
 
     def calls(self) -> Iterator[tuple[str, nn.Module, fx.Node]]:
         """Every call of a layer in the order of execution: its path, the module and the node."""
@@ -115,29 +97,78 @@ class Graph:
         return any(self._owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
 
     @cached_property
+    def read_outside(self) -> dict[int, str]:
+        """For the `id` of each Parameter that is read outside of its own layer: what reads it."""
+        found: dict[int, str] = {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for node in self.nodes:
+            if node.op == "get_attr" and str(node.target) in parameters:
+                reader = _called_function(next(iter(node.users), node)) or node.name
+                found[id(parameters[str(node.target)])] = f"the forward of the model ({reader})"
+        for path, module, _ in self.calls():  # a layer with a forward of its own may read what is inside of it
+            if not computes_as(module, WEIGHTED):
+                inside = [p for child in module.children() for p in child.parameters()]
+                found.update((id(p), f"{path} ({type(module).__name__})") for p in inside)
+        return found
+
+    def why_pinned(self, path: str, module: nn.Module) -> str:
+        """Why the weight of a layer cannot be changed along with its neighbours; empty if it can."""
+        own = [p for p in module._parameters.values() if p is not None]
+        if (why := next(filter(None, map(why_not_dense, own)), None)) is not None:
+            return f"{path}: {why}"
+        if self.call_counts[path] > 1:
+            return f"{path} runs more than once"
+        if module._parameters.get("weight") is not getattr(module, "weight", None):
+            return f"{path} has a parametrized weight"
+        if self.shares_parameters(module):
+            return f"{path} shares its weight"
+        readers = [self.read_outside[id(p)] for p in own if id(p) in self.read_outside]
+        if readers:
+            return f"{path} has a weight that {readers[0]} reads too"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):  # gonio's only read
+            return f"{path} has forward hooks, which may change its output"
+        return ""
+
+    @cached_property
     def norm_after(self) -> dict[str, str]:
         """For each weighted layer whose whole output goes into normalisation layers: the first such layer."""
-        found = self._first_after_each(
-            lambda node, module: str(node.target) if module is not None and is_norm(module) else None
-        )
+        found = self._first_after_each(lambda node: str(node.target) if self.facts(node).removes_scale else None)
         return {path: norms[0] for path, norms in found.items() if norms[0] is not None and all(norms)}
 
     @cached_property
     def activation_after(self) -> dict[str, str]:
         """The activation that the output of each weighted layer meets first; see :func:`activation_after`."""
-        found = self._first_after_each(_activation_name, through_norms=True)
+        found = self._first_after_each(self._activation, through_norms=True)
         return {path: names[0] for path, names in found.items() if names[0] is not None and len(set(names)) == 1}
 
+    def _activation(self, node: fx.Node) -> str | None:
+        """The name of an activation, or "linear" where the search for one ends."""
+        module = self.called(node)
+        if node.op == "output" or isinstance(module, WEIGHTED):
+            return "linear"
+        if module is None:
+            called = _called_function(node).removesuffix("_")
+            return called if called in ACTIVATIONS else None
+        candidates = [self.facts(node), *map(facts_of, tail_of(module))]
+        return next((facts.activation for facts in candidates if facts.activation), None)
+
     def _first_after_each(
-        self, name: Callable[[fx.Node, nn.Module | None], str | None], *, through_norms: bool = False
+        self, name: Callable[[fx.Node], str | None], *, through_norms: bool = False
     ) -> dict[str, list[str | None]]:
-        """For each weighted layer: the first named node after each reader of its outputs, behind passed nodes."""
+        """For each weighted layer: the first named node after each reader of its outputs, behind linear nodes."""
+
+        def passes(node: fx.Node) -> bool:
+            module, facts = self.called(node), self.facts(node)
+            if module is None:
+                return _called_function(node) in _PASSED_FUNCTIONS
+            # a norm with children may have an unknown activation inside
+            plain = facts_of(module) is not UNKNOWN or not module._modules
+            return bool(facts.linear) or (through_norms and bool(facts.removes_scale) and plain)
 
         def first(node: fx.Node) -> str | None:
-            module = self.called(node)
-            found = name(node, module)
-            passed = _is_passed(node, module) or (through_norms and module is not None and _is_plain_norm(module))
-            return first(next(iter(node.users))) if found is None and passed and len(node.users) == 1 else found
+            found = name(node)
+            return first(next(iter(node.users))) if found is None and passes(node) and len(node.users) == 1 else found
 
         found: dict[str, list[str | None]] = {}
         for path, module, node in self.calls():
@@ -149,38 +180,76 @@ class Graph:
     def scale_invariant(self) -> frozenset[str]:
         """Paths of layers on the scale of whose weight the function in training does not depend.
 
-        Stricter than :attr:`norm_after`: each output goes directly into a norm of torch or a switchable norm, which
-        also removes the layer's bias if there is one, and no other layer shares the weight.
+        Stricter than :attr:`norm_after`: each output goes directly into a norm, which also removes the layer's bias if
+        there is one, and no other layer shares the weight.
         """
         found: dict[str, bool] = {}
         for path, module, node in self.calls():
-            if computes_as(module, WEIGHTED) and self._owners[id(module._parameters.get("weight"))] == 1:
+            weight = module._parameters.get("weight")
+            if computes_as(module, WEIGHTED) and self._owners[id(weight)] == 1 and id(weight) not in self.read_outside:
                 has_bias = module._parameters.get("bias") is not None
-                kinds = _NORMS_PER_CHANNEL if has_bias else (*_NORMS_PER_CHANNEL, *_NORMS_ACROSS)
-                norms = [self.called(user) for user in node.users]
-                removed = bool(norms) and all(norm is not None and computes_as(norm, kinds) for norm in norms)
+                after = [self.facts(user) for user in node.users]
+                removed = bool(after) and all(f.removes_shift if has_bias else f.removes_scale for f in after)
                 found[path] = found.get(path, True) and removed
         return frozenset(path for path, free in found.items() if free)
 
     def folds_into(self, norm: nn.Module) -> nn.Module | str:
-        """The layer into which an affine map in the place of the norm folds, or the reason why there is none.
+        """The layer into which an affine map of dim 1 in the place of the norm folds, or why there is none.
 
-        That layer is linear or convolutional, runs torch's own forward, and feeds the norm alone.
+        That layer is linear or convolutional, runs torch's own forward, has its channels on dim 1 and feeds the norm
+        alone.
         """
         nodes = [node for _, module, node in self.calls() if module is norm]
         if not nodes:
-            return "it does not run"
+            around = [path for path, module, _ in self.calls() if any(part is norm for part in module.modules())]
+            return f"{around[0]} calls it inside of its own forward" if around else "it does not run"
         feeds = nodes[-1].all_input_nodes
         layer = self.called(feeds[0]) if len(feeds) == 1 and len(feeds[0].users) == 1 else None
         if layer is None or not computes_plainly(layer) or isinstance(layer, nn.Bilinear):
             return "its input is not the output of a linear or convolutional layer of torch that feeds it alone"
         if len(nodes) > 1 or self.call_counts[str(feeds[0].target)] > 1:
             return "it or the layer before it runs more than once"
-        if self.shares_parameters(layer):
-            return "the layer before it shares its weight"
         if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm)):
             return "it or the layer before it has forward hooks"
-        return layer
+        if any(id(p) in self.read_outside for p in norm._parameters.values()):
+            return "its scale or shift is read elsewhere too"
+        return self.why_pinned(str(feeds[0].target), layer) or self._why_other_axis(feeds[0], layer) or layer
+
+    def _why_other_axis(self, node: fx.Node, layer: nn.Module) -> str:
+        """Why the channels of a layer's output are not on dim 1, or may not be; empty if they are."""
+        dims = self.dims_of(node)
+        if isinstance(layer, nn.Linear) and dims is None:
+            return (
+                "its input may have more than two dimensions, of which it normalises another than the layer's; "
+                "an example= tells"
+            )
+        expected = 2 if isinstance(layer, nn.Linear) else len(layer.kernel_size) + 2  # type: ignore[arg-type]
+        if dims in (None, expected):
+            return ""
+        axis = (dims or 0) - 1 if isinstance(layer, nn.Linear) else 0
+        return f"it normalises dim 1 of its input, and the channels of the layer before it are on dim {axis}"
+
+    def dims_of(self, node: fx.Node) -> int | None:
+        """The number of dimensions of a node's result, if the graph or a run of the model tells it."""
+        if node.op == "call_module" and str(node.target) in self.dims:
+            return self.dims[str(node.target)]
+        module, called, before = self.called(node), _called_function(node), node.all_input_nodes[:1]
+        if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)) or isinstance(module, _CONVOLUTIONS):
+            return _DIMS[next(kind for kind in _DIMS if isinstance(module, kind))]
+        if _flattens_from_dim_1(node, module, called):
+            return 2
+        same = isinstance(module, nn.Linear) or self.facts(node).acts_on is not None or called in _ELEMENTWISE_FUNCTIONS
+        same = same or bool(self.facts(node).removes_scale) or called in _POOLING_FUNCTIONS
+        if same and before:
+            return self.dims_of(before[0])
+        if called == "mean" and before and not node.kwargs.get("keepdim"):
+            dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+            inner, count = (
+                self.dims_of(before[0]),
+                len(dims) if isinstance(dims, (tuple, list)) else int(dims is not None),
+            )
+            return inner - count if inner is not None and count else None
+        return None
 
     def scale_variables(self) -> list[ScaleVariable]:
         """One variable for each tensor between layers, free and pinned; new objects at each call.
@@ -212,29 +281,63 @@ class _Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self._thread = threading.get_ident()
+        self._measuring = False
+        self.measured: dict[str, Facts] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
-        return type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, WEIGHTED) or is_norm(m)
+        if type(m).__module__.startswith(("torch.nn.", "gonio.nn")) or isinstance(m, (*WEIGHTED, *TORCH_NORMS)):
+            return True
+        found = self.measured.get(module_qualified_name, UNKNOWN)
+        # a layer with vectors as its only parameters multiplies by them: it is a leaf of unknown facts
+        vectors = [p for p in m._parameters.values() if p is not None and sum(size > 1 for size in p.shape) < 2]
+        alone = not m._modules and bool(vectors) and len(vectors) == len(m._parameters)
+        return facts_of(m) is not UNKNOWN or bool(found.removes_scale) or alone
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._measuring:
             return forward(*args, **kwargs)
+        if facts_of(m) is UNKNOWN and (not m._modules or isinstance(m, TORCH_NORMS)) and args:
+            self._measure(m, args[0])
         return super().call_module(m, forward, args, kwargs)
 
+    def _measure(self, m: nn.Module, argument: Any) -> None:
+        """Run a layer of unknown type on inputs of the shape that the weighted layer before it makes."""
+        node = argument.node if isinstance(argument, fx.Proxy) else None
+        while node is not None:
+            before = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(before, WEIGHTED):
+                break
+            node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+        weight = before._parameters.get("weight") if node is not None else None
+        if isinstance(m, WEIGHTED) or weight is None or isinstance(before, nn.Bilinear):
+            return
+        transposed = getattr(before, "transposed", False)
+        channels = weight.shape[1] * before.groups if transposed else weight.shape[0]  # type: ignore[operator]
+        maps = [(4, channels, *[5] * dims) for dims in (1, 2, 3)]
+        rows = [(4, channels), (2, 3, channels), (2, 5, 5, channels)]
+        own = maps.pop(weight.dim() - 3) if weight.dim() > 2 else None
+        self._measuring = True
+        try:
+            found = measure(m, [*([own] if own else rows), *(rows if own else maps)])
+        finally:
+            self._measuring = False
+        self.measured[self.path_of_module(m)] = found
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self._measuring:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
-def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
+def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, int] | None = None) -> Graph:
     """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
 
     Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's attributes and
     modes and the random generator are restored. One thread traces at a time; meanwhile other threads may call modules
-    that are not compiled. `training` is the mode in which the model is traced; None for its own.
+    that are not compiled. `training` is the mode in which the model is traced; None for its own. `dims` becomes
+    :attr:`Graph.dims`.
 
     Example:
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
@@ -242,20 +345,21 @@ def trace(model: nn.Module, *, training: bool | None = None) -> Graph:
     """
     model = unwrapped(model)
     try:
-        with _TRACING, _restoring(model), warnings.catch_warnings():
+        with _TRACING, restoring(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
             if training is not None:
                 model.train(training)
             arguments = list(inspect.signature(model.forward).parameters.values())[1:]
             defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
-            graph = _Tracer().trace(model, concrete_args=defaults)
+            tracer = _Tracer()
+            graph = tracer.trace(model, concrete_args=defaults)
     except Exception as error:  # the model's own code can raise anything under a tracer
         return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
-    return Graph(model, tuple(graph.nodes))
+    return Graph(model, tuple(graph.nodes), measured=tracer.measured, dims=dims or {})
 
 
 @contextmanager
-def _restoring(model: nn.Module) -> Iterator[None]:
+def restoring(model: nn.Module) -> Iterator[None]:
     """Restore modes, and attributes that a forward sets to proxies."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
@@ -297,31 +401,17 @@ def activation_after(model: nn.Module) -> dict[str, str]:
     return trace(model).activation_after
 
 
-def _activation_name(node: fx.Node, module: nn.Module | None) -> str | None:
-    """The name of an activation, or "linear" where the search for one ends."""
-    if node.op == "output" or isinstance(module, WEIGHTED):
-        return "linear"
-    if module is not None:
-        candidates = [module, *norm_tail(module)]
-        return next((n for m in candidates for n, types in _ACTIVATIONS.items() if isinstance(m, types)), None)
-    called = _called_function(node).removesuffix("_")
-    return called if called in _ACTIVATIONS else None
-
-
-def _is_passed(node: fx.Node, module: nn.Module | None) -> bool:
-    return isinstance(module, _PASSED_MODULES) if module is not None else _called_function(node) in _PASSED_FUNCTIONS
-
-
-def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether it is a norm without children: one with children may have an unknown activation inside."""
-    return is_norm(module) and all(isinstance(part, nn.Identity) for part in module.children())
-
-
 def _called_function(node: fx.Node) -> str:
-    """The name of the function or method that a node calls; empty for other nodes."""
+    """The name of the method, or of the function of torch or Python, that a node calls; empty for other nodes."""
     if node.op == "call_method":
         return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if any(getattr(home, name, None) is node.target for home in _HOMES) else ""
+
+
+_HOMES = (torch, F, operator, torch._C._nn)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_DIMS = dict(zip((*_CONVOLUTIONS, nn.BatchNorm2d, nn.BatchNorm3d), (3, 4, 5, 3, 4, 5, 4, 5), strict=True))
 
 
 # --- scales that can move -----------------------------------------------------------------------------
@@ -409,7 +499,7 @@ class _ScaleReader:
         module = self.graph.called(node)
         if isinstance(module, WEIGHTED):
             self._read_weighted(node, module)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        elif isinstance(module, TORCH_NORMS[0]):
             self._read_batch_norm(node, module)
         elif _called_function(node) in ("add", "iadd", "add_"):
             self._read_sum(node)
@@ -423,7 +513,9 @@ class _ScaleReader:
 
     def _read_weighted(self, node: fx.Node, module: nn.Module) -> None:
         path = str(node.target)
-        refusal = self._refusal(path, module)
+        refusal = self.graph.why_pinned(path, module)
+        if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
+            refusal = f"{path} is a {type(module).__name__}"
         if refusal:
             self._pin_inputs(node, refusal)
             self.variables.append(ScaleVariable(0, pinned=refusal))
@@ -443,18 +535,17 @@ class _ScaleReader:
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path, flows = str(node.target), self._inputs(node)
         self._pin_inputs(node, f"a {type(module).__name__} normalises it")
-        if self._refusal(path, module) or module._parameters.get("weight") is None:
+        known = self.graph.facts(node).why_not_affine is not None and module._parameters.get("weight") is not None
+        if not known or self.graph.why_pinned(path, module):
             return
-        if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
-            axis, spatial = "channels", 2 if isinstance(module, nn.BatchNorm2d) else 3
-        elif flows:
-            axis, spatial = flows[0].axis, flows[0].spatial
-        else:
-            return  # (N, C), (N, C, L) or more: not known from the graph
+        dims = self.graph.dims_of(node)
+        if dims is None or (dims > 2 and flows and flows[0].axis == "features"):
+            return  # (N, C), (N, C, L) or more, or the channels are not those of the layer before
         variable = self._new(ChannelMap(path, module))
-        self.flow[node] = _Flow(variable, axis, spatial)
-        for part in norm_tail(module):
-            if not computes_as(part, _ELEMENTWISE_MODULES):
+        self.flow[node] = _Flow(variable, "features" if dims == 2 else "channels", dims - 2)
+        for part in tail_of(module):
+            facts = facts_of(part)
+            if not facts.homogeneous or facts.acts_on != "entries":
                 variable.pin(f"the {type(part).__name__} in {path} is not positively homogeneous in it")
 
     def _read_sum(self, node: fx.Node) -> None:
@@ -478,10 +569,10 @@ class _ScaleReader:
         flows = self._inputs(node)
         if len(node.all_input_nodes) != 1 or not flows:
             return None
-        flow, called = flows[0], _called_function(node)
-        if (module is not None and computes_as(module, _ELEMENTWISE_MODULES)) or called in _ELEMENTWISE_FUNCTIONS:
+        flow, called, facts = flows[0], _called_function(node), self.graph.facts(node)
+        if (facts.homogeneous and facts.acts_on == "entries") or called in _ELEMENTWISE_FUNCTIONS:
             return flow
-        if (module is not None and computes_as(module, _POOLING_MODULES)) or called in _POOLING_FUNCTIONS:
+        if (facts.homogeneous and facts.acts_on == "channels") or called in _POOLING_FUNCTIONS:
             return flow if flow.axis == "channels" else None
         if _flattens_from_dim_1(node, module, called):
             return _Flow(flow.variable, "flat") if flow.axis == "channels" else flow
@@ -505,23 +596,6 @@ class _ScaleReader:
         while variable in self.merged:
             variable = self.merged[variable]
         return variable
-
-    def _refusal(self, path: str, module: nn.Module) -> str:
-        """Why the scale of a layer's weight must not change; empty if it may."""
-        if any(is_lazy(p) for p in module._parameters.values() if p is not None):
-            return f"{path} is lazy: run one batch first"
-        if self.graph.call_counts[path] > 1:
-            return f"{path} runs more than once"
-        if module._parameters.get("weight") is not getattr(module, "weight", None):
-            return f"{path} has a parametrized weight"
-        if self.graph.shares_parameters(module):
-            return f"{path} shares its weight"
-        if isinstance(module, nn.Bilinear) or not (computes_plainly(module) or is_batch_norm(module)):
-            return f"{path} is a {type(module).__name__}"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):  # gonio's only read
-            return f"{path} has forward hooks, which may change its output"
-        return ""
 
 
 def _flattens_from_dim_1(node: fx.Node, module: nn.Module | None, called: str) -> bool:

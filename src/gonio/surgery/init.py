@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of
 from gonio.init.variance import write_
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
+from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import activation_after
-from gonio.surgery.where import Site, Where, as_selector, select, sites
-from gonio.surgery.wrapping import refuse_flat_shards
-
-_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 
 
 def init_(
@@ -65,7 +64,8 @@ def init_(
     """
     check_function("init_", function, options)
     refuse_flat_shards(model, "init_")
-    found = select(model, where, verb="init_", can_act=lambda module: _cannot_initialise(module, tensor))
+    able = partial(can_act, tensor=tensor)
+    found = select(model, where, verb="init_", can_act=able)
     takes_gain = "gain" in inspect.signature(function).parameters and "gain" not in options and tensor == "weight"
     gains = activation_after(model) if takes_gain else {}
     with Edit(model, "init_") as edit:
@@ -82,8 +82,9 @@ def init_(
             edit.set_data_(weight, _drawn(site, tensor, function, seed, own))
             call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})"
             edit.changed(site.path, call if tensor == "weight" else f"{tensor}: {call}")
-        if tensor == "weight":
-            _note_left_out(edit, where)
+        edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
+        if tensor == "weight" and where is None:
+            _note_further_matrices(edit)
     return edit.done()
 
 
@@ -127,13 +128,20 @@ def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, 
     return value
 
 
-def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
+def can_act(module: nn.Module, tensor: str = "weight") -> str | None:
+    """Why :func:`init_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.init import can_act
+        >>> can_act(nn.Linear(2, 2)), can_act(nn.LayerNorm(2))
+        (None, 'it has no weight matrix')
+    """
     weight = module._parameters.get(tensor)
     if weight is None:
-        computed = isinstance(getattr(module, tensor, None), Tensor)
+        computed = isinstance(inspect.getattr_static(type(module), tensor, vars(module).get(tensor)), property | Tensor)
         return "its weight is computed; initialise before that" if computed else f"it has no parameter {tensor!r}"
-    if isinstance(weight, UninitializedParameter):
-        return "it is lazy; run one batch first"
+    if (why := why_not_dense(weight)) is not None:
+        return why
     if getattr(module, tensor) is not weight:
         return "its weight is parametrized; initialise first"
     if weight.dim() < 2:
@@ -143,18 +151,12 @@ def _cannot_initialise(module: nn.Module, tensor: str) -> str | None:
     return None if has_filters(module, tensor) else "its weight is not a stack of filters"
 
 
-def _note_left_out(edit: Edit, where: Where) -> None:
-    """Note selected layers that cannot be initialised, and matrices of attention and recurrent layers."""
-    selector = as_selector(where)
+def _note_further_matrices(edit: Edit) -> None:
+    """Note the matrices of attention and recurrent layers that a call for "weight" leaves out."""
     matrices: dict[str, list[str]] = {}
-    for site in sites(edit.model):
-        module = site.module
-        if isinstance(module, _LAYERS) and site.matches(selector):
-            why = _cannot_initialise(module, "weight")
-            if why is not None:
-                edit.note(f"{site.path} stays as it is: {why}")
-        if where is None and isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
-            names = [n for n in module._parameters if n != "weight" and _cannot_initialise(module, n) is None]
+    for module in edit.model.modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
+            names = [n for n in module._parameters if n != "weight" and can_act(module, n) is None]
             matrices.setdefault(type(module).__name__, names)
     for kind, names in matrices.items():
         edit.note(f"{', '.join(names)} of {kind} layers stay as they are: initialise them with tensor=")

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.seeding import generator
-from gonio.surgery.edit import Edit, Edited
 from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.facts import WEIGHTED, why_not_dense
 from gonio.surgery.init import check_function
-from gonio.surgery.kinds import WEIGHTED
-from gonio.surgery.where import Site, Where, select
-from gonio.surgery.wrapping import refuse_shards
 
 
 def lsuv_(
@@ -42,10 +41,10 @@ def lsuv_(
 
     The model runs in evaluation mode and gets its modes back; its buffers do not change. A weight that several layers
     share is scaled once, by the first of them that runs. Notes name the layers that do not converge within `max_steps`
-    or have a constant output.
+    or have a constant output, and selected layers that are left out.
 
     Args:
-        batch: an input tensor, a tuple of arguments or a dict of keyword arguments.
+        batch: an input tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]` of a DataLoader.
         where: which layers; None for all linear and convolutional ones.
         function: draws the weights first; None keeps them and only scales.
 
@@ -69,7 +68,7 @@ def lsuv_(
     if function is not None:
         check_function("lsuv_", function, {})
     refuse_shards(model, "lsuv_")
-    found = select(model, where, verb="lsuv_", can_act=_cannot_scale)
+    found = select(model, where, verb="lsuv_", can_act=can_act)
     with Edit(model, "lsuv_") as edit, evaluating(model), torch.no_grad():
         ordered = _in_execution_order(model, batch, found)
         for site in found:
@@ -86,6 +85,7 @@ def lsuv_(
             if function is not None:
                 function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
             _scale_(edit, site, batch, tolerance, max_steps)
+        edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
 
@@ -128,11 +128,17 @@ def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list
     return list(dict.fromkeys(ran))
 
 
-def _cannot_scale(module: nn.Module) -> str | None:
+def can_act(module: nn.Module) -> str | None:
+    """Why :func:`lsuv_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.lsuv import can_act
+        >>> can_act(nn.Linear(2, 2)), can_act(nn.ReLU())
+        (None, 'it is not a linear or convolutional layer')
+    """
     if not isinstance(module, WEIGHTED) or isinstance(module, nn.Bilinear):
         return "it is not a linear or convolutional layer"
-    if "weight" not in module._parameters or module._parameters["weight"] is not module.weight:
+    weight = module._parameters.get("weight")
+    if weight is None or weight is not module.weight:
         return "its weight is computed by a parametrization; initialise first"
-    if isinstance(module.weight, UninitializedParameter):
-        return "it is lazy; run one batch first"
-    return None
+    return why_not_dense(weight)

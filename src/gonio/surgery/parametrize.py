@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select, sites
+from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
-from gonio.surgery.where import Site, Where, select, sites
-from gonio.surgery.wrapping import refuse_shards, unwrapped
+from gonio.surgery.facts import why_not_dense
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def parametrize_(
@@ -58,7 +58,8 @@ def parametrize_(
         do = f"Pass {given.__name__}()." if isinstance(given, type) else "Pass e.g. SpectralNorm()."
         raise InvalidArgumentError("parametrize_ takes an object of gonio.parametrizations", what, do)
     refuse_shards(model, "parametrize_")
-    found = select(model, where, verb="parametrize_", can_act=lambda module: _cannot_parametrize(module, tensor))
+    able = partial(can_act, tensor=tensor)
+    found = select(model, where, verb="parametrize_", can_act=able)
     for site in found:
         there = parametrization_of(site.module, tensor)
         if there is not None:
@@ -70,29 +71,43 @@ def parametrize_(
         for site in found:
             module, raw = site.module, site.module.get_parameter(tensor)
             parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
-            before, value = list(module.parameters()), raw.detach().clone()
+            before, values = list(module.parameters()), [raw.detach().clone()]
             edit.snapshot_(module)
+            edit.on_undo(partial(_restore_, raw, values))
             attach(module, tensor, parametrization)
-            if not raw.is_meta and not torch.equal(value, raw):  # attaching changed it: an undo restores the old value
-                edit.on_undo(partial(edit.overwrite_, raw, value))
+            if raw.is_meta or torch.equal(values[0], raw):  # attaching left it: an undo keeps what training makes of it
+                values.clear()
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
-        if len(shared) < len(found) and hasattr(unwrapped(model), "tie_weights"):
+        if len(shared) < len(found) and hasattr(type(unwrapped(model)), "tie_weights"):
             methods = "tie_weights(), resize_token_embeddings() and init_weights() of transformers"
             edit.note(f"{methods} fail while a tied weight is parametrized: call them before this edit, or undo it")
-        if hasattr(unwrapped(model), "save_pretrained"):
+        if hasattr(type(unwrapped(model)), "save_pretrained"):
             edit.note("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit")
+        edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if optimizer is None:
             note_added(edit)
     return edit.done()
 
 
-def _cannot_parametrize(module: nn.Module, tensor: str) -> str | None:
+def _restore_(raw: Tensor, values: list[Tensor]) -> None:
+    for value in values:
+        Edit.overwrite_(raw, value)
+
+
+def can_act(module: nn.Module, tensor: str = "weight") -> str | None:
+    """Why :func:`parametrize_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.parametrize import can_act
+        >>> can_act(nn.Linear(2, 2)), can_act(nn.ReLU())
+        (None, "it has no parameter 'weight'")
+    """
     raw = module._parameters.get(tensor)
     if not isinstance(raw, Tensor):
         return f"it has no parameter {tensor!r}"
-    if isinstance(raw, UninitializedParameter):
-        return "it is lazy; run one batch first"
+    if (why := why_not_dense(raw)) is not None:
+        return why
     if raw.dim() < 2:
         return f"its {tensor} is not a matrix"
     return None if has_filters(module, tensor) else f"its {tensor} is not a stack of filters"

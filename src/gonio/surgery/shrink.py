@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_flat_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
-from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.where import Site, Where, select
-from gonio.surgery.wrapping import refuse_flat_shards, unwrapped
+from gonio.surgery.facts import why_not_dense
 
 
 def shrink_intruders_(
@@ -70,7 +71,7 @@ def shrink_intruders_(
     refuse_flat_shards(model, "shrink_intruders_")
     state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
     weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    found = select(model, where, verb="shrink_intruders_", can_act=_cannot_compare)
+    found = select(model, where, verb="shrink_intruders_", can_act=can_act)
     with Edit(model, "shrink_intruders_") as edit:
         missing: list[str] = []
         done: set[int] = set()
@@ -82,6 +83,7 @@ def shrink_intruders_(
             elif id(weight) not in done:
                 done.add(id(weight))
                 _shrink(edit, site, whole(before.detach()), factor, k, threshold)
+        edit.note_stays(left_out(model, where, can_act=can_act))
         if missing:
             edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
         if len(missing) == len(found):
@@ -112,8 +114,17 @@ def _shrink(edit: Edit, site: Site, before: Tensor, factor: float, k: int, thres
         edit.changed(site.path, f"{count} of {total} directions scaled by {factor:g}")
 
 
-def _cannot_compare(module: nn.Module) -> str | None:
+def can_act(module: nn.Module) -> str | None:
+    """Why :func:`shrink_intruders_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.shrink import can_act
+        >>> can_act(nn.Linear(4, 4)), can_act(nn.ReLU())
+        (None, 'it has no weight matrix of its own')
+    """
     weight = module._parameters.get("weight")
+    if (why := why_not_dense(weight)) is not None:
+        return why
     if weight is None or weight.dim() < 2:
         return "it has no weight matrix of its own"
     if weight.is_meta:

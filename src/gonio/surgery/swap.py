@@ -6,17 +6,18 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
-from gonio.surgery.edit import Edit, Edited
-from gonio.surgery.kinds import norm_tail, without_tail
-from gonio.surgery.optimizer import check_optimizer, note_added, update_optimizer_
-from gonio.surgery.where import Site, Where, as_selector, select
-from gonio.surgery.wrapping import holds_original, refuse_shards
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, as_selector, left_out, select
+from gonio.editing.wrapping import holds_original, refuse_shards
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
+from gonio.surgery.facts import tail_of, without_tail
+from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def swap_(
@@ -66,7 +67,13 @@ def swap_(
     accepted = accepted_layers(factory)
     check_optimizer(optimizer, model)
     refuse_shards(model, "swap_")
-    found, read = _found(model, factory, accepted, where)
+    able = partial(can_act, factory=factory)
+    found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=able)
+    made = getattr(factory, "__self__", None)
+    for site in found:
+        if isinstance(made, type) and isinstance(site.module, made):
+            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind}")
+        _check_replaceable(site)
     with Edit(model, "swap_") as edit:
         refused: dict[str, NotApplicableError] = {}
         for site in found:
@@ -84,15 +91,16 @@ def swap_(
         replaced = [site for site in found if site.path not in refused]
         _check_reachable(edit, replaced)
         _disable_fast_path_(edit, replaced)
-        for site in read:
-            edit.note(f"{site.path} stays: its parent reads its weight and does not call it")
+        edit.note_stays(left_out(model, as_selector(where) & accepted, can_act=able))
         if optimizer is None:
             note_added(edit)
     return edit.done()
 
 
 def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The classes that annotate the factory's first parameter; nn.Module if it is annotated with none.
+    """The layers that a factory takes: `takes` of a class that has it and the converter; otherwise the annotation.
+
+    Without an annotation of its first parameter a function takes every module.
 
     Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
     """
@@ -100,6 +108,8 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     if not callable(given):
         do = "Pass a function, such as gonio.nn.to_group_norm or gonio.nn.DecoupledConv2d.from_conv."
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", repr(factory), do)
+    if takes := getattr(getattr(factory, "__self__", None), "takes", None):
+        return tuple(takes)
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)
     parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -110,7 +120,8 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = [k for k in (typing.get_args(annotation) if is_union else [annotation]) if isinstance(k, type)]
     layers = tuple(kind for kind in kinds if issubclass(kind, nn.Module))
-    if is_class and kinds and not layers and not any(issubclass(nn.Module, k) or k is Any for k in kinds):
+    makes_numbers = kinds and not layers and not any(issubclass(nn.Module, k) or k is Any for k in kinds)
+    if is_class and (makes_numbers or hasattr(factory, "takes")):
         name = factory.__name__
         converters = [f"{name}.{method}" for method in dir(factory) if method.startswith("from_")]
         do = f"Use {' or '.join(converters)}." if converters else f"Pass a function, e.g. lambda layer: {name}(…)."
@@ -119,29 +130,20 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     return layers or (nn.Module,)
 
 
-def _found(
-    model: nn.Module, factory: Callable[..., nn.Module], accepted: tuple[type[nn.Module], ...], where: Where
-) -> tuple[list[Site], list[Site]]:
-    """The sites to replace, and those that are left out because their parents do not call them."""
+def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
+    """Why :func:`swap_` cannot put a layer of this factory in the place of a layer; None if it can try.
 
-    def refuse(module: nn.Module) -> str | None:
-        names = " or ".join(kind.__name__ for kind in accepted)
-        return None if isinstance(module, accepted) else f"it is a {type(module).__name__}, not a {names}"
-
-    verb = f"swap_ to {_name(factory)}"
-    everything = select(model, where, verb=verb, can_act=refuse)
-    made = getattr(factory, "__self__", None)
-    for site in everything:
-        if isinstance(made, type) and isinstance(site.module, made):
-            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind}")
-        _check_replaceable(site)
-    # The output projection of torch's attention is never called: its parent reads its weight.
-    read = [site for site in everything if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in site.owners)]
-    found = [site for site in everything if site not in read]
-    if not found:
-        refused = [f"{site.path} (its parent reads its weight and does not call it)" for site in read]
-        raise NoMatchError(verb, str(as_selector(where)), [], refused=refused)
-    return found, read
+    Example:
+        >>> from gonio.surgery.swap import can_act
+        >>> can_act(nn.ReLU(), gonio.nn.DecoupledLinear.from_linear)
+        'it is a ReLU, not a Linear'
+    """
+    accepted = accepted_layers(factory)
+    if not isinstance(module, accepted):
+        return f"it is a {type(module).__name__}, not a {' or '.join(kind.__name__ for kind in accepted)}"
+    # the output projection of torch's attention is never called: its parent reads its weight
+    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return "its parent reads its weight and does not call it" if read else None
 
 
 def _check_replaceable(site: Site) -> None:
@@ -159,7 +161,7 @@ def _made(
 ) -> list[nn.Module]:
     """The factory's layer for a site; for a norm with its activation inside, followed by that activation."""
     old, plain = site.module, without_tail(site.module)
-    tail = [part for part in norm_tail(old) if not isinstance(part, nn.Identity)]
+    tail = [part for part in tail_of(old) if not isinstance(part, nn.Identity)]
     splits = plain is not old and accepted != (nn.Module,) and isinstance(plain, accepted)
     parts = [factory(plain, **options), *tail] if splits else [factory(old, **options)]
     if not isinstance(parts[0], nn.Module):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from benchmarks.claims_agreement import Part, parts, table, tried, write
 
-from gonio.lab.claims import Finding, Findings, Judgement, load_claim
+from gonio.lab.claims import ClaimResult, ClaimResults, Judgement, load_claim
 from gonio.lab.claims.claim import read_claim
 
 CLAIM = load_claim("nothing-helps")
 
 
-def run(verdict: str) -> Findings:
-    return Findings((Finding(CLAIM, Judgement(verdict, "", 12, 0.5)),), {}, "gonio reproduce")
+def run(verdict: str) -> ClaimResults:
+    return ClaimResults((ClaimResult(CLAIM, Judgement(verdict, "", 12, 0.5)),), {}, "gonio reproduce")
 
 
 def test_sets_of_seeds_are_disjoint() -> None:
@@ -56,6 +56,6 @@ def test_each_set_is_a_run_of_its_own_seeds(tmp_path: Path) -> None:
     data = {"name": "tiny", "seed": "004", "claim": "A.", "source": "B.", "measure": "signal_gain", "quick": setting}
     claim = read_claim(data, origin="tiny")
     found = tried(Part((claim,), (0, 50)), tmp_path, jobs=2)
-    seeds = [set(findings.findings[0].values) for _, findings in found]
+    seeds = [set(findings.results[0].values) for _, findings in found]
     assert [min(one) for one in seeds] == [0, 50]
     assert seeds[0].isdisjoint(seeds[1])

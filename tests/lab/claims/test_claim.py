@@ -8,7 +8,7 @@ import pytest
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.lab import Plan
-from gonio.lab.claims import SEEDS, Choice, claim_names, load_claim, load_claims, plan_claim
+from gonio.lab.claims import SEEDS, ClaimOptions, claim_names, load_claim, load_claims, plan_claim
 from gonio.lab.claims.claim import read_claim
 from gonio.lab.claims.experiment import FULL_SEEDS
 
@@ -83,7 +83,7 @@ def test_every_claim_of_the_catalogue_has_a_plan(name: str) -> None:
     for setting, full in ((claim.quick, False), (claim.full, True)):
         if setting is None or setting.task.startswith("fashion"):
             continue
-        plan = plan_claim(claim, Choice(full=full))
+        plan = plan_claim(claim, ClaimOptions(full=full))
         assert len(plan.seeds) >= (FULL_SEEDS if full else 10)
         assert len({entry.hash for entry in plan.recipes}) == len(setting.arms)
         again = Plan.from_dict(plan.to_dict())
@@ -106,10 +106,10 @@ def test_the_quick_claims_cover_every_seed_document_but_for_named_ones() -> None
 
 def test_another_model_is_refused_where_the_arms_are_arguments_of_the_own_one() -> None:
     with pytest.raises(InvalidArgumentError, match="differ in arguments of deep-mlp; found --model digits-cnn"):
-        plan_claim(load_claim("gain-tanh"), Choice(model="digits-cnn"))
+        plan_claim(load_claim("gain-tanh"), ClaimOptions(model="digits-cnn"))
 
 
 def test_another_model_and_other_seeds() -> None:
-    plan = plan_claim(load_claim("orthogonality-spread"), Choice(model="digits-cnn", seeds=3, first_seed=7))
+    plan = plan_claim(load_claim("orthogonality-spread"), ClaimOptions(model="digits-cnn", seeds=3, first_seed=7))
     assert (plan.model, plan.seeds) == ("digits-cnn", (7, 8, 9))
     assert plan.recipes[1].setting == {"arm": {"name": "orthogonality"}}

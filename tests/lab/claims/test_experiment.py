@@ -11,7 +11,7 @@ import pytest
 
 from gonio import lab
 from gonio.errors import InvalidArgumentError, PlanChangedError
-from gonio.lab.claims import Choice, Claim, as_data, findings, from_data, load_claim, plan_claim, try_claims
+from gonio.lab.claims import Claim, ClaimOptions, as_data, from_data, judge_claims, load_claim, plan_claim, try_claims
 from gonio.lab.claims.claim import read_claim
 from gonio.lab.showing.claims import claims_html, claims_json, claims_text
 from html_reader import Page
@@ -53,7 +53,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def test_the_finding_has_a_number_per_seed(tried: tuple[Path, Any]) -> None:
     _, found = tried
-    first, second = found.findings
+    first, second = found.results
     assert set(first.scores["trained"]) == {0, 1, 2}
     assert all(value < 0 for value in first.values.values())
     assert (first.missing, first.failed, first.seconds > 0) == (0, 0, True)
@@ -72,20 +72,20 @@ def test_each_claim_is_a_study_that_compare_can_read(tried: tuple[Path, Any]) ->
 def test_a_finished_claim_is_not_run_again_and_a_lost_run_is(tried: tuple[Path, Any], tmp_path: Path) -> None:
     folder, found = tried
     before = (folder / "demo" / "study.db").stat().st_mtime_ns
-    again = findings([claim()], folder)
-    assert again.findings[0].values == found.findings[0].values
+    again = judge_claims([claim()], folder)
+    assert again.results[0].values == found.results[0].values
     assert (folder / "demo" / "study.db").stat().st_mtime_ns == before
     with sqlite3.connect(folder / "demo" / "study.db") as database:  # as if the process had been killed before the row
         database.execute("DELETE FROM runs WHERE seed = 1")
-    assert findings([claim()], folder).findings[0].missing == 1
+    assert judge_claims([claim()], folder).results[0].missing == 1
     resumed = try_claims([claim()], folder, jobs=1)
-    assert resumed.findings[0].values == found.findings[0].values
+    assert resumed.results[0].values == found.results[0].values
 
 
 def test_seeds_are_added_and_another_experiment_is_refused(tmp_path: Path) -> None:
-    try_claims([claim()], tmp_path, choice=Choice(seeds=1), jobs=1)
-    more = try_claims([claim()], tmp_path, choice=Choice(seeds=2), jobs=1)
-    assert len(more.findings[0].values) == 2
+    try_claims([claim()], tmp_path, options=ClaimOptions(seeds=1), jobs=1)
+    more = try_claims([claim()], tmp_path, options=ClaimOptions(seeds=2), jobs=1)
+    assert len(more.results[0].values) == 2
     with pytest.raises(PlanChangedError, match="sesoi"):
         try_claims([claim(sesoi=0.25)], tmp_path, jobs=1)
 
@@ -102,7 +102,7 @@ def test_a_failed_run_has_no_score_and_is_counted(tmp_path: Path) -> None:
             "seeds": 2,
         },
     )
-    one = try_claims([broken], tmp_path, jobs=2).findings[0]
+    one = try_claims([broken], tmp_path, jobs=2).results[0]
     assert (one.failed, one.verdict) == (2, "undecided")
     assert one.values == {}
     study = lab.Study.open(tmp_path / "demo")
@@ -117,7 +117,7 @@ def test_settings_of_an_arm_reach_its_runs(tmp_path: Path) -> None:
         options={"score": 101.0},  # never
         quick={"model": SMALL, "training": {"epochs": 1}, "arms": arms, "seeds": 1},
     )
-    one = try_claims([longer], tmp_path, jobs=2).findings[0]
+    one = try_claims([longer], tmp_path, jobs=2).results[0]
     assert {arm: list(values.values()) for arm, values in one.scores.items()} == {"short": [2.0], "long": [4.0]}
 
 
@@ -170,7 +170,7 @@ def test_findings_survive_their_json(tried: tuple[Path, Any]) -> None:
 def test_a_score_is_better_where_its_measure_says_so_whatever_the_claim_says(name: str) -> None:
     """Tuning and the score of a diverged run depend on it."""
     bits = "text" in name or "held" in name
-    plan = plan_claim(load_claim(name), Choice(full=True, task="bytes" if bits else "digits"))
+    plan = plan_claim(load_claim(name), ClaimOptions(full=True, task="bytes" if bits else "digits"))
     assert plan.direction == ("min" if bits else "max")
 
 

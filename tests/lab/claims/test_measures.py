@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.planning.plan import Measure, Training
-from gonio.lab.running.measures import MEASURES, Subject, kind_of
+from gonio.lab.plan import Measure, Training
+from gonio.lab.running.measures import FinishedRun, measures, spec_of
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import resolve
 from gonio.models import deep_cnn, deep_mlp, residual_mlp
@@ -23,12 +23,12 @@ from gonio.nn import DecoupledConv2d
 TRAINING = Training(epochs=1, batch_size=50, lr=0.05)
 
 
-def subject(model: nn.Module, **fields: Any) -> Subject:
-    return Subject(model.eval(), resolve("digits"), TRAINING, 3, **fields)
+def subject(model: nn.Module, **fields: Any) -> FinishedRun:
+    return FinishedRun(model.eval(), resolve("digits"), TRAINING, 3, **fields)
 
 
 def measured(name: str, model: nn.Module, *, robustness: Any = None, **options: Any) -> float:
-    return kind_of(Measure(name, options)).function(subject(model, robustness=robustness or {}), **options)
+    return spec_of(Measure(name, options)).function(subject(model, robustness=robustness or {}), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +37,10 @@ def fixed_draws() -> None:
 
 
 def test_every_measure_says_in_one_sentence_what_it_is() -> None:
-    for name, kind in MEASURES.items():
+    for name, kind in measures().items():
         assert kind.summary.endswith("."), name
         assert kind.unit or name == "largest_sigma"
-    assert list(MEASURES) == sorted(MEASURES)
+    assert list(measures()) == sorted(measures())
 
 
 def spectral(layer: nn.Module) -> float:
@@ -139,13 +139,13 @@ def test_the_gap_is_that_between_two_accuracies() -> None:
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match="'lipschitz_bound' has the options norm; found size"):
-        kind_of(Measure("lipschitz_bound", {"size": 1}))
+        spec_of(Measure("lipschitz_bound", {"size": 1}))
 
 
 def test_rotation_is_compared_with_the_equilibrium_of_scale_invariant_layers() -> None:
     training = replace(TRAINING, lr=0.1, weight_decay=0.05, momentum=0.0, schedule="constant")
     task, model = resolve("digits"), deep_cnn(depth=2, width=8, norm="batch")
-    found = MEASURES["rotation_excess"].function(Subject(copy.deepcopy(model), task, training, 3), epochs=4)
+    found = measures()["rotation_excess"].function(FinishedRun(copy.deepcopy(model), task, training, 3), epochs=4)
 
     seen: list[list[float]] = [[], []]
 
@@ -172,8 +172,8 @@ def test_rotation_is_compared_with_the_equilibrium_of_scale_invariant_layers() -
 def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_prediction() -> None:
     training = replace(TRAINING, lr=0.01, weight_decay=0.0, optimizer="adamw")
     held, free = (
-        MEASURES["rotation_excess"].function(
-            Subject(deep_cnn(depth=2, width=8, norm="batch"), resolve("digits"), training, 3), epochs=2, hold=hold
+        measures()["rotation_excess"].function(
+            FinishedRun(deep_cnn(depth=2, width=8, norm="batch"), resolve("digits"), training, 3), epochs=2, hold=hold
         )
         for hold in (True, False)
     )
@@ -184,7 +184,9 @@ def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_
 def best_rate(training: Training, octaves: list[float], **options: Any) -> float:
     torch.manual_seed(0)
     model = deep_cnn(depth=2, width=8, norm="batch")
-    return MEASURES["best_rate"].function(Subject(model, resolve("digits"), training, 3), octaves=octaves, **options)
+    return measures()["best_rate"].function(
+        FinishedRun(model, resolve("digits"), training, 3), octaves=octaves, **options
+    )
 
 
 def test_the_best_rate_is_the_vertex_of_the_parabola_through_the_best_scores() -> None:

@@ -55,7 +55,7 @@ def test_the_page_of_corrections_names_tests_and_claims_that_exist() -> None:
 
 def test_the_verdicts_follow_from_the_committed_contrasts(builder: ModuleType) -> None:
     whole = builder.from_data(json.loads((builder.RESULTS / "full.json").read_text(encoding="utf-8")))
-    assert builder.judged_together(whole.findings) == list(whole.findings)
+    assert builder.judged_together(whole.results) == list(whole.results)
 
 
 def test_a_claim_of_its_own_run_joins_the_full_run(
@@ -63,11 +63,11 @@ def test_a_claim_of_its_own_run_joins_the_full_run(
 ) -> None:
     text = (builder.RESULTS / "full.json").read_text(encoding="utf-8")
     whole = builder.from_data(json.loads(text))
-    one = next(found for found in whole.findings if found.verdict == "reproduced")
+    one = next(found for found in whole.results if found.verdict == "reproduced")
     alone = replace(whole, findings=tuple(builder.judged_together([one])))
-    assert alone.findings[0].judgement.p_holm < one.judgement.p_holm
+    assert alone.results[0].evidence.p_holm < one.evidence.p_holm
     (tmp_path / "one.json").write_text(builder.claims_json(alone), encoding="utf-8")
-    rest = replace(whole, findings=tuple(builder.judged_together([f for f in whole.findings if f is not one])))
+    rest = replace(whole, findings=tuple(builder.judged_together([f for f in whole.results if f is not one])))
     (tmp_path / "full.json").write_text(builder.claims_json(rest), encoding="utf-8")
     monkeypatch.setattr(builder, "RESULTS", tmp_path)
     builder.add(tmp_path / "one.json")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gonio.lab.claims import VERDICTS, Evidence, judge
-from gonio.lab.judging.verdict import contrasts
+from gonio.lab.judging.statistics import contrasts
 
 RISE = (2.0, 3.0, 2.5, 2.2, 2.8, 3.1, 2.4, 2.6)
 

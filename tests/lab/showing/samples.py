@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
-from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry, Training
+from gonio.lab.plan import BASELINE, Plan, RecipeEntry, Training
 
 
 def printed(shown: RenderableType, *, width: int) -> str:

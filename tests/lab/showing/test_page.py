@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 
 from gonio.errors import MissingExtraError
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing import html, write_html
 from html_reader import Page
 from lab.showing.samples import effect, geometry, plan, results, run

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from gonio.lab import AttackConfig
 from gonio.lab.judging.results import UNTRAINED, Amount, Further, Reach, Robust, Tuned
-from gonio.lab.planning.plan import Tuning
+from gonio.lab.plan import Tuning
 from gonio.lab.showing import html, text, to_csv, to_latex, to_markdown
 from gonio.lab.showing.figures import curve_charts
 from gonio.lab.showing.tables import (

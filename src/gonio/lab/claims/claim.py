@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
-from gonio.lab.planning.plan import Measure, Training
-from gonio.lab.running.measures import kind_of
+from gonio.lab.plan import Measure, Training
+from gonio.lab.running.measures import spec_of
+from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
@@ -33,6 +35,12 @@ _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"choose an optimizer of {', '.join(OPTIMIZERS)}")
+    return name
+
+
 class _TrainingFields(BaseModel):
     """Fields of :class:`Training`; those that are missing are the task's own."""
 
@@ -40,13 +48,13 @@ class _TrainingFields(BaseModel):
     epochs: Annotated[int, Field(gt=0)] | None = None
     batch_size: Annotated[int, Field(gt=0)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
-    optimizer: Literal["sgd", "adamw", "muon"] | None = None
+    optimizer: Annotated[str, AfterValidator(_known_optimizer)] | None = None
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     decay: Literal["all", "weights"] | None = None
     warm_up: Annotated[float, Field(ge=0)] | None = None
 
-    def over(self, training: Training) -> Training:
+    def override(self, training: Training) -> Training:
         """These values in place of those of `training`."""
         return Training(**{**vars(training), **self.model_dump(exclude_none=True)})
 
@@ -64,7 +72,7 @@ class Arm(BaseModel):
 
     Example:
         >>> arm = gonio.lab.claims.load_claim("som-spread").quick.arms[1]
-        >>> arm.name, [rule.use for rule in arm.made.penalty]
+        >>> arm.name, [rule.use for rule in arm.built_recipe.penalty]
         ('self-orthogonality', ['SelfOrthogonality'])
     """
 
@@ -80,19 +88,21 @@ class Arm(BaseModel):
     redraw: bool = False
 
     @property
-    def made(self) -> Recipe:
+    def built_recipe(self) -> Recipe:
         """The recipe, named after the arm."""
         content = Recipe.load(self.recipe).to_dict() if isinstance(self.recipe, str) else self.recipe
         return Recipe.from_dict({**content, "name": self.name})
 
 
-class Setting(BaseModel):
+class Experiment(BaseModel):
     """Everything that a claim is tried with.
 
     Attributes:
         task, model: names of a task and a built-in model; `model` may have arguments of its factory.
-        arms: the sides; the first is the baseline.
-        contrast: factor of each arm in the number that is tested, e.g. {group: 1, batch: -1}.
+        arms: the sides; the first is the baseline. In a file `grid` adds one arm for each pair of a `series` and one of
+            the `levels`; `{series}` and `{level}` in its `recipe` stand for them.
+        contrast: factor of each arm in the number that is tested, e.g. {group: 1, batch: -1}. A pattern stands for the
+            mean of the arms that it matches, e.g. {"sphere-*|ball-*": 1, plain: -1}.
         tune: trials of the learning rate and of strengths, equally many for each arm.
         seeds: number of paired seeds.
 
@@ -124,7 +134,7 @@ class Claim(BaseModel):
         name: of the file.
         seed: the document that states it, or a topic that the documents leave out, see :data:`SEEDS`.
         claim: the sentence. source: paper and section.
-        measure: what is measured, a name of :data:`gonio.lab.running.measures.MEASURES`, with options.
+        measure: what is measured, a measure of :func:`gonio.lab.running.measures.measures`, with options.
         direction: the claim is that the contrast is `larger` than 0, `smaller`, or the `same`.
         sesoi: smallest effect of interest in the unit of the measure.
         reported: what the source measured.
@@ -151,8 +161,8 @@ class Claim(BaseModel):
     sesoi: Annotated[float, Field(gt=0)] = 1.0
     reported: str = ""
     differs: str = ""
-    quick: Setting | None = None
-    full: Setting | None = None
+    quick: Experiment | None = None
+    full: Experiment | None = None
     picture: Literal["pairs", "levels", "angles"] = "pairs"
     axis: str = ""
     not_tried: str = ""
@@ -168,7 +178,7 @@ class Claim(BaseModel):
             self._check_setting(setting)
         return self
 
-    def _check_setting(self, setting: Setting) -> None:
+    def _check_setting(self, setting: Experiment) -> None:
         names = [arm.name for arm in setting.arms]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"an experiment needs arms with different names; found {names}")
@@ -178,11 +188,11 @@ class Claim(BaseModel):
         if unknown:
             raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
         try:
-            if setting.tune and kind_of(Measure(self.measure, self.options)).better is None:
+            if setting.tune and spec_of(Measure(self.measure, self.options)).better is None:
                 raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
             for arm in setting.arms:
-                kind_of(Measure(self.measure, {**self.options, **arm.measure}))
-                arm.made  # noqa: B018 (raises for an invalid recipe)
+                spec_of(Measure(self.measure, {**self.options, **arm.measure}))
+                arm.built_recipe  # noqa: B018 (raises for an invalid recipe)
         except GonioError as error:
             raise ValueError(str(error)) from error
 
@@ -191,7 +201,7 @@ class Claim(BaseModel):
         """`quick`, `full`, or `none` for a claim that is not tried."""
         return "quick" if self.quick else "full" if self.full else "none"
 
-    def setting(self, *, full: bool) -> Setting:
+    def setting(self, *, full: bool) -> Experiment:
         """The experiment: the full one if it is wanted or the only one.
 
         Raises:
@@ -230,11 +240,54 @@ def read_claim(data: Any, *, origin: str) -> Claim:
         InvalidArgumentError: lists every problem.
     """
     try:
+        content = from_data(data, origin=origin).data
+        if isinstance(content, dict):
+            content = {key: _expanded(value) if key in ("quick", "full") else value for key, value in content.items()}
         # as JSON, where a strict schema takes lists for tuples
-        return Claim.model_validate_json(json.dumps(from_data(data, origin=origin).data))
+        return Claim.model_validate_json(json.dumps(content))
+    except (TypeError, KeyError, AttributeError) as error:  # a grid or contrast of another form
+        needs = f"{origin} must be a claim"
+        do = "Give a grid series, levels and a recipe, and a contrast numbers."
+        raise InvalidArgumentError(needs, f"{type(error).__name__}: {error}", do) from error
     except ValidationError as error:
         found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
         raise InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.") from error
+
+
+def _expanded(setting: Any) -> Any:
+    """An experiment as data with the arms of its `grid` and the patterns of its `contrast` written out."""
+    if not isinstance(setting, dict):
+        return setting
+    arms = [*setting.get("arms", ()), *_grid(setting.get("grid", {}))]
+    names = [arm["name"] for arm in arms if isinstance(arm, dict) and "name" in arm]
+    contrast: dict[str, Any] = {}
+    for pattern, weight in setting.get("contrast", {}).items():
+        matched = [name for name in names if any(fnmatchcase(name, each) for each in pattern.split("|"))]
+        share = weight / len(matched) if len(matched) > 1 else weight
+        contrast |= dict.fromkeys(matched or [pattern], share)
+    rest = {key: value for key, value in setting.items() if key not in ("arms", "grid", "contrast")}
+    return {**rest, **({"arms": arms} if arms else {}), **({"contrast": contrast} if contrast else {})}
+
+
+def _grid(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One arm for each series and level."""
+    if unknown := sorted(set(grid) - {"series", "levels", "recipe"}):
+        raise TypeError(f"a grid has series, levels and recipe, not {', '.join(unknown)}")
+    return [
+        {"name": f"{one}-{level}".lower(), "series": one.lower(), "level": number,
+         "recipe": _filled(grid["recipe"], {"{series}": one, "{level}": level})}
+        for one in grid.get("series", ())
+        for number, level in enumerate(grid["levels"], start=1)
+    ]  # fmt: skip
+
+
+def _filled(value: Any, names: Mapping[str, str]) -> Any:
+    """The data with the placeholders replaced."""
+    if isinstance(value, dict):
+        return {key: _filled(inner, names) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, names) for inner in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 @cache

@@ -1,28 +1,26 @@
-"""Try claims: each is a study of the comparison engine, so it resumes, survives kills and can be exported."""
+"""Try claims: each is a study, and all that are tried together are judged together."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.claims.claim import Arm, Claim, Setting, read_claim
+from gonio.lab.claims.claim import Arm, Claim, Experiment, read_claim
 from gonio.lab.judging.results import RunRecord, scores_of
-from gonio.lab.judging.statistics import counted
-from gonio.lab.judging.verdict import VERDICTS, Evidence, Judgement, contrasts, judge
-from gonio.lab.planning.plan import Measure, Plan, RecipeEntry, Tuning, installed_versions
-from gonio.lab.planning.planner import code_of, seeds_of
-from gonio.lab.running.measures import kind_of
+from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, counted, judge
+from gonio.lab.plan import Measure, Plan, RecipeEntry, Tuning, installed_versions, seeds_of
+from gonio.lab.running.measures import spec_of
 from gonio.lab.running.scheduler import Quiet, Watcher, run
 from gonio.lab.running.study import Study
-from gonio.lab.running.training import build
-from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
+from gonio.models.by_name import code_digests
 
 _FOLDER_TASK = "fashion-mnist"
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
@@ -33,7 +31,7 @@ _SCORES = ("accuracy", "accuracy_after", "calibrated_accuracy", "trains")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ClaimOptions:
     """What a command decides about every claim that it tries.
 
     Attributes:
@@ -50,58 +48,61 @@ class Choice:
     model: str | None = None
     data: str | None = None
 
-    def seeds_of(self, setting: Setting) -> tuple[int, ...]:
-        """The seeds that the setting is tried with."""
-        own = max(setting.seeds, FULL_SEEDS) if self.full else setting.seeds
-        return seeds_of(range(self.first_seed, self.first_seed + (own if self.seeds is None else self.seeds)))
-
-    def task_of(self, setting: Setting) -> str:
-        """The task's name, with the folder of its data if it needs one."""
-        spec = self.task or setting.task
-        return f"{_FOLDER_TASK}:{self.data or FASHION_FOLDER}" if spec == _FOLDER_TASK else spec
-
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimResult:
     """One claim as it was tried.
 
     Attributes:
+        evidence: the decisive contrast of each seed, judged among all claims that were tried together.
         full: whether it was the full experiment. plan: hash of the study's plan; empty if it was not tried.
         scores: of each arm, by seed; a diverged run has the worst score.
-        values: the decisive contrast, by seed.
         seconds: CPU seconds of all runs. runs: how many there are. missing, failed, diverged: of these.
-        unit, measured: of the scores.
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
         command: repeats the claim.
     """
 
     claim: Claim
-    judgement: Judgement
+    evidence: Evidence
     full: bool = False
     plan: str = ""
     task: str = ""
     model: str = ""
     scores: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    values: Mapping[int, float] = field(default_factory=dict)
     seconds: float = 0.0
     runs: int = 0
     missing: int = 0
     failed: int = 0
     diverged: int = 0
-    unit: str = ""
-    measured: str = ""
     histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
     command: str = ""
 
     @property
     def verdict(self) -> str:
         """One of :data:`gonio.lab.claims.VERDICTS`."""
-        return self.judgement.verdict
+        return self.evidence.verdict
 
     @property
-    def setting(self) -> Setting | None:
+    def setting(self) -> Experiment | None:
         """The experiment; None if the claim was not tried."""
         return self.claim.setting(full=self.full) if self.plan else None
+
+    @property
+    def unit(self) -> str:
+        """Of the scores."""
+        return self.evidence.unit
+
+    @property
+    def measured(self) -> str:
+        """What the scores are, in one sentence; empty if the claim was not tried."""
+        return spec_of(Measure(self.claim.measure)).summary if self.plan else ""
+
+    @property
+    def values(self) -> Mapping[int, float]:
+        """The decisive contrast, by seed."""
+        scores = {(arm, seed): score for arm, of in self.scores.items() for seed, score in of.items()}
+        seeds = sorted({seed for _, seed in scores})
+        return contrasts(scores, self.setting.decisive, seeds) if self.setting else {}
 
     def mean(self, arm: str) -> float | None:
         """Mean score of an arm."""
@@ -110,36 +111,36 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ClaimResults:
     """All claims of one run.
 
     Attributes:
         versions: of the packages. command: repeats the run.
     """
 
-    findings: tuple[Finding, ...]
+    results: tuple[ClaimResult, ...]
     versions: Mapping[str, str]
     command: str
 
     @property
-    def tried(self) -> tuple[Finding, ...]:
+    def tried(self) -> tuple[ClaimResult, ...]:
         """The claims with an experiment."""
-        return tuple(found for found in self.findings if found.verdict != "not tried")
+        return tuple(found for found in self.results if found.verdict != "not tried")
 
     @property
     def headline(self) -> str:
         """How many claims ended with each verdict, in one sentence."""
         counts = {name: sum(f.verdict == name for f in self.tried) for name in VERDICTS}
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         tried = counted(len(self.tried), "claim")
-        return f"{tried} tried on this machine: {told}" if told else "No claim was tried."
+        return f"{tried} tried on this machine: {listed}" if listed else "No claim was tried."
 
 
 # --- the plan ---------------------------------------------------------------------------------------------
 
 
-def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
-    """The plan of a claim's study; every mistake is found here, before the first run.
+def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> Plan:
+    """The plan of a claim's study.
 
     Raises:
         InvalidArgumentError: the claim is not tried; or another model is chosen, and its arms differ in arguments of
@@ -151,43 +152,49 @@ def plan_claim(claim: Claim, choice: Choice | None = None) -> Plan:
         >>> plan.measure.name, [entry.name for entry in plan.recipes], len(plan.seeds)
         ('angle_spread', ['plain', 'self-orthogonality'], 10)
     """
-    choice = choice or Choice()
-    setting = claim.setting(full=choice.full)
-    spec = choice.task_of(setting)
+    options = options or ClaimOptions()
+    setting = claim.setting(full=options.full)
+    if options.model is not None and any(arm.model for arm in setting.arms):
+        raise InvalidArgumentError(
+            f"the arms of {claim.name} differ in arguments of {setting.model.get('name')}", f"--model {options.model}",
+            "Leave --model out, or choose a claim whose arms are recipes.",
+        )  # fmt: skip
+    named = options.task or setting.task
+    spec = f"{_FOLDER_TASK}:{options.data or FASHION_FOLDER}" if named == _FOLDER_TASK else named
     task = resolve_task(spec)
-    model = choice.model or setting.model.get("name", task.model)
-    _check_model(claim, setting, choice.model)
-    training = setting.training.over(task.training)
+    model = options.model or setting.model.get("name", task.model)
+    own = max(setting.seeds, FULL_SEEDS) if options.full else setting.seeds
+    seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
     measure = Measure(claim.measure, dict(claim.options))
-    kind = kind_of(measure)
+    measured = spec_of(measure)
     plan = Plan(
         task=spec,
         model=model,
-        recipes=tuple(_entry(arm, setting, own=choice.model is None) for arm in setting.arms),
-        seeds=choice.seeds_of(setting),
-        training=training,
+        recipes=tuple(_entry(arm, setting, own=options.model is None) for arm in setting.arms),
+        seeds=seeds_of(seeds),
+        training=setting.training.override(task.training),
         metric=claim.measure,
         # the better scores are those of the measure where it says so, else those that confirm the claim
-        direction=kind.better or ("min" if claim.direction == "smaller" else "max"),
-        unit=kind.unit,
+        direction=measured.better or ("min" if claim.direction == "smaller" else "max"),
+        unit=measured.unit,
         splits={name: len(split) for name, split in task.splits.items()},
         data=task.digest(),
         sesoi=claim.sesoi,
-        worst=training.epochs + 1.0 if claim.measure == "epochs_to" else kind.worst,
-        code=code_of(spec, model),
+        worst=measured.worst,
+        code=code_digests(spec, model),
         versions=installed_versions(),
         command=f"gonio reproduce {claim.name}",
         tuning=Tuning(trials=setting.tune) if setting.tune else None,
-        threat=task.threat if kind.attacked else None,
+        threat=task.threat if measured.attacked else None,
         measure=measure,
     )
     with torch.random.fork_rng(devices=[]):
-        for entry in plan.recipes:  # so that a rule without a layer is an error now
-            build(plan, task, entry, plan.seeds[0])
+        for arm, entry in zip(setting.arms, plan.recipes, strict=True):  # a rule without a layer is an error now
+            arm.built_recipe.plan(plan.fresh_model(entry, task.sizes))
     return plan
 
 
-def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
+def _entry(arm: Arm, setting: Experiment, *, own: bool) -> RecipeEntry:
     """The arm with everything in which it differs from the plan; `own`: the model is the claim's."""
     arguments = {**{key: value for key, value in setting.model.items() if key != "name"}, **arm.model}
     parts = {
@@ -197,15 +204,9 @@ def _entry(arm: Arm, setting: Setting, *, own: bool) -> RecipeEntry:
         "lsuv": {"examples": arm.lsuv} if arm.lsuv else {},
         "draw": {"name": arm.name} if arm.redraw else {},
     }
-    return RecipeEntry.of(arm.made, {"arm": {"name": arm.name}, **{key: part for key, part in parts.items() if part}})
-
-
-def _check_model(claim: Claim, setting: Setting, model: str | None) -> None:
-    if model is not None and any(arm.model for arm in setting.arms):
-        raise InvalidArgumentError(
-            f"the arms of {claim.name} differ in arguments of {setting.model.get('name')}", f"--model {model}",
-            "Leave --model out, or choose a claim whose arms are recipes.",
-        )  # fmt: skip
+    return RecipeEntry.of(
+        arm.built_recipe, {"arm": {"name": arm.name}, **{key: part for key, part in parts.items() if part}}
+    )
 
 
 # --- the runs ---------------------------------------------------------------------------------------------
@@ -215,11 +216,11 @@ def try_claims(
     claims: Sequence[Claim],
     folder: str | Path,
     *,
-    choice: Choice | None = None,
+    options: ClaimOptions | None = None,
     jobs: int | None = None,
     watcher: Watcher | None = None,
     command: str = "gonio reproduce",
-) -> Findings:
+) -> ClaimResults:
     """Run the study of each claim, in the folder of its name in `folder`, and judge them together.
 
     A study that was killed goes on where it stopped; one that is complete runs nothing.
@@ -235,92 +236,92 @@ def try_claims(
     Example:
         >>> import tempfile
         >>> claims = [gonio.lab.claims.load_claim("weight-norm-grows")]
+        >>> options = gonio.lab.claims.ClaimOptions(seeds=3)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = gonio.lab.claims.try_claims(claims, folder, choice=gonio.lab.claims.Choice(seeds=3), jobs=2)
+        ...     found = gonio.lab.claims.try_claims(claims, folder, options=options, jobs=2)
         >>> found.headline
         '1 claim tried on this machine: 1 reproduced'
     """
-    choice, watcher = choice or Choice(), watcher or Quiet()
-    plans = {claim.name: plan_claim(claim, choice) for claim in claims if claim.budget != "none"}
+    options, watcher = options or ClaimOptions(), watcher or Quiet()
+    plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
     for claim in claims:
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
             run(plans[claim.name], Path(folder) / claim.name, jobs=jobs, watcher=watcher)
-    return findings(claims, folder, choice=choice, command=command)
+    return judge_claims(claims, folder, full=options.full, command=command)
 
 
-def findings(
-    claims: Sequence[Claim], folder: str | Path, *, choice: Choice | None = None, command: str = "gonio reproduce"
-) -> Findings:
+def judge_claims(
+    claims: Sequence[Claim], folder: str | Path, *, full: bool = False, command: str = "gonio reproduce"
+) -> ClaimResults:
     """The verdicts of the studies in a folder, as far as they have run; nothing is trained.
 
     Example:
-        >>> gonio.lab.claims.findings([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder").headline
+        >>> gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder").headline
         'No claim was tried.'
     """
-    choice = choice or Choice()
-    seen = [_seen(claim, Path(folder) / claim.name, full=choice.full) for claim in claims]
-    judged = iter(judge([evidence for _, evidence in seen if evidence is not None]))
-    found = tuple(
-        finding if evidence is None else replace(finding, judgement=next(judged)) for finding, evidence in seen
-    )
-    return Findings(found, installed_versions(), command)
+    seen = [_seen(claim, Path(folder) / claim.name, full=full) for claim in claims]
+    return ClaimResults(_judged(seen), installed_versions(), command)
 
 
-def _seen(claim: Claim, path: Path, *, full: bool) -> tuple[Finding, Evidence | None]:
-    """A claim's finding before it is judged, and its evidence if there is a study of it."""
-    untried = Finding(claim, Judgement("not tried", claim.not_tried or "It is not part of this run."))
+def _judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
+    """The results with the verdicts of one family; a claim that was not tried is no part of it."""
+    verdicts = iter(judge([one.evidence for one in found if one.plan]))
+    return tuple(replace(one, evidence=next(verdicts)) if one.plan else one for one in found)
+
+
+def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
+    """A claim's result before it is judged."""
     if claim.budget == "none" or not path.is_dir():
-        return untried, None
+        return ClaimResult(claim, _evidence(claim, verdict="not tried", reason=claim.not_tried or "Not run."))
     study, setting = Study.open(path), claim.setting(full=full)
     plan, runs = study.plan, study.runs()
     scores = scores_of(plan, runs)
-    values = contrasts(scores, setting.decisive, plan.seeds)
     statuses = [record.status for record in runs]
-    evidence = Evidence(
-        values=tuple(values.values()),
-        direction=claim.direction,
-        sesoi=claim.sesoi,
-        unit=plan.unit,
-        obstacle=_obstacle(claim, setting, plan, scores),
-    )
-    by_arm = {
-        arm.name: {seed: scores[arm.name, seed] for seed in plan.seeds if (arm.name, seed) in scores}
-        for arm in setting.arms
-    }
-    finding = replace(
-        untried,
+    return ClaimResult(
+        claim,
+        _evidence(
+            claim,
+            values=tuple(contrasts(scores, setting.decisive, plan.seeds).values()),
+            unit=plan.unit,
+            obstacle=_obstacle(claim, setting, plan, scores),
+        ),
         full=full,
         plan=plan.hash,
         task=plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
         model=plan.model,
-        runs=len(plan.grid),
-        scores=by_arm,
-        values=values,
+        scores={
+            arm.name: {seed: scores[arm.name, seed] for seed in plan.seeds if (arm.name, seed) in scores}
+            for arm in setting.arms
+        },
         seconds=sum(record.seconds or 0.0 for record in runs),
+        runs=len(plan.grid),
         missing=len(plan.grid) - len(runs),
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
-        unit=plan.unit,
-        measured=kind_of(Measure(claim.measure)).summary,
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
         command=plan.command,
     )
-    return finding, evidence
 
 
-def _obstacle(claim: Claim, setting: Setting, plan: Plan, scores: Mapping[tuple[str, int], float]) -> str:
+def _evidence(claim: Claim, *, values: tuple[float, ...] = (), unit: str = "", **fields: str) -> Evidence:
+    return Evidence(values=values, direction=claim.direction, sesoi=claim.sesoi, unit=unit, **fields)
+
+
+def _obstacle(claim: Claim, setting: Experiment, plan: Plan, scores: Mapping[tuple[str, int], float]) -> str:
     """If no arm of the contrast is better than guessing, their difference says nothing about the claim."""
-    if claim.measure not in _SCORES:
+    reached = [score for (arm, _), score in scores.items() if arm in setting.decisive]
+    if claim.measure not in _SCORES or not reached:
         return ""
     guess = 100.0 / max(2, resolve_task(plan.task).sizes.get("num_classes", 2))
-    best = max((score for (arm, _), score in scores.items() if arm in setting.decisive), default=guess)
-    if best > 1.5 * guess:
+    if max(reached) > 1.5 * guess:
         return ""
-    return "No arm trains." if claim.measure == "trains" else f"No arm trains: the best accuracy is {best:.3g} %."
+    return (
+        "No arm trains." if claim.measure == "trains" else f"No arm trains: the best accuracy is {max(reached):.3g} %."
+    )
 
 
-def _histograms(setting: Setting, runs: Sequence[RunRecord]) -> dict[str, list[int]]:
+def _histograms(setting: Experiment, runs: Sequence[RunRecord]) -> dict[str, list[int]]:
     """The counts of angles between the filters of all layers but the first and the last, pooled over the seeds."""
     found: dict[str, list[int]] = {}
     for arm in setting.arms:
@@ -335,39 +336,50 @@ def _histograms(setting: Setting, runs: Sequence[RunRecord]) -> dict[str, list[i
     return found
 
 
-def as_data(found: Findings) -> dict[str, Any]:
-    """The findings as JSON-able data, each number of a run included.
+# --- as data ----------------------------------------------------------------------------------------------
+
+
+def as_data(found: ClaimResults) -> dict[str, Any]:
+    """The results as JSON-able data, each number of a run included.
 
     Example:
-        >>> found = gonio.lab.claims.findings([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
-        >>> gonio.lab.claims.as_data(found)["claims"][0]["judgement"]["verdict"]
+        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
+        >>> gonio.lab.claims.as_data(found)["claims"][0]["evidence"]["verdict"]
         'not tried'
     """
     claims = []
-    for one in found.findings:
+    for one in found.results:
         content = one.claim.model_dump(mode="json", exclude_defaults=True)
         claims.append({**asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
     return {"command": found.command, "versions": dict(found.versions), "claims": claims}
 
 
-def from_data(data: Mapping[str, Any]) -> Findings:
-    """The inverse of :func:`as_data`, also after JSON has made text of the seeds.
+def from_data(data: Mapping[str, Any]) -> ClaimResults:
+    """The inverse of :func:`as_data`, also after JSON has made text of the seeds; judged anew by the rules of now.
 
     Example:
-        >>> found = gonio.lab.claims.findings([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
+        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
         >>> gonio.lab.claims.from_data(gonio.lab.claims.as_data(found)) == found
         True
     """
-    return Findings(tuple(_finding(row) for row in data["claims"]), data["versions"], data["command"])
+    return ClaimResults(_judged([_result(row) for row in data["claims"]]), data["versions"], data["command"])
 
 
-def _finding(row: Mapping[str, Any]) -> Finding:
-    by_seed = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
-    values = {int(seed): value for seed, value in row["values"].items()}
-    read = {
-        "claim": read_claim(row["claim"], origin=str(row["claim"].get("name"))),
-        "judgement": Judgement(**row["judgement"]),
-        "scores": by_seed,
-        "values": values,
-    }
-    return Finding(**{**row, **read})
+def _result(row: Mapping[str, Any]) -> ClaimResult:
+    """One stored claim before it is judged; a row of gonio 0.1 has `judgement`, `unit` and `values` for `evidence`."""
+    claim = read_claim(row["claim"], origin=str(row["claim"].get("name")))
+    known = {each.name: row[each.name] for each in fields(ClaimResult) if each.name in row}
+    known["scores"] = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
+    if not row["plan"]:
+        reason = row.get("evidence", row.get("judgement"))["reason"]
+        return ClaimResult(
+            **{**known, "claim": claim, "evidence": _evidence(claim, verdict="not tried", reason=reason)}
+        )
+    if "evidence" in row:
+        stored = row["evidence"]
+        values, unit, obstacle = stored["values"], stored["unit"], stored["obstacle"]
+    else:
+        values, unit, reason = row["values"].values(), row["unit"], row["judgement"]["reason"]
+        obstacle = reason if reason.startswith("No arm trains") else ""
+    evidence = _evidence(claim, values=tuple(values), unit=unit, obstacle=obstacle)
+    return ClaimResult(**{**known, "claim": claim, "evidence": evidence})

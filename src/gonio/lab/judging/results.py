@@ -16,22 +16,8 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.robustness import ATTACKS
-from gonio.lab.judging.statistics import (
-    Evidence,
-    correlation,
-    counted,
-    detectable,
-    holm,
-    improvement,
-    judge,
-    paired_t,
-    sign_flip,
-)
-from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry
-
-UNTRAINED = "the baseline does not train"
-VERDICTS = ("helps", "hurts", "no useful effect", "no evidence", "underpowered", UNTRAINED)
+from gonio.lab.judging.statistics import WORDS, Evidence, correlation, counted, improvement, judge, paired_t
+from gonio.lab.plan import ATTACKS, BASELINE, Plan, RecipeEntry
 
 
 @dataclass(frozen=True)
@@ -49,7 +35,7 @@ class RunRecord:
         plan: the recipe's plan for this model, layer by layer; "" for the baseline.
         settings: tuned values of the recipe, by name; empty without tuning.
         robustness: accuracy in percent on disturbed inputs, see
-            :func:`gonio.lab.judging.robustness.robustness`; empty if the study does not attack models.
+            :func:`gonio.lab.running.robustness.robustness`; empty if the study does not attack models.
         metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
         costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
         error: why the run diverged or failed.
@@ -191,7 +177,8 @@ class Effect:
         p: exact two-sided sign-flip p value. p_holm: the same after Holm over all recipes of the study.
         rho: correlation of the paired scores over the seeds; None if undefined.
         mde: minimum detectable effect, at a power of 80 %; None if no effect can be detected.
-        verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
+        verdict: of the sentence "the recipe is better": `helps` if it is reproduced, `hurts` if it is contradicted,
+            else one of :data:`gonio.lab.judging.statistics.VERDICTS`. `reason` says why, in one sentence.
         failed: runs of the recipe that failed; their pairs are left out. diverged: runs that diverged;
             they count as the worst score.
         improvement: probability that the recipe beats the baseline in one pair (ties count half).
@@ -330,15 +317,19 @@ def summarise(
     costs = [*costs, *_script_costs(plan, runs)]
     scores = scores_of(plan, runs)
     pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
-    adjusted = holm([sign_flip(_differences(each)) for each in pairs]).tolist()
-    effects = tuple(
-        _effect(plan, entry, each, p_holm, runs, costs)
-        for entry, each, p_holm in zip(plan.recipes[1:], pairs, adjusted, strict=True)
-    )
     baseline = [scores[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in scores]
     untrained = untrained_baseline(plan, baseline)
-    if untrained:
-        effects = tuple(replace(effect, verdict=UNTRAINED, reason=untrained) for effect in effects)
+    judged = judge([
+        Evidence(
+            values=_differences(each), direction="larger" if plan.direction == "max" else "smaller",
+            sesoi=plan.sesoi, unit=plan.unit, obstacle=untrained or "",
+        )
+        for each in pairs
+    ])  # fmt: skip
+    effects = tuple(
+        _effect(plan, entry, each, seen, runs, costs)
+        for entry, each, seen in zip(plan.recipes[1:], pairs, judged, strict=True)
+    )
     return Results(
         plan=plan,
         baseline_mean=float(np.mean(baseline)) if baseline else None,
@@ -400,38 +391,28 @@ def _effect(
     plan: Plan,
     entry: RecipeEntry,
     pairs: _Pairs,
-    p_holm: float,
+    seen: Evidence,
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
 ) -> Effect:
-    differences = _differences(pairs)
-    n, comparisons = len(pairs), len(plan.recipes) - 1
-    mean, low, high = paired_t(differences) or (differences[0] if n else None, None, None)
-    sds = detectable(n, comparisons)
-    mde = None if sds is None else sds * float(np.std(differences, ddof=1))
-    seen = Evidence(
-        differences=differences, mean=mean, low=low, high=high, p_holm=p_holm, mde=mde,
-        comparisons=comparisons, sesoi=plan.sesoi, sign=plan.sign, unit=plan.unit,
-    )  # fmt: skip
-    verdict, reason = judge(seen)
     statuses = [run.status for run in runs if run.recipe == entry.name]
     step_time = _ratio(costs, entry, "step_time")
     return Effect(
         recipe=entry.name,
-        n=n,
-        mean=mean,
-        low=low,
-        high=high,
-        p=sign_flip(differences) if n else None,
-        p_holm=p_holm if n else None,
+        n=seen.n,
+        mean=seen.mean,
+        low=seen.low,
+        high=seen.high,
+        p=seen.p,
+        p_holm=seen.p_holm,
         rho=correlation([ours for _, ours, _ in pairs], [theirs for _, _, theirs in pairs]),
-        mde=mde,
-        verdict=verdict,
-        reason=reason,
+        mde=seen.mde,
+        verdict=WORDS.get(seen.verdict, seen.verdict),
+        reason=seen.reason,
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
-        improvement=improvement(differences, plan.direction),
-        differences=differences,
+        improvement=improvement(seen.values, plan.direction),
+        differences=seen.values,
         seeds=tuple(seed for seed, _, _ in pairs),
         step_time=step_time,
         memory=_ratio(costs, entry, "memory"),

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from gonio.errors import InvalidArgumentError
 from gonio.lab.judging.results import Results, scores_of
 from gonio.lab.judging.statistics import ALPHA, Array, enough, half_width, holm, require_scipy, sign_flip_rows
-from gonio.lab.planning.plan import Plan, RecipeEntry
-from gonio.lab.planning.planner import seeds_of
+from gonio.lab.plan import Plan, RecipeEntry, seeds_of
 from gonio.recipes import Recipe
 
 _COPIES = 4  # recipes that do nothing; 8 seeds are enough to show something against so many

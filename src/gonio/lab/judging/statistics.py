@@ -1,14 +1,17 @@
 """Statistics of paired scores: tests, intervals, power, and the verdict that follows from them.
 
-Verdicts use the exact sign-flip test with Holm's correction over all recipes, and the paired t interval, whose
-coverage holds for few seeds (a bootstrap's does not).
+One engine judges comparisons and claims: the contrast {recipe: 1, baseline: −1} is the sentence "the recipe is better".
+Verdicts use the exact sign-flip test with Holm's correction over a family of sentences, and the paired t interval,
+whose coverage holds for few seeds (a bootstrap's does not).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
@@ -180,82 +183,187 @@ def require_scipy() -> ModuleType:
 
 # --- the verdict ----------------------------------------------------------------------------------------
 
+VERDICTS = ("reproduced", "contradicted", "no useful effect", "undecided", "not a fair test", "not tried")
+# A recipe is compared with the baseline by the sentence "the recipe is better"; its verdicts have these words.
+WORDS = {"reproduced": "helps", "contradicted": "hurts"}
+_FEWEST = 3  # pairs below which nothing is judged
+_MOST_SEEDS = 1000  # that an undecided verdict recommends
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The statistics of one recipe against the baseline.
+    """What was measured for one sentence, and, once :func:`judge` has seen it, the verdict.
 
     Attributes:
-        differences: recipe − baseline, one per pair. mean, low, high: their mean and its interval.
-        p_holm: sign-flip p after Holm. mde: minimum detectable effect. comparisons: recipes in the study.
-        sesoi: smallest effect of interest. sign: 1 if larger is better, −1 otherwise. unit: of differences.
+        values: the contrast, one number per seed with a score for every arm, e.g. recipe − baseline.
+        direction: what the sentence says of its mean: `larger` than 0, `smaller`, or the `same`.
+        sesoi: smallest effect of interest; 0: none was named. unit: of the values.
+        obstacle: why the runs are no fair test, whatever the numbers; empty if they are one.
+        verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
+        mean, low, high: of the values, with the paired t interval of 95 %; None for too few values.
+        p: two-sided sign-flip p value; for the `same` that of a t test of the mean against ± `sesoi`. p_holm: after
+            Holm over the family that was judged together.
+        mde: minimum detectable effect at a power of 80 %; None if no effect can be detected.
     """
 
-    differences: tuple[float, ...]
-    mean: float | None
-    low: float | None
-    high: float | None
-    p_holm: float | None
-    mde: float | None
-    comparisons: int
+    values: tuple[float, ...]
+    direction: str
     sesoi: float
-    sign: int
     unit: str
+    obstacle: str = ""
+    verdict: str = ""
+    reason: str = ""
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    mde: float | None = None
 
     @property
     def n(self) -> int:
-        """Number of pairs."""
-        return len(self.differences)
+        """Number of values."""
+        return len(self.values)
 
 
-def judge(seen: Evidence) -> tuple[str, str]:
-    """The verdict and its reason. The first rule that applies decides:
+def contrasts(
+    scores: Mapping[tuple[str, int], float], weights: Mapping[str, float], seeds: Sequence[int]
+) -> dict[int, float]:
+    """The weighted sum of the arms' scores, for each seed in which every arm has one.
 
-    1. *helps* or *hurts*: the Holm-adjusted sign-flip p is below 0.05 and the interval does not contain 0.
-    2. *no useful effect*: the whole interval lies within ± the smallest effect of interest.
-    3. *no evidence*: neither, but an effect of that size would probably have been seen.
-    4. *underpowered*: such an effect could well have been missed, or there are too few seeds to detect any effect.
+    Example:
+        >>> from gonio.lab.judging.statistics import contrasts
+        >>> contrasts({("a", 0): 3.0, ("b", 0): 1.0, ("a", 1): 2.0}, {"a": 1, "b": -1}, [0, 1])
+        {0: 2.0}
     """
-    # Scores are counts: two differences can be equal by chance, and their interval then has no width.
-    if seen.n < 3 or seen.mean is None or seen.low is None or seen.high is None or seen.p_holm is None:
-        pairs = ("is no pair", "is one pair", "are two pairs")[min(seen.n, 2)]
-        return "underpowered", f"There {pairs} of runs, too few to tell a difference from the noise of seeds."
-    interval = f"95 % interval {seen.low:+.2f} to {seen.high:+.2f}"
-    if seen.p_holm < ALPHA and not seen.low <= 0 <= seen.high:
-        return _clear(seen, seen.mean, interval)
-    if max(abs(seen.low), abs(seen.high)) <= seen.sesoi:
-        reason = f"The {interval} lies within ±{points(seen.sesoi, seen.unit)}, the smallest effect of interest."
-        return "no useful effect", reason
-    return _unclear(seen, seen.p_holm, interval)
+    return {
+        seed: math.fsum(weight * scores[arm, seed] for arm, weight in weights.items())
+        for seed in seeds
+        if all((arm, seed) in scores for arm in weights)
+    }
 
 
-def _clear(seen: Evidence, mean: float, interval: str) -> tuple[str, str]:
-    sign = 1 if mean > 0 else -1
-    word, verdict = ("Better", "helps") if sign == seen.sign else ("Worse", "hurts")
-    count = sum(sign * difference > 0 for difference in seen.differences)
-    reason = (
-        f"{word} in {count} of {seen.n} seeds, by {mean:+.2f} on average ({interval}; p = {seen.p_holm:.3f} after Holm)"
-    )
-    if abs(mean) < seen.sesoi:
-        reason += f"; real, but smaller than {points(seen.sesoi, seen.unit)}, the smallest effect of interest"
-    return verdict, reason + "."
+def judge(family: Sequence[Evidence]) -> list[Evidence]:
+    """The evidence of one family of sentences with its verdicts; p values are corrected for the size of the family.
+
+    The first rule that applies decides:
+
+    1. *not a fair test*: the evidence names an obstacle.
+    2. *undecided*: there are fewer than 3 values.
+    3. *no useful effect* (unless the sentence is one of equality): the 95 % interval lies within ± `sesoi`.
+    4. *reproduced*: the corrected p is below 0.05, the interval excludes 0, and the mean has the claimed sign and at
+       least the size of `sesoi`. *contradicted*: the same with the other sign, of any size. A sentence of equality
+       is reproduced if the corrected p is below 0.05 and the mean lies within ± `sesoi`, and contradicted if it lies
+       outside.
+    5. *undecided*: everything else.
+
+    Example:
+        >>> from gonio.lab.judging.statistics import Evidence, judge
+        >>> seen = Evidence(values=(2.0, 3.0, 2.5, 2.2, 2.8, 3.1), direction="larger", sesoi=1.0, unit="%")
+        >>> judge([seen])[0].verdict
+        'reproduced'
+    """
+    raw = [_p_value(seen) for seen in family]
+    adjusted = holm(raw).tolist() if raw else []
+    return [_judged(seen, p, p_holm, len(raw)) for seen, p, p_holm in zip(family, raw, adjusted, strict=True)]
 
 
-def _unclear(seen: Evidence, p_holm: float, interval: str) -> tuple[str, str]:
+def _p_value(seen: Evidence) -> float:
+    if seen.direction != "same":
+        return sign_flip(seen.values)
+    return 1.0 if seen.n < _FEWEST else _equivalence_p(seen.values, seen.sesoi)
+
+
+def _equivalence_p(values: Sequence[float], sesoi: float) -> float:
+    """Two-sided p value of "the mean is ± sesoi"; below 0.05 the 95 % interval is wholly within or wholly outside."""
+    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    margin = abs(sesoi - abs(mean))
+    if error == 0:
+        return 0.0 if margin > 0 else 1.0
+    return min(1.0, 2 * float(require_scipy().t.sf(margin / error, len(values) - 1)))
+
+
+def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
+    n = seen.n
+    mean, low, high = paired_t(seen.values) or (seen.values[0] if n else None, None, None)
+    sds = detectable(n, size) if n >= _FEWEST else None
+    mde = None if sds is None else sds * statistics.stdev(seen.values)
+    found = replace(
+        seen, mean=mean, low=low, high=high, mde=mde, p=p if n else None, p_holm=p_holm if n else None
+    )  # fmt: skip
+    if seen.obstacle:
+        verdict, reason = "not a fair test", seen.obstacle
+    elif n < _FEWEST or mean is None or low is None or high is None:
+        verdict, reason = "undecided", f"There {'is' if n == 1 else 'are'} {counted(n, 'seed')} with all runs, too few."
+    elif seen.direction == "same":
+        verdict, reason = _same(found, mean, low, high, size)
+    else:
+        verdict, reason = _directed(found, mean, low, high, size)
+    return replace(found, verdict=verdict, reason=reason)
+
+
+def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, str]:
+    clear = (seen.p_holm or 0.0) < ALPHA and not low <= 0 <= high
     sesoi = points(seen.sesoi, seen.unit)
-    if seen.mde is None:
-        least = min(1.0, least_p(seen.n) * seen.comparisons)
-        recipes = counted(seen.comparisons, "recipe")
-        reason = f"With {seen.n} pairs and {recipes}, the smallest possible p after Holm is {least:.2g}"
-        return "underpowered", f"{reason}: too few seeds to detect any effect. Use {enough(seen.comparisons)} or more."
-    found = f"p = {p_holm:.2f} after Holm, {interval}"
-    mde = points(seen.mde, seen.unit)
+    if -seen.sesoi <= low and high <= seen.sesoi:
+        real = "; the effect is real, but smaller" if clear else ""
+        reason = f"The 95 % interval lies within ±{sesoi}, the smallest effect of interest{real}."
+        return "no useful effect", reason
+    if not clear:
+        return "undecided", _undecided(seen, low, high, size)
+    same_sign = sum(mean * value > 0 for value in seen.values)
+    found = (
+        f"{'Larger' if mean > 0 else 'Smaller'} in {same_sign} of {seen.n} seeds, by {abs(mean):.3g} on average "
+        f"(95 % interval {low:+.3g} to {high:+.3g}; {_p_text(seen)})"
+    )
+    if (mean > 0) != (seen.direction == "larger"):
+        return "contradicted", f"{found}."
+    if abs(mean) >= seen.sesoi:
+        return "reproduced", f"{found}."
+    return "undecided", f"{found}, but the mean is below {sesoi}.{_remedy(seen, size)}"
+
+
+def _same(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, str]:
+    sesoi = f"±{points(seen.sesoi, seen.unit)}"
+    if (seen.p_holm or 0.0) < ALPHA:
+        if abs(mean) < seen.sesoi:
+            return "reproduced", f"The 95 % interval lies within {sesoi} ({_p_text(seen)})."
+        return "contradicted", f"The 95 % interval lies outside of {sesoi} ({_p_text(seen)})."
+    inside, outside = max(-low, high) <= seen.sesoi, low > seen.sesoi or high < -seen.sesoi
+    where = "within" if inside else "outside of" if outside else "partly outside of"
+    return "undecided", f"The 95 % interval lies {where} {sesoi} ({_p_text(seen)}).{_remedy(seen, size)}"
+
+
+def _undecided(seen: Evidence, low: float, high: float, size: int) -> str:
+    """Which effects the study could have seen."""
+    found = f"95 % interval {low:+.3g} to {high:+.3g}, {_p_text(seen)}"
+    if least_p(seen.n) * size >= ALPHA or seen.mde is None:
+        least = f"{min(1.0, least_p(seen.n) * size):.2g}"
+        family = f"{counted(seen.n, 'seed')} and {counted(size, 'comparison')}"
+        return f"With {family} the smallest p after Holm is {least}: use {enough(size)} seeds or more ({found})."
+    sesoi, mde = points(seen.sesoi, seen.unit), points(seen.mde, seen.unit)
     if not seen.sesoi:
-        named = "no smallest effect of interest was named"
-        return "no evidence", f"Effects from {mde} on would probably have been seen ({found}); {named}."
+        return f"Effects from {mde} on would have been seen; no smallest effect of interest is named ({found})."
     if seen.mde <= seen.sesoi:
-        return "no evidence", f"An effect of {sesoi} would probably have been seen ({found}; detectable: {mde})."
-    return "underpowered", f"Only effects from {mde} on would probably have been seen, not {sesoi} ({found})."
+        return f"An effect of {sesoi} would probably have been seen ({found}; detectable: {mde})."
+    seeds = _remedy(seen, size)
+    return f"Only effects from {mde} on would probably have been seen, not {sesoi} ({found}).{seeds}"
+
+
+def _remedy(seen: Evidence, size: int) -> str:
+    """The number of seeds with which an effect of sesoi is found in 80 % of studies, by the t test."""
+    if not seen.sesoi:
+        return ""
+    spread, alpha = statistics.stdev(seen.values), ALPHA / size
+    for n in (*range(seen.n + 1, 33), *range(40, _MOST_SEEDS, 20)):
+        if least_p(n) < alpha and _t_power(n, alpha)(seen.sesoi / max(spread, 1e-300)) >= _POWER:
+            return f" About {n} seeds would decide."
+    return f" More than {_MOST_SEEDS} seeds would be needed."
+
+
+def _p_text(seen: Evidence) -> str:
+    p = seen.p_holm or 0.0
+    return f"p {f'= {p:.3f}' if p >= 0.001 else '< 0.001'} after Holm"
 
 
 def points(value: float, unit: str) -> str:

@@ -12,31 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.planning.plan import (
-    ATTACK_SEED,
+from gonio.lab.plan import (
     BASELINE,
-    TUNING_SEED,
     AttackConfig,
     Plan,
     RecipeEntry,
     Training,
     Tuning,
     installed_versions,
+    seeds_of,
 )
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast
 from gonio.lab.running.tuning import require_optuna
-from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task, paired
 from gonio.models import resolve as resolve_model
-from gonio.models.user_code import code_digest, is_user_code
+from gonio.models.by_name import code_digests, is_user_code
 from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import Recipe
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
-_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
 
@@ -113,7 +111,7 @@ def make_plan(
         data=data.digest(),
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
-        code=code_of(task, spec),
+        code=code_digests(task, spec),
         notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
@@ -197,7 +195,7 @@ def make_script_plan(
         splits={},
         data="",
         sesoi=sesoi,
-        code=code_of(script),
+        code=code_digests(script),
         notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
         versions=installed_versions(),
         command=command,
@@ -265,26 +263,6 @@ def _script_error(script: str, found: str) -> InvalidArgumentError:
 
 def _left_out(name: str) -> str:
     return f"{name} is left out: one of its rules matches no layer of this model."
-
-
-def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """The seeds from their number (0, 1, …) or from a sequence."""
-    wanted = range(seeds) if isinstance(seeds, int) else seeds
-    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
-    if count > _MOST_SEEDS:
-        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
-        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
-    found = tuple(wanted)
-    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
-        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
-        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
-    if not found or len(set(found)) < len(found):
-        needs = "a comparison needs at least one seed, none of them twice"
-        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
-    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
-        other = "the seeds of a comparison must not be those of tuning and of attacks"
-        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
-    return found
 
 
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
@@ -408,8 +386,3 @@ def _notes_on(device: str) -> tuple[str, ...]:
 def _positive(name: str, value: float) -> float:
     _require(0 < value < math.inf, f"{name} must be a positive number", value, "Give a larger one.")
     return value
-
-
-def code_of(*specs: str) -> Mapping[str, str]:
-    """The digest of each user file."""
-    return {spec: digest for spec in specs if (digest := code_digest(spec)) is not None}

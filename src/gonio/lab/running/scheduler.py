@@ -1,30 +1,37 @@
-"""Run the jobs that a study lacks, as many at a time as the engine has room for, and report the progress."""
+"""Run the jobs that a study lacks, as many at a time as the engine has room for, and report the progress.
+
+A `Job` is the unit of work of a worker: a trial of tuning, the examples of the transfer attack, or a run. Its result
+depends on the plan and the seed alone, in whatever process it is computed.
+"""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gonio.errors import Interrupted, InvalidArgumentError
-from gonio.lab.judging.cost import measure_costs
 from gonio.lab.judging.results import RunRecord
 from gonio.lab.judging.statistics import require_scipy
-from gonio.lab.planning.plan import Plan, installed_versions
+from gonio.lab.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Tuning, installed_versions
+from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
-from gonio.lab.running.jobs import Job, TransferJob, run_jobs, transfer_jobs, trial_jobs
+from gonio.lab.running.scripts import execute_script
 from gonio.lab.running.study import Study, locked
+from gonio.lab.running.training import execute_run, execute_transfer, execute_trial
+from gonio.lab.running.tuning import Trial, propose
 
 _POLL = 1.0  # seconds between two looks at the running jobs
 _FEW, _SHORT = 3, 30.0  # finished runs that say what is usual; seconds that are never remarkable
@@ -230,6 +237,146 @@ def _stopped_once(what: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# --- jobs -----------------------------------------------------------------------------------------------
+
+Call = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
+
+
+class Job(Protocol):
+    """One computation in a process of its own, and how its record is stored."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def failure(self) -> RunRecord:
+        """The record if the process died; the error is filled in."""
+
+    def call(self, study: Study, *, shares_files: bool) -> Call:
+        """The function, which returns a record and versions as data, and its arguments.
+
+        Args:
+            shares_files: whether its process can reach the study's folder.
+        """
+
+    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        """Write the record into the study; returns the jobs that can start now and could not before."""
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """One recipe × one seed."""
+
+    entry: RecipeEntry
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry.name}, seed {self.seed}"
+
+    @property
+    def failure(self) -> RunRecord:
+        return RunRecord(self.entry.name, self.seed, "failed")
+
+    def call(self, study: Study, *, shares_files: bool) -> Call:
+        if not study.plan.scripted:
+            settings = study.trials.chosen(self.entry)
+            return execute_run, (study.plan, self.entry, self.seed, settings, study.transferred())
+        folder = study.scratch(self.entry, self.seed).absolute() if shares_files else None
+        if folder is not None and study.path.is_dir():  # else it was moved, which the next commit says
+            folder.parent.mkdir(exist_ok=True)
+        return execute_script, (study.plan, self.entry, self.seed, folder)
+
+    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        study.add(self.entry, record, used)
+        if record.status != "failed":  # the next attempt of a failed run may continue from its checkpoint
+            shutil.rmtree(study.scratch(self.entry, self.seed), ignore_errors=True)
+        return []
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """One trial: a recipe with other values."""
+
+    entry: RecipeEntry
+    number: int
+    values: Mapping[str, float]
+    tuning: Tuning
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry.name}, trial {self.number + 1}"
+
+    @property
+    def failure(self) -> RunRecord:
+        return RunRecord(self.entry.name, self.tuning.seed, "failed", settings=self.values)
+
+    def call(self, study: Study, *, shares_files: bool) -> Call:
+        return execute_trial, (study.plan, self.entry, self.tuning.seed, dict(self.values))
+
+    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        before = set(study.trials.ready(self.entry))
+        study.trials.add(self.entry, Trial(self.number, self.values, record), used)
+        study.trials.choose_if_complete(self.entry)
+        return _trials(study, self.entry, self.tuning, known=before)
+
+
+@dataclass(frozen=True)
+class TransferJob:
+    """Examples that mislead another baseline, whose seed is none of the study's."""
+
+    config: AttackConfig
+
+    @property
+    def name(self) -> str:
+        return "the baseline of the transfer attack"
+
+    @property
+    def failure(self) -> RunRecord:
+        return RunRecord(BASELINE, self.config.seed, "failed")
+
+    def call(self, study: Study, *, shares_files: bool) -> Call:
+        return execute_transfer, (study.plan, self.config)
+
+    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        # a failure is stored too, so that all runs of one study are attacked in the same way
+        study.keep_transferred(record.robustness)
+        return []
+
+
+def trial_jobs(study: Study) -> list[Job]:
+    """The trials that can be made now."""
+    tuning = study.plan.tuning
+    if tuning is None:
+        return []
+    for entry in study.plan.recipes:
+        study.trials.choose_if_complete(entry)  # the study was killed between the last trial and the choice
+    return [job for entry in study.plan.recipes for job in _trials(study, entry, tuning, known=set())]
+
+
+def _trials(study: Study, entry: RecipeEntry, tuning: Tuning, *, known: Set[int]) -> list[Job]:
+    """The trials of one recipe that can be made now, without the `known` ones."""
+    done = study.trials.of(entry)
+    return [
+        TrialJob(entry, number, propose(study.plan, entry, number, done), tuning)
+        for number in study.trials.ready(entry)
+        if number not in known
+    ]
+
+
+def transfer_jobs(study: Study) -> list[Job]:
+    """The one computation before all attacks, if it is needed and not done yet."""
+    config = None if study.plan.scripted else study.plan.threat  # a script's other baseline would be a whole run
+    needed = config is not None and study.transferred() is None and study.missing()
+    return [TransferJob(config)] if config is not None and needed else []
+
+
+def run_jobs(study: Study) -> list[Job]:
+    """The runs that the study lacks, in the plan's order."""
+    return [RunJob(entry, seed) for entry, seed in study.missing()]
 
 
 # --- progress -------------------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.judging.cost import Gauge
-from gonio.lab.judging.filter_summary import filter_summary
 from gonio.lab.judging.results import RunRecord
-from gonio.lab.judging.robustness import answer_of, attacked, chosen
-from gonio.lab.planning.plan import AttackConfig, Plan, RecipeEntry
+from gonio.lab.plan import AttackConfig, Plan, RecipeEntry
+from gonio.lab.running.cost import Gauge
 from gonio.lab.running.engines.local import die_with_parent
-from gonio.lab.running.training import seed_everything
-from gonio.lab.tasks.task import kept_generators
-from gonio.models.user_code import load_script
+from gonio.lab.running.filter_summary import filter_summary
+from gonio.lab.running.robustness import answer_of, attacked, chosen
+from gonio.lab.running.training import guarded
+from gonio.lab.tasks.task import kept_generators, seed_everything
+from gonio.models.by_name import load_script
 from gonio.optim import Held
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
@@ -262,11 +262,19 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None) -> RunRecord:
+def execute_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None = None) -> dict[str, Any]:
+    """One run of the user's function, in a process of its own.
+
+    Args:
+        folder: for the run's files; None: a temporary one.
+    """
+    with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
+        own = folder or Path(temporary)
+        return guarded(RunRecord(entry.name, seed, "failed"), lambda: _run_script(plan, entry, seed, own))
+
+
+def _run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path) -> RunRecord:
     """Call the user's function and take its score; its exceptions are passed on."""
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="gonio-run-") as temporary:
-            return run_script(plan, entry, seed, Path(temporary))
     folder.mkdir(exist_ok=True)  # without parents: a study that was moved is not made again
     plan_file, outcome, attack = folder / _PLAN, folder / _OUTCOME, folder / _ATTACKED
     for file in (plan_file, outcome, attack):  # of an earlier attempt, whose checkpoint and log stay

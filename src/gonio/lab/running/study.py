@@ -21,7 +21,7 @@ from typing import Any
 from gonio.errors import StudyError, StudyLockedError
 from gonio.escaping import plain
 from gonio.lab.judging.results import CostRow, Results, RunRecord, Tuned, summarise
-from gonio.lab.planning.plan import Plan, RecipeEntry, extended
+from gonio.lab.plan import Plan, RecipeEntry, extended
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
 
 DATABASE, VERSION = "study.db", 3

@@ -1,18 +1,22 @@
-"""Build and train one model of a comparison: the loop that every run of a task goes through."""
+"""Build, train and judge one model of a study: what a worker does.
+
+The result depends on the plan and the seed alone.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,18 +31,22 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.errors import NoMatchError
-from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry, Training
-from gonio.lab.tasks.task import Batch, Examples, Metric, Task
-from gonio.models import resolve as resolve_model
+from gonio.lab.judging.results import RunRecord
+from gonio.lab.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Training, installed_versions
+from gonio.lab.running.filter_summary import filter_summary
+from gonio.lab.running.measures import FinishedRun, spec_of
+from gonio.lab.running.robustness import device_of, from_text, robustness, to_text, transferable
+from gonio.lab.running.tuning import settled
+from gonio.lab.tasks.built_in import resolve as resolve_task
+from gonio.lab.tasks.task import Batch, Examples, Metric, Task, seed_everything
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.parametrizations import tick_on_step
 from gonio.recipes import Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
 from gonio.surgery import lsuv_
 
 _EVALUATION_BATCH = 512
+_LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
 
 
 def prepare_process(device: str = "cpu") -> None:
@@ -53,13 +61,6 @@ def prepare_process(device: str = "cpu") -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators, which user factories, dropout and the like read; gonio does not."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
-
-
 def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
     """The model of one run with its recipe applied, and the recipe's plan as text.
 
@@ -71,8 +72,7 @@ def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Mod
         seed: the run's own, as `plan.seed_of` gives it.
     """
     seed_everything(derive_seed(seed, "model"))
-    factory = resolve_model(plan.model)
-    model = replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**task.sizes)
+    model = plan.fresh_model(entry, task.sizes)
     if "lsuv" in entry.setting:  # before the recipe, whose own initialisation would win
         examples = task.train.inputs[: entry.setting["lsuv"]["examples"]]
         lsuv_(model, task.outputs(nn.Identity(), examples), seed=seed)
@@ -182,8 +182,6 @@ class Step:
         self.optimizer = make_optimizer(model, training)
         if hold is not None:
             hold(self.optimizer)
-        with suppress(NoMatchError):  # a model without spectral norms has none to advance
-            tick_on_step(self.optimizer, model)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
         """Take the step; the loss, and the objective with the penalty. If that is not finite, nothing is changed."""
@@ -215,11 +213,6 @@ class Step:
         if math.isfinite(whole):
             self._scaler.scale(objective).backward()
         return found, whole
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """That of the model's first parameter."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
@@ -334,12 +327,12 @@ def batches(
 
 def evaluate(model: nn.Module, task: Task, split: Examples, *, workers: int = 0) -> float | None:
     """The task's metric on a split, in evaluation mode and full precision; None if an output is not finite."""
-    found = judge(model, task, split, [task.metric], workers=workers)
+    found = metrics_on(model, task, split, [task.metric], workers=workers)
     return None if found is None else found[task.metric.name]
 
 
 @torch.no_grad()
-def judge(
+def metrics_on(
     model: nn.Module, task: Task, split: Examples, metrics: Sequence[Metric], *, workers: int = 0
 ) -> dict[str, float] | None:
     """Several metrics on a split, by name, computed on the CPU; None if an output is not finite."""
@@ -353,3 +346,125 @@ def judge(
     if not bool(torch.isfinite(outputs).all()):
         return None
     return {metric.name: float(metric.function(outputs, targets)) for metric in metrics}
+
+
+# --- one call of a worker -------------------------------------------------------------------------------
+
+
+def execute_run(
+    plan: Plan,
+    entry: RecipeEntry,
+    seed: int,
+    settings: Mapping[str, float] | None = None,
+    transferred: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build, train and judge one run. Meant for a process of its own: it seeds the global generators.
+
+    Args:
+        settings: tuned values of the recipe.
+        transferred: examples that mislead another model, as :func:`to_text` writes them.
+    """
+    record = RunRecord(entry.name, seed, "failed", settings=settings or {})
+
+    def run() -> RunRecord:
+        tuned, changed = settled(plan, entry, settings) if settings else (plan, entry)
+        if plan.measure is not None and spec_of(plan.measure).start:
+            return _measured(tuned, changed, *_untrained(tuned, changed, record))
+        model, task, done, ended = _trained(tuned, changed, record)
+        judged = ended if done.diverged else _judged(ended, done, model, task, plan.workers)
+        if plan.threat is not None and judged.status == "finished":
+            moved = from_text(transferred) if transferred else None
+            judged = replace(judged, robustness=robustness(model, task, plan.threat, moved))
+        return judged if plan.measure is None else _measured(tuned, changed, model, task, judged)
+
+    return guarded(record, run)
+
+
+def execute_trial(plan: Plan, entry: RecipeEntry, seed: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Build and train with other values; the score is the best of the validation split, the test split is not used."""
+    record = RunRecord(entry.name, seed, "failed", settings=values)
+
+    def trial() -> RunRecord:
+        _, _, done, ended = _trained(*settled(plan, entry, values), record)
+        scores = done.curve["val_score"]
+        if ended.error or not scores:
+            return replace(ended, plan="", error=ended.error or "no epoch has a validation score")
+        best = (max if plan.direction == "max" else min)(scores)
+        return replace(ended, status="finished", score=best, best_epoch=done.best_epoch, plan="")
+
+    return guarded(record, trial)
+
+
+def execute_transfer(plan: Plan, config: AttackConfig) -> dict[str, Any]:
+    """Examples that mislead another baseline, as the record's `robustness`."""
+    record = RunRecord(BASELINE, config.seed, "failed")
+
+    def attack() -> RunRecord:
+        model, task, _, ended = _trained(plan, plan.baseline, record)
+        if ended.error:
+            return ended
+        return replace(record, status="finished", robustness=to_text(transferable(model, task, config)))
+
+    return guarded(record, attack)
+
+
+def guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, Any]:
+    """The function's record, or the failed record with its exception; with the versions of this machine."""
+    started = time.process_time()
+    try:
+        record = function()
+    except (Exception, SystemExit) as error:  # an exception of a user's model or a recipe concerns this run only
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        record = replace(record, error=f"{text} ({Path(where.filename).name}:{where.lineno})")
+    record = replace(record, seconds=time.process_time() - started)
+    return {"record": record.to_dict(), "versions": dict(installed_versions())}
+
+
+def _trained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, Fit, RunRecord]:
+    """The model after its last epoch, and the record so far: status `diverged`, with an error only if it did."""
+    prepare_process(plan.device)
+    task = resolve_task(plan.task)
+    own_seed = plan.seed_of(entry, record.seed)
+    model, applied, text = build(plan, task, entry, own_seed)
+    seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
+    training, penalty, hold = plan.training_of(entry), applied.penalty, applied.hold_
+    done = fit(model, task, training=training, seed=own_seed, penalty=penalty, hold=hold, workers=plan.workers)
+    curve = {key: [value if math.isfinite(value) else None for value in values] for key, values in done.curve.items()}
+    return model, task, done, replace(record, status="diverged", curve=curve, plan=text, error=done.diverged)
+
+
+def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task, workers: int) -> RunRecord:
+    """The record with the test score of the epoch that the validation split chose."""
+    if done.state is None:
+        return replace(record, error="no epoch has a validation score")
+    model.load_state_dict(done.state)
+    found = metrics_on(model, task, task.test, [task.metric, *task.metrics], workers=workers) or {}
+    score = found.pop(task.metric.name, math.nan)
+    if not math.isfinite(score):
+        return replace(record, error="outputs on the test split are not finite")
+    shown = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    geometry = filter_summary(model)
+    return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=geometry, metrics=shown)
+
+
+def _untrained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
+    """The model as it starts, and a record without a score."""
+    prepare_process(plan.device)
+    task = resolve_task(plan.task)
+    model, _, text = build(plan, task, entry, plan.seed_of(entry, record.seed))
+    model.eval()
+    return model, task, replace(record, status="finished", plan=text, geometry=filter_summary(model))
+
+
+def _measured(plan: Plan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
+    """The record with the number of the plan's measure as its score."""
+    if plan.measure is None or record.status != "finished":
+        return record
+    measure = replace(plan.measure, options={**plan.measure.options, **entry.setting.get("measure", {})})
+    seed = plan.seed_of(entry, record.seed)
+    run = FinishedRun(model, task, plan.training_of(entry), seed, record.curve, record.robustness)
+    score = spec_of(measure).function(run, **measure.options)
+    if not math.isfinite(score):
+        return replace(record, status="diverged", score=None, error=f"its {measure.name} is {score}")
+    return replace(record, score=float(score))

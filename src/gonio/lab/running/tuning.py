@@ -10,7 +10,7 @@ from typing import Any
 
 from gonio.errors import import_extra
 from gonio.lab.judging.results import RunRecord, scores_of
-from gonio.lab.planning.plan import Plan, RecipeEntry
+from gonio.lab.plan import Plan, RecipeEntry
 from gonio.seeding import derive_seed
 
 LEARNING_RATE = "lr"

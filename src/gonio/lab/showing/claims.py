@@ -17,10 +17,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gonio.escaping import plain, redact, shorten
-from gonio.lab.claims import SEEDS, Finding, Findings, as_data
+from gonio.lab.claims import SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
-from gonio.lab.judging.filter_summary import ANGLE_EDGES
 from gonio.lab.judging.statistics import counted, points
+from gonio.lab.running.filter_summary import ANGLE_EDGES
 from gonio.lab.showing import figures
 from gonio.lab.showing.page import environment, write_text
 from gonio.lab.showing.tables import TONES, Table, rich_table
@@ -34,11 +34,12 @@ _MARKS = {
     "contradicted": ("✗", "bad"),
     "no useful effect": ("=", "even"),
     "undecided": ("?", "even"),
+    "not a fair test": ("!", "even"),
     "not tried": ("–", "even"),
 }
 
 
-def claims_html(found: Findings) -> str:
+def claims_html(found: ClaimResults) -> str:
     """The claims as one self-contained page, which loads nothing.
 
     The headline counts the verdicts. Each claim has its sentence, verdict, effect with interval, picture, cost, what
@@ -58,51 +59,51 @@ def claims_html(found: Findings) -> str:
             "cost": cost_text(one),
             "claimed": claimed_text(one.claim),
         }
-        for at, one in enumerate(found.findings)
+        for at, one in enumerate(found.results)
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
-def write_claims_html(found: Findings, path: str | os.PathLike[str]) -> Path:
+def write_claims_html(found: ClaimResults, path: str | os.PathLike[str]) -> Path:
     """Write the page of :func:`claims_html` to a file, atomically."""
     return write_text(claims_html(found), path)
 
 
-def claims_json(found: Findings) -> str:
+def claims_json(found: ClaimResults) -> str:
     """Every claim with its verdict, statistics and the score of each run, as JSON."""
     return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def claims_table(found: Findings) -> Table:
+def claims_table(found: ClaimResults) -> Table:
     """One row per claim: name, verdict, effect, p, runs, seconds."""
     rows = tuple(
-        (one.claim.name, one.verdict, effect_text(one) or "–", _p(one), str(one.judgement.n), f"{one.seconds:.0f} s")
-        for one in found.findings
+        (one.claim.name, one.verdict, effect_text(one) or "–", _p(one), str(one.evidence.n), f"{one.seconds:.0f} s")
+        for one in found.results
     )
     return Table("Claims", ("claim", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2))
 
 
-def claims_text(found: Findings) -> RenderableType:
+def claims_text(found: ClaimResults) -> RenderableType:
     """The headline, and a line per claim with the reason of its verdict."""
     return Group(*_lines(found))
 
 
-def _lines(found: Findings) -> Iterator[RenderableType]:
+def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text(found.headline, style="bold")
     yield Text("")
     table = claims_table(found)
-    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.verdict][1]]) for f in found.findings]
+    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.verdict][1]]) for f in found.results]
     yield rich_table(table, head=table.head, verdicts=tones)
     yield Text("")
-    for one in found.findings:
+    for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
-        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.judgement.reason)}")
+        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
 
 
-def effect_text(found: Finding) -> str:
+def effect_text(found: ClaimResult) -> str:
     """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one."""
-    seen = found.judgement
+    seen = found.evidence
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
     weights = found.setting.decisive.values() if found.setting else ()
@@ -135,7 +136,7 @@ def claimed_text(claim: Claim) -> str:
     return f"Confirmed by a {'positive' if claim.direction == 'larger' else 'negative'} effect of at least {least}."
 
 
-def arm_rows(found: Finding) -> list[tuple[str, str, str]]:
+def arm_rows(found: ClaimResult) -> list[tuple[str, str, str]]:
     """Name, mean and range of each arm's scores."""
     rows = []
     for arm, values in found.scores.items():
@@ -145,7 +146,7 @@ def arm_rows(found: Finding) -> list[tuple[str, str, str]]:
     return rows
 
 
-def cost_text(found: Finding) -> str:
+def cost_text(found: ClaimResult) -> str:
     """How much was run, and what is missing."""
     if not found.plan:
         return ""
@@ -155,8 +156,8 @@ def cost_text(found: Finding) -> str:
     return ", ".join([f"{counted(runs, 'run')}, {found.seconds:.0f} s of CPU time", *lost])
 
 
-def _p(found: Finding) -> str:
-    p = found.judgement.p_holm
+def _p(found: ClaimResult) -> str:
+    p = found.evidence.p_holm
     return "–" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
@@ -189,7 +190,7 @@ _COLORS = ("base", "c1", "c2", "c3", "c4", "c5", "c6", "c7")
 _LOG = 8.0  # ratio of the largest to the smallest level from which their axis is logarithmic
 
 
-def claim_picture(found: Finding, *, name: str) -> Any:
+def claim_picture(found: ClaimResult, *, name: str) -> Any:
     """The picture of a claim as an SVG element; empty if it was not tried.
 
     Args:
@@ -206,19 +207,19 @@ def claim_picture(found: Finding, *, name: str) -> Any:
         return figures.inline(made, name=name, label=_label(found), css="fill")
 
 
-def _legends(found: Finding) -> int:
+def _legends(found: ClaimResult) -> int:
     """Number of entries of the picture's legend."""
     if found.claim.picture == "angles":
         return len(found.histograms)
     return len({arm.series or arm.name for arm in found.setting.arms if arm.level is not None}) if found.setting else 0
 
 
-def _label(found: Finding) -> str:
+def _label(found: ClaimResult) -> str:
     means = ", ".join(f"{arm} {found.mean(arm):.3g}" for arm in found.scores or {} if found.mean(arm) is not None)
     return plain(f"{found.claim.measure} of each arm, mean over seeds in {found.unit or 'its own unit'}: {means}")
 
 
-def _pairs(axes: Axes, found: Finding) -> None:
+def _pairs(axes: Axes, found: ClaimResult) -> None:
     """A column of dots per arm; the dots of one seed are joined."""
     arms = {arm: values for arm, values in found.scores.items() if values}
     lines = 1 if len(arms) < _MANY else 2
@@ -243,7 +244,7 @@ def _pairs(axes: Axes, found: Finding) -> None:
     _unit(axes, found)
 
 
-def _levels(axes: Axes, found: Finding) -> None:
+def _levels(axes: Axes, found: ClaimResult) -> None:
     """A curve per series over the levels: the mean, and the range of the seeds."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -273,7 +274,7 @@ def _levels(axes: Axes, found: Finding) -> None:
     _unit(axes, found)
 
 
-def _angles(axes: Axes, found: Finding) -> None:
+def _angles(axes: Axes, found: ClaimResult) -> None:
     """The angles between filters of each arm, pooled over layers and seeds, with the first arm filled."""
     histograms: Mapping[str, Sequence[int]] = found.histograms
     held = np.zeros(len(ANGLE_EDGES) - 1, dtype=bool)
@@ -298,7 +299,7 @@ def _legend(axes: Axes) -> None:
                 borderaxespad=0, handlelength=1.4, columnspacing=1.2, labelcolor=figures.COLORS["ink"])  # fmt: skip
 
 
-def _unit(axes: Axes, found: Finding) -> None:
+def _unit(axes: Axes, found: ClaimResult) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.yaxis.set_major_locator(MaxNLocator(5))

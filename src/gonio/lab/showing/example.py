@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
-from gonio.lab.planning.plan import BASELINE, Plan, RecipeEntry, Training
+from gonio.lab.plan import BASELINE, Plan, RecipeEntry, Training
 
 RECIPES = {"orthogonal-init": 0.1, "decoupled-tanh": 0.9}
 SEEDS = tuple(range(8))

@@ -15,7 +15,7 @@ from rich.text import Text
 from gonio.escaping import csv_table, markdown_cell, markdown_table, redact, tex_cell
 from gonio.lab.judging.multi_task import PROFILE, Across, across
 from gonio.lab.judging.results import Ratio, Results, Robust
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing.tables import ATTACKS, Scale, Table, headline, partial, rich_table, tables
 
 SCHEMA = "gonio.results/1"

@@ -25,7 +25,7 @@ from gonio.errors import import_extra
 from gonio.escaping import plain, redact, shorten
 from gonio.geometry import random_angle_density
 from gonio.lab.judging.results import Effect, Results, RunRecord
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing.tables import Scale
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import yaml
 from gonio import pages
 from gonio.escaping import plain
 from gonio.lab.judging.results import Results
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 from gonio.lab.showing import tables
 from gonio.lab.showing.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
 from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning

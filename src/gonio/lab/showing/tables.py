@@ -12,18 +12,17 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import plain
-from gonio.lab.judging.results import UNTRAINED, Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.lab.judging.results import Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
 from gonio.lab.judging.statistics import counted
-from gonio.lab.planning.plan import BASELINE
+from gonio.lab.plan import BASELINE
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {
     "helps": ("▲", "good"),
     "hurts": ("▼", "bad"),
     "no useful effect": ("=", "even"),
-    "no evidence": ("?", "even"),
-    "underpowered": ("…", "even"),
-    UNTRAINED: ("!", "bad"),
+    "undecided": ("?", "even"),
+    "not a fair test": ("!", "bad"),
 }
 
 
@@ -167,8 +166,8 @@ def headline(results: Results) -> str:
     effects, scale = results.effects, Scale.of(results)
     if not effects:
         return "There are no results yet."
-    if any(effect.verdict == UNTRAINED for effect in effects):
-        return next(effect.reason for effect in effects if effect.verdict == UNTRAINED)
+    if any(effect.verdict == "not a fair test" for effect in effects):
+        return next(effect.reason for effect in effects if effect.verdict == "not a fair test")
     if len(effects) == 1:
         return _single(effects[0], scale)
     helps, hurts = ([e for e in effects if e.verdict == verdict] for verdict in ("helps", "hurts"))
@@ -192,7 +191,7 @@ def others(results: Results) -> str:
     return first if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
 
 
-_SHORT = {"hurts": "hurting", "helps": "helping", "underpowered": "with too few seeds to tell"}
+_SHORT = {"hurts": "hurting", "helps": "helping", "undecided": "undecided"}
 
 
 def _tally(effects: Sequence[Effect]) -> str:
@@ -208,10 +207,8 @@ def _single(effect: Effect, scale: Scale) -> str:
             return f"{name} {effect.verdict}: {estimate}."
         case "no useful effect":
             return f"{name} has no useful effect: {estimate}."
-        case "underpowered":
-            return f"Too few seeds to say whether {name} helps."
         case _:
-            return f"No evidence that {name} helps or hurts: {estimate}."
+            return f"Undecided whether {name} helps or hurts: {estimate}."
 
 
 def _estimate(effect: Effect, scale: Scale) -> str:

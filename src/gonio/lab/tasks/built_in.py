@@ -1,11 +1,11 @@
-"""The built-in tasks, whose data are on every machine: digits, clouds of points, and the text of Python itself."""
+"""Tasks by name, and the built-in ones, whose data are on every machine: digits, clouds of points, Python's source."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,11 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from gonio.errors import InvalidArgumentError, import_extra
-from gonio.lab.planning.plan import AttackConfig, Training
+from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
+from gonio.lab.plan import AttackConfig, Training
+from gonio.lab.tasks.images import fashion_mnist, image_folder, torchvision_dataset
 from gonio.lab.tasks.task import Metric, Split, Task, stratified
+from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 
 _TUNED = (
@@ -25,9 +27,58 @@ _TUNED = (
 )
 
 
+_SOURCES: dict[str, Callable[[str], Task]] = {
+    "fashion-mnist:FOLDER": fashion_mnist,
+    "torchvision:NAME:FOLDER": torchvision_dataset,
+    "imagefolder:FOLDER": image_folder,
+}
+BUILT_IN: dict[str, Callable[[], Task]] = {}
+"""The factory of each built-in task, by name."""
+
+
+def built_in(factory: Callable[[], Task]) -> Callable[[], Task]:
+    """Register a factory under its own name."""
+    BUILT_IN[factory.__name__.rstrip("_")] = factory
+    return factory
+
+
+def resolve(spec: str) -> Task:
+    """The task with a name.
+
+    Args:
+        spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
+            FOLDER or in `data`; `imagefolder:FOLDER`; `fashion-mnist:FOLDER`; or `file.py:factory`, where the
+            factory takes no arguments and returns a :class:`~gonio.lab.Task`.
+
+    Raises:
+        UnknownNameError: no such task; gives the closest names.
+        InvalidArgumentError: the file, function or data are missing, or the factory returns no task.
+        MissingExtraError: a package that the task needs is not installed.
+
+    Example:
+        >>> len(gonio.lab.tasks.resolve("digits").train)
+        200
+    """
+    if is_user_code(spec):
+        task = load_function(spec)()
+        if not isinstance(task, Task):
+            raise InvalidArgumentError(
+                f"{spec!r} must build a task", f"a {type(task).__name__}", "Return a gonio.lab.Task."
+            )
+        return task
+    source, _, rest = spec.partition(":")
+    for form, make in _SOURCES.items():
+        if rest and form.startswith(f"{source}:"):
+            return make(rest)
+    if spec not in BUILT_IN:
+        raise UnknownNameError("task", spec, [*BUILT_IN, *_SOURCES, "file.py:factory"])
+    return BUILT_IN[spec]()
+
+
 # --- digits ---------------------------------------------------------------------------------------------
 
 
+@built_in
 def digits() -> Task:
     """Ten classes of 8 × 8 images (1,797 by 43 writers); 200 to train on, 400 to validate, 1,197 to test.
 
@@ -165,6 +216,7 @@ SOLIDS = {
 }
 
 
+@built_in
 def points() -> Task:
     """Ten solids as clouds of 96 points: 400 to train on, 400 to validate, 1,200 to test.
 
@@ -263,6 +315,7 @@ def next_byte_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+@built_in
 def bytes_() -> Task:
     """Windows of 128 bytes of Python source: 131 kB to train on, 33 kB to validate, 66 kB to test.
 

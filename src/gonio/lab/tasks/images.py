@@ -25,7 +25,7 @@ from gonio.errors import (
     UnreadableFileError,
     import_extra,
 )
-from gonio.lab.planning.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, Training
 from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, stratified
 from gonio.models.by_name import unusable
 from gonio.seeding import generator

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.planning.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, Training
 from gonio.seeding import derive_seed, generator
 
 Batch = tuple[Tensor, Tensor]
@@ -314,6 +314,13 @@ def stratified(labels: Tensor, name: str, cuts: Callable[[int], Sequence[int]]) 
         members = members[torch.randperm(len(members), generator=generator(0, name, int(label)))]
         classes.append(members.tensor_split(tuple(cuts(len(members)))))
     return [torch.cat(parts) for parts in zip(*classes, strict=True)]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators, which user factories, dropout and the like read; gonio does not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (for user code that reads it)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import hypot, prod
+from dataclasses import dataclass, replace
+from math import hypot, nan, prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import Tuned, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
@@ -165,8 +166,8 @@ class Differences(Table[TensorDifference]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        depth = [asdict(part) for part in self.depth]
-        return {"schema": "gonio.difference/1", "coverage": self.coverage, **asdict(self), "depth": depth}
+        head = {"schema": "gonio.difference/1", "coverage": self.coverage}
+        return {**head, **json_data(self), "depth": json_data(self.depth)}
 
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
@@ -286,7 +287,7 @@ def compared(
     return models, reduced
 
 
-def _reduced(reduce: Reduce[Reduced], base: str, after: Sequence[str], numbers: Sequence[int]) -> list[Reduced]:
+def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:
     """The results for some names, on a worker."""
     held, models, names = _opened(base, after)
     return [reduce(*_compared(name, held.get(name), models)) for name in (names[number] for number in numbers)]
@@ -306,7 +307,7 @@ def _compared(name: str, held: Entry | None, models: Sequence[Tuned]) -> tuple[R
     before: Tensor | str | None = None
     for model in models:
         entry, change = model.entries.get(name), None
-        if entry is None and held is not None and model.adapters:
+        if entry is None and held is not None and model.rest_equal:
             row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
             row = _row(name, "not compared", f"only {'after' if held is None else 'before'}")
@@ -328,7 +329,8 @@ def _row_of(name: str, held: Entry, entry: Entry, before: Tensor | str) -> tuple
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")
     if isinstance(after, str):
-        return _row(name, "not compared", after), None
+        unknown = {"change_norm": nan} if entry.role == "unknown" else {}
+        return _row(name, "not compared", after, **unknown), None
     if before.shape != after.shape:
         return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
     dtype = torch.promote_types(before.dtype, after.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod, sqrt
 from operator import add
@@ -20,6 +20,7 @@ from gonio.geometry.blocks import Change
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress
+from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, told, worst_first
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
@@ -141,8 +142,8 @@ class Changes(Table[Agreement]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        made = {"schema": "gonio.changes/1", "coverage": self.coverage, "names": self.names, **asdict(self)}
-        return {**made, "models": [model.to_dict() for model in self.models]}
+        head = {"schema": "gonio.changes/1", "coverage": self.coverage, "names": list(self.names)}
+        return {**head, **json_data(self), "models": [model.to_dict() for model in self.models]}
 
     def to_markdown(self) -> str:
         """The cosines of the models, the tensors' agreement, and the coverage."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 
 from torch import Tensor
 
@@ -15,17 +13,12 @@ from gonio.errors import GonioError, InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.reading.entry import Entry, numbers_of
-from gonio.measuring.reading.source import Source, contents_of, name_of, some
+from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
+from gonio.measuring.reading.state_dicts import shorten_list
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
 NONFINITE = "NaN or infinite values"
-_PARTS = re.compile(r".+\.(lora_[^.]+(\..+)?|oft_[^.]+(\..+)?|modules_to_save\..+)")
-_WEIGHTS = (  # of an adapted model, with the name of the layer's weight; the last that exists counts
-    (re.compile(r"(.+)\.(base_layer|original_module)\.(.+)"), r"\1.\3"),
-    (re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)"), r"\1.\2"),
-    (re.compile(r"(.+)\.base_and_lora\.[^.]+"), r"\1.weight"),
-)
 
 
 @dataclass(frozen=True)
@@ -34,61 +27,88 @@ class Tuned:
 
     Attributes:
         entries: by the names of the base where there is one.
-        adapters: whether it holds only adapters: tensors of the base without one are unchanged.
+        adapters: whether it holds adapters. `rest_equal`: whether tensors of the base without one are unchanged.
         notes: how names were matched.
     """
 
     name: str
     entries: Mapping[str, Entry]
     adapters: bool = False
+    rest_equal: bool = False
     notes: tuple[str, ...] = ()
 
 
 def base_entries(source: Source) -> dict[str, Entry]:
-    """The tensors of a base by name."""
-    return {entry.name: entry for entry in contents_of(source).entries}
+    """The tensors of a base by name, as the plain model has them."""
+    return _plain(contents_of(source).entries)
 
 
 def tuned(base: Mapping[str, Entry], source: Source) -> Tuned:
     """The tensors of a source under the names of the base.
 
     Names that differ by a prefix (`model.`, `base_model.model.`) are matched. Where the source holds adapters, an
-    adapted weight is the sum of the base's and the adapter's, or the rotated weight of the base.
+    adapted tensor is what they make of the base's. A tensor of the base beside parts of an adapter that is not read is
+    not compared.
 
     Raises:
         InvalidArgumentError: as :func:`gonio.measure`, and if no name is that of a tensor of the base.
     """
     found = contents_of(source)
-    adapters = {adapter.path: adapter for adapter in found.adapters}
-    entries = _whole({entry.name: entry for entry in found.entries})
-    wanted = [*(name for name in entries if name not in base), *(f"{path}.weight" for path in adapters)]
+    entries = _plain(found.entries)
+    wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in found.adapters)]
     names = renamed([*(set(entries) & set(base)), *wanted] if wanted else [*entries], base)
     made = {names.get(name, name): entry for name, entry in entries.items()}
-    for path, adapter in adapters.items():
-        name = names.get(f"{path}.weight", f"{path}.weight")
-        held = base.get(name)
-        if held is None:
-            made[name] = Entry(name, "", None, None, f"the base has no weight {path}")
-        else:
-            made[name] = replace(held, load=partial(adapter.total, held), shape=None, notes=())
+    alone = False  # whether an adapter has no tensor in the base
+    for adapter in found.adapters:
+        name = names.get(adapter.weight, adapter.weight)
+        held = made[name] if name in made and made[name].load is not None else base.get(name)
+        alone |= held is None
+        missing = Entry(name, "", None, None, f"the base has no weight {adapter.path}")
+        made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
+    for name, path in _unread(made, base, found, names):
+        for owned in (key for key in base if key.rpartition(".")[0] == path):
+            made[owned] = base[owned].unknown(f"changed by {name}, which is not read")
     if not made.keys() & base.keys():
+        said = "".join(f" ({note})" for note in found.notes[-1:])
         raise InvalidArgumentError(
             "difference() matches tensors by name",
-            f"no name in common: {some(base)} before, {some(made)} after",
+            f"no name in common: {shorten_list(base)} before, {shorten_list(made)} after{said}",
             "Rename the keys of one of them.",
         )
     moved = sum(old != new for old, new in names.items())
     notes = (f"{moved} names matched across prefixes",) if moved else ()
-    return Tuned(name_of(source), made, adapters=bool(adapters), notes=(*found.notes, *notes))
+    holds = bool(found.adapters)
+    return Tuned(name_of(source), made, holds, rest_equal=holds and not alone, notes=(*found.notes, *notes))
 
 
-def _whole(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries without the parts of adapters: sums, trained copies and bases have the name of the layer's weight."""
-    parts = [_PARTS, *(pattern for pattern, _ in _WEIGHTS)]
-    made = {name: entry for name, entry in entries.items() if not any(part.fullmatch(name) for part in parts)}
-    for pattern, weight in _WEIGHTS:
-        made |= {m.expand(weight): entry for name, entry in entries.items() if (m := pattern.fullmatch(name))}
+def _plain(entries: Iterable[Entry]) -> dict[str, Entry]:
+    """The tensors of the plain model by their names in it; a trained copy of a layer before the original."""
+    made: dict[str, Entry] = {}
+    for entry in entries:
+        name = entry.weight_name or entry.name
+        if entry.role not in ("part", "adapter") and not (name in made and ".original_module." in entry.name):
+            made[name] = entry
     return made
+
+
+def _unread(
+    made: Mapping[str, Entry], base: Mapping[str, Entry], found: Contents, names: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Tensors of adapters that are not read, each with the path of the layer of the base that it belongs to."""
+    wrapped = {entry.weight_name for entry in found.entries if ".base_layer." in f".{entry.name}"}
+    if not (found.adapters or wrapped):
+        return []
+    prefixes = {old.removesuffix(new) for old, new in names.items() if old.endswith(new)} | {"", "base_model.model."}
+    pairs = []
+    for name in made:
+        parts = name.split(".") if name not in base else []
+        for prefix, i in product(sorted(prefixes, key=len, reverse=True), range(len(parts) - 1, 0, -1)):
+            owner = f"{'.'.join(parts[:i])}.weight"
+            plain = owner.removeprefix(prefix)
+            if plain in base and (found.adapters or owner in wrapped):
+                pairs.append((name, plain.removesuffix("weight").removesuffix(".")))
+                break
+    return pairs
 
 
 def renamed(names: Collection[str], base: Collection[str]) -> dict[str, str]:
@@ -136,7 +156,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 def values_of(entry: Entry, when: str) -> Tensor | str:
     """The values, all finite, in their own dtype of two bytes or more, or the reason why there are none."""
-    if entry.load is None:
+    if entry.load is None or entry.role == "unknown":
         return entry.reason
     try:
         found = numbers_of(entry.load())

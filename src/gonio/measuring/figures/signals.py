@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
@@ -21,7 +22,6 @@ from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.equivalent import call, evaluating
-from gonio.surgery.wrapping import run_eagerly, unwrapped
 
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
 

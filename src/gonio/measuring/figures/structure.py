@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.signals import Signal
@@ -21,9 +21,8 @@ from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
 from gonio.surgery.equivalent import evaluating
+from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, ScaleVariable, trace
-from gonio.surgery.kinds import SWITCHABLE_NORMS, WEIGHTED, is_norm
-from gonio.surgery.wrapping import unwrapped
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
@@ -87,7 +86,8 @@ class Structure:
 def structure_of(model: nn.Module) -> Structure:
     """Trace the model once and read its structure; never raises because of the model."""
     model = unwrapped(model)
-    mixtures = {site.path: site.module.mixture() for site in sites(model) if isinstance(site.module, SWITCHABLE_NORMS)}
+    mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
+    mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
         found = _refusal(model) or _traced(model)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
@@ -113,7 +113,11 @@ def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
     """The calls of layers and norms whose weight is 0, so that their output is the same for every input."""
     for path, module, node in graph.calls():
         weight = module._parameters.get("weight")
-        if weight is not None and (isinstance(module, WEIGHTED) or is_norm(module)) and _is_zero(weight):
+        if (
+            weight is not None
+            and (isinstance(module, WEIGHTED) or graph.facts(node).removes_scale)
+            and _is_zero(weight)
+        ):
             yield path, node
 
 
@@ -199,7 +203,8 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     return batch, (samples % batch or batch) if samples else None
 
 
-_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, *SWITCHABLE_NORMS)
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, TORCH_NORMS) or bool(facts_of(module).removes_scale)
 
 
 @dataclass(frozen=True)
@@ -270,7 +275,7 @@ class Setting:
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
         ran = {signal.path: signal for signal in signals}
         norms = []
-        for path, module in ((s.path, s.module) for s in everything if isinstance(s.module, _NORMS)):
+        for path, module in ((s.path, s.module) for s in everything if _is_norm(s.module)):
             signal = ran.get(path)
             calls = max(structure.calls.get(path, 1), signal.calls if signal is not None else 1)
             positions = prod(signal.shape[2:]) if signal is not None else None

@@ -18,7 +18,9 @@ from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
-from gonio.measuring.reading.entry import PART, Entry, numbers_of
+from gonio.geometry.views import PLAIN
+from gonio.measuring.reading.entry import Entry, numbers_of
+from gonio.measuring.reading.layouts import why_no_filters
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -151,7 +153,7 @@ def measure_tensor(entry: Entry, *, also: Also = (), deep: bool = False) -> Tens
 
     With `deep`, all pairs and all singular values of large weights too.
     """
-    if entry.load is None:
+    if entry.load is None or entry.role == "unknown":
         return _row(entry, status="skipped", reason=entry.reason)
     try:
         return _measured(entry, entry.load(), also, deep=deep)
@@ -169,7 +171,7 @@ def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasur
     known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
     known["entries"] = raw.numel()
     if tensor is None:
-        part = entry.kind == PART
+        part = entry.role == "part"
         status = "skipped" if numbers.skipped and not part else "no filters"
         if raw.is_meta and entry.layout is not None and raw.ndim >= 2:
             known |= zip(("groups", "filters", "dim"), matrix_view(raw, entry.layout).shape, strict=True)
@@ -181,6 +183,9 @@ def _measured(entry: Entry, raw: Any, also: Also, *, deep: bool) -> TensorMeasur
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
+    lone = entry.inferred and entry.layout == PLAIN and tensor.shape[1] == 1
+    if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
+        return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, also, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))

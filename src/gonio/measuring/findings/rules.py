@@ -430,6 +430,14 @@ def _forgotten(setting: Setting) -> str | None:
 
 
 def _trained_without_statistics(norm: nn.Module) -> bool:
-    found = (norm._buffers.get("running_mean"), norm._buffers.get("running_var"), norm._parameters.get("weight"))
-    mean, var, gain = (t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in found)
-    return not bool(mean.any()) and not bool((var != 1).any()) and bool((gain != gain.flatten()[0]).any())
+    """Whether the statistics are those of the start, and both gains and shifts have been trained.
+
+    Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.
+    """
+    names = ("running_mean", "running_var", "weight", "bias")
+    state = dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))
+    mean, var, gain, shift = (
+        t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in map(state.get, names)
+    )
+    unequal = all(bool((t != t.flatten()[0]).any()) for t in (gain, shift))
+    return unequal and not bool(mean.any()) and not bool((var != 1).any())

@@ -2,72 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.reading.adapters import with_norms
-from gonio.measuring.reading.entry import PADDING, Entry, header_of, infer
+from gonio.measuring.private_torch import ELEMENTWISE_NORMS, recurrent_weights, weights_of_hooks
+from gonio.measuring.reading.entry import PADDING, Entry, header_of
+from gonio.measuring.reading.layouts import infer, is_batched_kernel
+from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 
+Read = Callable[[], Tensor]
+
 
 def entries_of_model(model: nn.Module) -> list[Entry]:
-    """One entry per parameter and buffer, tied ones once, and one per weight that a layer computes."""
+    """One entry per parameter and buffer, tied ones once, and one per weight that a layer or an adapter computes."""
     seen: dict[int, str] = {}
     made: list[Entry] = []
-    for site in sites(model):
-        for name, tensor in _own(site.module):
+    everything = sites(model)
+    adapted = AdaptedLayers(everything)
+    for site in everything:
+        computed = _computed(site.module)
+        for name, tensor in (*_own(site.module), *((name, None) for name in computed)):
             path = f"{site.path}.{name}" if site.path else name
             first = path if tensor is None else seen.setdefault(id(tensor), path)
             if first == path:
-                made.append(_entry_of(site, name, path, tensor))
+                made.append(_entry_of(site, name, path, tensor, computed.get(name)))
             else:
                 reason = f"tied to {first}, where it is measured"
                 made.append(Entry(path, type(site.module).__name__, None, None, reason))
-        made.extend(_adapted(site.path, site.module))
-    return made
+    if not adapted.layers and not adapted.saved:
+        return made
+    return [*_placed(made, adapted), *_of_adapters(adapted)]
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, tensor) of a module's own tensors; the tensor is None for one that is computed."""
-    yield from ((name, value) for name, value in module._parameters.items() if value is not None)
-    yield from ((name, value) for name, value in module._buffers.items() if value is not None)
+def _placed(entries: list[Entry], adapted: AdaptedLayers) -> Iterator[Entry]:
+    """The entries with their names in the model without adapters."""
+    for entry in entries:
+        part, plain = adapted.role_of(entry.name)
+        yield replace(entry, role="adapter" if part else entry.role, weight_name="" if plain == entry.name else plain)
+
+
+def _of_adapters(adapted: AdaptedLayers) -> Iterator[Entry]:
+    for path, layer in adapted.layers.items():
+        base = layer.get_base_layer()
+        layout, reason = _layout(base, "weight", None)
+        inner = path
+        while inner in adapted.layers:  # adapters of several parameters lie inside of each other
+            inner += ".base_layer"
+        plain = adapted.role_of(f"{inner}.weight")[1].removesuffix("weight").removesuffix(".")
+        yield from adapted_entries(path, layer, plain, layout, reason)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own tensors, by torch's methods whatever a class makes of them."""
+    yield from nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
+    yield from nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
+
+
+def _computed(module: nn.Module) -> dict[str, Read]:
+    """The weights that a module computes, each with a function that reads it."""
     lists = _parametrizations(module)
-    if lists is not None:
-        yield from ((name, None) for name in lists)
-    weight = module.__dict__.get("weight")  # where the old weight_norm and spectral_norm store it
-    if isinstance(weight, Tensor) or (
-        "weight" not in module._parameters and callable(getattr(type(module), "weight", None))
-    ):
-        yield "weight", None
+    made: dict[str, Read] = {name: partial(_read, module, name) for name in lists or ()} | weights_of_hooks(module)
+    weight = module.__dict__.get("weight")
+    called = "weight" not in dict(_own(module)) and callable(getattr(type(module), "weight", None))
+    if isinstance(weight, Tensor) or called:
+        made.setdefault("weight", partial(_read, module, "weight"))
+    for name in recurrent_weights(module):
+        made.setdefault(name, partial(lambda of, key: recurrent_weights(of)[key], module, name))
+    return made
 
 
 def _parametrizations(module: nn.Module) -> nn.ModuleDict | None:
     """Torch's container of a module's parametrizations; None for a child of another kind that has its name."""
-    lists = dict(module._modules.items()).get("parametrizations")  # a scripted module's mapping has no get
+    lists = dict(nn.Module.named_children(module)).get("parametrizations")
     if not isinstance(lists, nn.ModuleDict):
         return None
     return lists if all(isinstance(part, nn.utils.parametrize.ParametrizationList) for part in lists.values()) else None
 
 
-def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
+def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> Entry:
     """The entry of a tensor; for one that cannot be inspected, an entry with the reason."""
     try:
-        return _entry(site, name, path, tensor)
+        return _entry(site, name, path, tensor, read)
     except Exception as error:  # a tensor's subclass, or a property of the module, runs code of its own
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return Entry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
 
 
-def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
+def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> Entry:
     module = site.module
     kind = type(module).__name__
     notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
@@ -75,17 +106,25 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None) -> Entry:
         notes = (*notes, PADDING)
     if tensor is not None and is_lazy(tensor):
         return Entry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
+    load = read or partial(_read, module, name)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
-        return Entry(path, kind, None, partial(_read, module, name), "a part of a parametrization", notes)
+        return Entry(path, kind, None, load, "a part of a parametrization", notes)
     parametrization = parametrization_of(module, name)
     if parametrization is not None:
-        remarks = parametrization.remarks(partial(_read, module, name))
+        remarks = parametrization.remarks(load)
         notes = (*notes, f"the weight that {type(parametrization).__name__} computes", *remarks)
     elif tensor is None:
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     shape, dtype = (None, "") if tensor is None else header_of(tensor)
-    return Entry(path, kind, layout, partial(_read, module, name), reason, notes, shape, dtype)
+    made = Entry(path, kind, layout, load, reason, notes, shape, dtype)
+    try:
+        layout_of(module, name)
+    except NotApplicableError:
+        made = replace(made, inferred=tensor is not None)
+        if layout is not None and shape is not None and is_batched_kernel(shape):
+            return replace(made, load=lambda: load()[0], shape=shape[1:], notes=(*notes, "of the shape (1, …)"))
+    return made
 
 
 def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:
@@ -93,7 +132,14 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
     with suppress(NotApplicableError):
         return layout_of(module, name), ""
     if tensor is None:
+        found = recurrent_weights(module)
+        if name in found:
+            return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
         return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
+    if isinstance(module, ELEMENTWISE_NORMS) and tensor.ndim > 1:
+        return None, "gains and shifts, one per entry of the input"
+    if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
+        return None, "a buffer: not trained"
     if name == "weight" and tensor.ndim >= 2:
         layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
         return layout, reason
@@ -120,33 +166,3 @@ def _frozen(module: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.training = True
-
-
-def _adapted(path: str, module: Any) -> Iterator[Entry]:
-    """Two entries per adapter of PEFT's LoRA layers, which are recognised by their methods and names."""
-    base = getattr(module, "base_layer", None)
-    if not callable(getattr(module, "get_delta_weight", None)) or not isinstance(base, nn.Module):
-        return
-    layout, reason = _layout(base, "weight", None)
-    held = [getattr(module, name, None) for name in ("lora_A", "lora_embedding_A")]
-    merged = list(getattr(module, "merged_adapters", ()))
-    notes = (f"merged into the base's weight: {', '.join(merged)}",) if merged else ()
-    for adapter in (name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part):
-        scale = getattr(module, "scaling", {}).get(adapter)
-        note = "with its scale" if scale is None else f"with its scale {scale:.4g}"
-        delta, total = partial(module.get_delta_weight, adapter), partial(_total, module, adapter)
-        yield Entry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, delta, reason, (note,))
-        yield Entry(f"{path}.base_and_lora.{adapter}", type(base).__name__, layout, total, reason, notes)
-
-
-def _total(module: Any, adapter: str) -> Tensor:
-    """The layer's weight with only this adapter active, or with the merged ones."""
-    weight: Tensor = module.base_layer.weight.detach()
-    if getattr(module, "merged_adapters", ()):
-        return weight
-    total = torch.add(weight, module.get_delta_weight(adapter).detach().to(weight))
-    magnitudes = getattr(module, "lora_magnitude_vector", {})
-    if adapter not in magnitudes:
-        return total
-    turned = getattr(module, "fan_in_fan_out", False) or isinstance(module.base_layer, nn.Embedding)
-    return with_norms(total, magnitudes[adapter].weight.detach(), turned=turned)

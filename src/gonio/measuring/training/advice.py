@@ -152,7 +152,7 @@ def _warm_up(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]])
     starts = [max(layer.rotations[: max(1, len(layer.rotations) // 10)]) / layer.rotation for layer in layers
               if len(layer.rotations) >= 10 and layer.rotation > 0]  # fmt: skip
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
-    if not starts or not isfinite(median(starts)) or median(starts) < 4 or rates[0] > 1.1 * median(rates):
+    if not starts or not rates or not isfinite(median(starts)) or median(starts) < 4 or rates[0] > 1.1 * median(rates):
         return []
     return [
         f"Layers turned {median(starts):.0f} times as fast in the first tenth of the steps as later, at no larger "

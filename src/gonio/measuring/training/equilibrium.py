@@ -25,9 +25,10 @@ Note [One formula for all optimizers]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import asin, inf, pi, sqrt
 from typing import Any
 
@@ -35,8 +36,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.geometry.norms import whole
+from gonio.optim.muon import Muon, adjusted
+from gonio.penalty.matrices import Blocks
+from gonio.surgery.steps import of_kind
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ def equilibrium(optimizer: Optimizer, parameter: Tensor) -> Equilibrium:
     formula for all optimizers] in the source has Adam with L2, Lion and Muon. The gradient's size, the batch and the
     layer's width have no influence, except with Adam and L2, whose second moments are read from the optimizer's state.
 
-    Known are SGD, Adam, AdamW, Lion and Muon, and their subclasses, by the names of the classes. Of other optimizers,
-    and without weight decay, there is no prediction.
+    Known by their types are SGD, Adam, AdamW and Muon of torch, gonio's Muon, Lion of timm, lion-pytorch and
+    pytorch-optimizer, what :func:`register_equilibrium` adds, and subclasses with the same `step`. Of others, of options
+    that the formula does not cover, and without weight decay, there is no prediction, and `reason` says so.
 
     Raises:
         InvalidArgumentError: if the optimizer does not hold the parameter.
@@ -83,17 +88,47 @@ def equilibrium(optimizer: Optimizer, parameter: Tensor) -> Equilibrium:
             f"one of shape {tuple(parameter.shape)} that is in none of its groups",
             "Pass the optimizer that trains it.",
         )
-    names = [base.__name__ for base in type(optimizer).__mro__]
-    rule = next((_RULES[name] for name in names if name in _RULES), None)
+    kind = type(optimizer).__name__
+    rule = of_kind(optimizer, _rules())
     if rule is None:
-        return Equilibrium(None, reason=f"the equilibrium of {names[0]} is not known")
-    if not float(group.get("weight_decay", 0)) or not float(group["lr"]):
-        return Equilibrium(None, reason="no weight decay" if float(group["lr"]) else "the learning rate is 0")
-    balance = rule(group, optimizer.state.get(parameter, {}), parameter)
+        return Equilibrium(None, reason=f"the equilibrium of {kind} is not known")
+    if missing := [name for name in rule.options if name not in group]:
+        return Equilibrium(None, reason=f"the equilibrium of {kind} without the option {listing(missing)} is not known")
+    if other := [name for name, usual in rule.only.items() if name in group and group[name] not in usual]:
+        what = listing([f"{name}={group[name]!r}" for name in other])
+        return Equilibrium(None, reason=f"the equilibrium of {kind} with {what} is not known")
+    if not float(group["weight_decay"] or 0) or not float(group["lr"] or 0):
+        return Equilibrium(None, reason="no weight decay" if float(group["lr"] or 0) else "the learning rate is 0")
+    balance = rule.balance(group, optimizer.state.get(parameter, {}), parameter)
     if isinstance(balance, str):
         return Equilibrium(None, reason=balance)
     decay, memory = balance
     return Equilibrium(sqrt(2 * decay / memory), 1 / decay)
+
+
+def register_equilibrium(kind: type[Optimizer], like: str) -> None:
+    """Predict the rotations of another type of optimizer by a formula of :func:`equilibrium`.
+
+    Args:
+        kind: its type; it has the options of `like` in its parameter groups.
+        like: "sgd", "adam", "adamw", "lion" or "muon".
+
+    Raises:
+        UnknownNameError: for another name.
+
+    Example:
+        >>> class SignMomentum(torch.optim.Optimizer):
+        ...     def __init__(self, params):
+        ...         super().__init__(params, {"lr": 1e-4, "weight_decay": 1.0, "betas": (0.9, 0.99)})
+        ...     def step(self, closure=None): ...
+        >>> gonio.measuring.register_equilibrium(SignMomentum, "lion")
+        >>> layer = nn.Linear(4, 2)
+        >>> gonio.measuring.equilibrium(SignMomentum(layer.parameters()), layer.weight).rotation is not None
+        True
+    """
+    if like not in RULES:
+        raise UnknownNameError("equilibrium", like, RULES)
+    _REGISTERED[kind] = RULES[like]
 
 
 # --- decay per step and memory of each optimizer: Note [One formula for all optimizers] -------------------------------
@@ -150,15 +185,33 @@ def _muon(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balanc
     """The polar factor of the filtered gradients: c_k = (1−μ)μ^k, with Nesterov (1−μ²), (1−μ)μ², (1−μ)μ³, …"""
     if not group.get("matrices", True):
         return _adamw(group, state, parameter)  # gonio's Muon trains what is no matrix by AdamW
+    if parameter.ndim < 2:
+        return "the parameter is not a matrix"
     μ = float(group["momentum"])
     squares, first = (1 - μ) ** 2 / (1 - μ * μ), μ
     if group["nesterov"]:
         squares = (1 - μ) ** 2 * ((1 + μ) ** 2 + μ**4 / (1 - μ * μ))
         first = (1 - μ) ** 2 * ((1 + μ) * μ**2 + μ**5 / (1 - μ * μ)) / squares
-    rows, columns = parameter.shape[0], parameter[0].numel()
-    short, long = min(rows, columns), max(rows, columns)
-    c = _linear_part(short, long, tuple(group["ns_coefficients"]), int(group["ns_steps"]))
-    return _ηλ(group), _memory_of(lambda r: c * r + (1 - c) * r**3, first, μ, _ηλ(group))
+    # Blocks of k matrices with sides m and n get updates of squared norm k·min(m, n)·(their rate)², and settle each by
+    # itself: the squared rotation of the whole is Σ‖u‖²/Σ‖w‖² with ‖w‖² = M‖u‖²/2a.
+    weights, memories = [], []
+    for part in _blocks_of(group, parameter).split(torch.empty(parameter.shape, device="meta")):
+        short, long = sorted(part.shape[1:])
+        c = _linear_part(short, long, tuple(group["ns_coefficients"]), int(group["ns_steps"]))
+        memories.append(_memory_of(partial(_of_polar_factor, c), first, μ, _ηλ(group)))
+        weights.append(part.shape[0] * short * adjusted(1.0, group["adjust_lr_fn"], part.shape) ** 2)
+    return _ηλ(group), sum(w * m for w, m in zip(weights, memories, strict=True)) / sum(weights)
+
+
+def _of_polar_factor(c: float, r: float) -> float:
+    return c * r + (1 - c) * r**3
+
+
+def _blocks_of(group: Mapping[str, Any], parameter: Tensor) -> Blocks:
+    codes = group.get("blocks", ())
+    pairs = zip(group["params"], codes, strict=True) if codes else ()
+    code = next((code for p, code in pairs if p is parameter), None)
+    return Blocks() if code is None else Blocks.of(code)
 
 
 def _memory_of(correlation: Callable[[float], float], first: float, factor: float, a: float) -> float:
@@ -195,10 +248,41 @@ def _linear_part(short: int, long: int, coefficients: tuple[float, float, float]
     return float((mass * σ * f).sum() ** 2 / (mass * λ).sum() / (mass * f * f).sum())
 
 
-_RULES: dict[str, Callable[[Mapping[str, Any], _State, Tensor], _Balance]] = {
-    "SGD": _sgd,
-    "Adam": _adam,
-    "AdamW": _adamw,
-    "Lion": _lion,
-    "Muon": _muon,
+@dataclass(frozen=True)
+class _Rule:
+    """A formula, the options that a parameter group must have, and those that may have these values only."""
+
+    balance: Callable[[Mapping[str, Any], _State, Tensor], _Balance]
+    options: tuple[str, ...]
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+_DECAY = ("lr", "weight_decay")
+_CHANGES = ("fixed_decay", "use_gc", "adanorm", "caution", "cautious", "corrected_weight_decay")
+RULES: Mapping[str, _Rule] = {
+    "sgd": _Rule(_sgd, (*_DECAY, "momentum", "dampening", "nesterov")),
+    "adam": _Rule(_adam, (*_DECAY, "betas", "eps")),
+    "adamw": _Rule(_adamw, (*_DECAY, "betas")),
+    "lion": _Rule(
+        _lion,
+        (*_DECAY, "betas"),
+        {"weight_decouple": (True,), **dict.fromkeys(_CHANGES, (False,))},
+    ),
+    "muon": _Rule(_muon, (*_DECAY, "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")),
 }
+_OF_TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon"}
+# types of other packages, by module and name: known once their package is imported
+_OF_OTHERS = {
+    ("timm.optim.lion", "Lion"): "lion",
+    ("lion_pytorch.lion_pytorch", "Lion"): "lion",
+    ("pytorch_optimizer.optimizer.lion", "Lion"): "lion",
+}
+_REGISTERED: dict[type[Optimizer], _Rule] = {
+    **{getattr(torch.optim, name): RULES[like] for name, like in _OF_TORCH.items() if hasattr(torch.optim, name)},
+    Muon: RULES["muon"],
+}
+
+
+def _rules() -> Mapping[type[Optimizer], _Rule]:
+    others = {getattr(sys.modules.get(module), name, None): like for (module, name), like in _OF_OTHERS.items()}
+    return {**{kind: RULES[like] for kind, like in others.items() if kind is not None}, **_REGISTERED}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
@@ -24,6 +19,7 @@ from gonio.measuring.training.rotation import angle_between, step_rotation
 from gonio.optim.hold import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
+from gonio.surgery.steps import parameter_ids, real_optimizers
 
 Also = Collection[Literal["filter_rotation", "initial_angle"]]
 ALSO = ("filter_rotation", "initial_angle")
@@ -35,62 +31,25 @@ Figures = dict[str, float]
 
 
 def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Optimizer]:
-    """The optimizers as a list.
+    """The optimizers as a list, without their wrappers.
 
     Raises:
         InvalidArgumentError: for other objects, optimizers of another model, and unknown figures in `also`.
     """
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     known = {id(p) for p in model.parameters()}
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
+    for each in given:
+        if not hasattr(each, "param_groups"):
             do = "Pass the torch optimizer itself, or a list of them."
             raise InvalidArgumentError("Tracker(optimizer=) is an optimizer", type(each).__name__, do)
-        if not any(id(p) in known for group in each.param_groups for p in group["params"]):
+        if not parameter_ids(each) & known:
             do = "Pass the optimizer that trains this model."
             found = f"a {type(each).__name__} of other parameters"
             raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
     unknown = [name for name in also if name not in ALSO]
     if isinstance(also, str) or unknown:
         raise InvalidArgumentError(f"Tracker(also=) takes {', '.join(ALSO)}", repr(also), "Pass a tuple of them.")
-    return optimizers
-
-
-# --- hooks --------------------------------------------------------------------------------------------------------
-
-# Note [Hooks of all optimizers]
-# The hooks are registered for all optimizers and look for the one that steps. Torch runs them around an optimizer's own
-# hooks, so a step is measured with everything that other hooks do to it, whatever was registered first: `hold_`
-# projects the weights in a hook of the optimizer. They refer weakly to the trackers. Once registered they stay: torch
-# iterates over them during a step, in which a tracker may be collected, and would raise if one were removed.
-
-_Act = Callable[[Any, Optimizer], None]
-_WATCHED: weakref.WeakKeyDictionary[object, tuple[weakref.WeakSet[Optimizer], _Act, _Act]] = weakref.WeakKeyDictionary()
-_HOOKS: list[RemovableHandle] = []
-_REGISTERING = threading.Lock()
-
-
-def watch_steps(owner: object, optimizers: Sequence[Optimizer], before: _Act, after: _Act) -> Callable[[], object]:
-    """Call `before(owner, optimizer)` and `after(owner, optimizer)` around each step; returns what ends it."""
-    with _REGISTERING:
-        _WATCHED[owner] = (weakref.WeakSet(optimizers), before, after)
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(partial(_call, 1)))
-            _HOOKS.append(register_optimizer_step_post_hook(partial(_call, 2)))
-    ref = weakref.ref(owner)
-
-    def end() -> None:
-        with _REGISTERING:
-            _WATCHED.pop(ref(), None)
-
-    return end
-
-
-def _call(which: Literal[1, 2], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    with _REGISTERING:
-        watching = [(owner, watched[which]) for owner, watched in _WATCHED.items() if optimizer in watched[0]]
-    for owner, act in watching:
-        act(owner, optimizer)
+    return list({id(real): real for each in given for real in real_optimizers(each, verb="Tracker()")}.values())
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -133,15 +92,18 @@ class StepFigures:
             after = entry.read()
             if after is not None and after.shape == before.shape:
                 largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
-                rate = float(groups[id(largest)]["lr"])
+                given = groups[id(largest)].get("lr")
+                rate = None if given is None else float(given)  # Adafactor computes its own
                 found.append((entry, self._figures(entry, before, after, _prediction(optimizer, largest, rate), rate)))
         return found if any(figures.get("relative_update") for _, figures in found) else []
 
-    def _figures(self, entry: Entry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float) -> Figures:
+    def _figures(
+        self, entry: Entry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float | None
+    ) -> Figures:
         step = step_rotation(before, after)
         norm = float(step.norm)
         figures = {
-            "learning_rate": rate,
+            **({} if rate is None else {"learning_rate": rate}),
             "rotation": float(step.rotation),
             "relative_update": float(step.relative_update),
             "radial_share": float(step.radial_share),
@@ -149,7 +111,7 @@ class StepFigures:
         self.predictions[entry.path] = prediction
         if prediction.rotation is not None:
             figures["predicted_rotation"] = prediction.rotation
-        if norm and self.invariant is not None and entry.path in self.invariant:
+        if norm and rate is not None and self.invariant is not None and entry.path in self.invariant:
             figures["effective_rate"] = rate / norm**2
         if "filter_rotation" in self._also and entry.layout is not None:
             rows = (matrix_view(whole(w), entry.layout) for w in (before, after))
@@ -176,7 +138,7 @@ class StepFigures:
         return parameters
 
 
-def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float) -> Equilibrium:
+def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float | None) -> Equilibrium:
     """A held weight has no decay that an update could balance; with a fixed step it turns by arctan η at once."""
     held = step_of_hold(parameter)
     if held is None or not rate:

@@ -1,27 +1,30 @@
-"""The interface of an engine, and the one of this machine: processes that end with the comparison, and devices."""
+"""The interface of an engine, and the one of this machine: processes that end with the comparison, and devices.
+
+The processes are forked from a server that has imported torch, so a run starts in 40 ms instead of 3 s. The server
+imports this file first, beside the program that starts it; torch is therefore imported inside of functions.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+from importlib import import_module
+from multiprocessing import connection, forkserver, get_context, parent_process, set_forkserver_preload
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
-
 from gonio.errors import InvalidArgumentError
-from gonio.lab.running import fork_server
 
 KINDS = ("cpu", "cuda", "mps")
 _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
@@ -99,7 +102,7 @@ class Devices:
             raise InvalidArgumentError("a device is cpu, cuda, cuda:N or mps", repr(name), "Choose one of them.")
         count = _count(kind)
         if count <= int(number or 0):
-            found = f"{count} such device{'' if count == 1 else 's'} that this torch {torch.__version__} can use"
+            found = f"{count} such device{'' if count == 1 else 's'} that torch can use"
             raise InvalidArgumentError(f"the device {name!r} must be on this machine", found, "Choose another, or cpu.")
         if kind != "cuda":
             return cls(kind)
@@ -110,6 +113,8 @@ class Devices:
 
 def _count(kind: str) -> int:
     """How many devices of a kind there are; asking does not start CUDA in this process."""
+    import torch
+
     if kind == "cuda":
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the driver is asked, so processes can be forked
         return torch.cuda.device_count()
@@ -199,7 +204,7 @@ class Worker:
                 target=_call, args=(sender, os.getcwd(), gpu, function, arguments)
             )
             try:
-                with fork_server.running(), sender:
+                with server_running(), sender:
                     self._process.start()
                 return
             except (OSError, EOFError):  # the server was killed meanwhile; the next attempt starts a new one
@@ -267,7 +272,7 @@ def _call(
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, which the fork server does not do
     os.setpgid(0, 0)  # a group of its own, so that processes which the function starts can be killed with it
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `fork_server.running`, for a server that somebody else started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `server_running`, for a server that somebody else started
     os.chdir(folder)  # so that relative names of user files mean the same as in the parent
     os.dup2(2, 1)  # output of user code goes to stderr; stdout is for results
     _adopt_orphans()
@@ -330,3 +335,59 @@ def _alive(pid: int) -> bool:
         return False
     except OSError:  # no /proc
         return True
+
+
+# --- the server that processes are forked from --------------------------------------------------------------
+
+# torch.optim imports torch._dynamo when the first optimizer is made.
+_PRELOAD = ("torch", "torch._dynamo", "torch.optim", "sklearn.datasets", "gonio.lab.running.training")
+_IS_SERVER = "GONIO_FORK_SERVER"
+_SETTINGS = {
+    _IS_SERVER: "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the driver is asked, so processes can be forked
+}
+
+
+@contextmanager
+def server_running(*modules: str) -> Iterator[None]:
+    """The server runs, and a process that is started in the block never sees a SIGINT.
+
+    A terminal sends SIGINT to every process, and only the parent handles it. In the parent a signal during the block
+    arrives at its end.
+
+    Args:
+        modules: more that the server imports, if it is started now.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    environment = {name: os.environ.get(name) for name in _SETTINGS}
+    try:
+        os.environ.update(_SETTINGS)  # the server keeps them for its processes
+        set_forkserver_preload([__name__, *modules])
+        forkserver.ensure_running()
+        yield
+    finally:
+        for name, value in environment.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _preload() -> None:
+    """Import what the processes need.
+
+    That makes a million objects that stay. The garbage collector would go through them again and again, which takes a
+    third of the time; afterwards it passes over them, also in the forked processes.
+    """
+    gc.disable()
+    for name in _PRELOAD:
+        with suppress(ImportError):  # a process that needs it says so
+            import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+if os.environ.pop(_IS_SERVER, None):  # the server imports this file first
+    _preload()

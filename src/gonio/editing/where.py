@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from gonio.editing.wrapping import adds_no_name
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.surgery.wrapping import adds_no_name
 
 
 class Selector(ABC):
@@ -327,3 +329,26 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
             text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
         raise NoMatchError(verb, text, able, refused=refused)
     return taken
+
+
+def left_out(
+    model: nn.Module, where: Where, *, can_act: Callable[[nn.Module], str | None], tensor: str = "weight"
+) -> dict[str, str]:
+    """Selected layers that have a matrix of this name and are left out by :func:`select`, by path, with the reason.
+
+    Example:
+        >>> left_out(nn.Sequential(nn.Bilinear(2, 2, 2)), None, can_act=lambda module: "it takes two inputs")
+        {'0': 'it takes two inputs'}
+    """
+    selector = as_selector(where)
+    matched = [site for site in sites(model) if site.matches(selector) and _has_matrix(site.module, tensor)]
+    return {site.path: why for site in matched if (why := can_act(site.module)) is not None}
+
+
+def _has_matrix(module: nn.Module, tensor: str) -> bool:
+    own = module._parameters.get(tensor)
+    if own is not None:
+        return is_lazy(own) or own.dim() > 1
+    # computed by a parametrization, or by a hook; of the type, because a wrapper may forward attributes
+    computed = isinstance(inspect.getattr_static(type(module), tensor, None), property)
+    return computed or isinstance(vars(module).get(tensor), Tensor)

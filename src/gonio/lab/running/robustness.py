@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from gonio.lab.planning.plan import AttackConfig
-from gonio.lab.running.training import device_of
+from gonio.lab.plan import ATTACKS, AttackConfig
 from gonio.lab.tasks.task import Task
 from gonio.seeding import generator
 
 Answer = Callable[[Tensor], Tensor]
 Objective = Callable[[Tensor, Tensor], Tensor]
-ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")
 _RADII = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # times epsilon; the last is practically unbounded
 _SMOOTHING = 0.5  # times epsilon: standard deviation of the noise over which gradients are averaged
 _CHUNK = 128  # examples whose activations are held at the same time
@@ -45,6 +43,11 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
         masking, see :func:`masking_signs`.
     """
     return attacked(answer_of(model, task), *attacked_split(task, config), config, transferred)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """That of the model's first parameter."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def answer_of(model: nn.Module, task: Task | None = None) -> Answer:

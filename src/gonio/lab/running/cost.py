@@ -20,9 +20,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from gonio.lab.judging.results import CostRow
-from gonio.lab.planning.plan import Plan, RecipeEntry
+from gonio.lab.plan import Plan, RecipeEntry
 from gonio.lab.running.training import Step, batches, build, make_optimizer, prepare_process
-from gonio.lab.tasks import resolve as resolve_task
+from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task
 
 _WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
@@ -130,7 +130,7 @@ class Gauge:
             count, as on the CPU.
 
     Example:
-        >>> from gonio.lab.judging.cost import Gauge
+        >>> from gonio.lab.running.cost import Gauge
         >>> with Gauge(torch.device("cpu")) as gauge:
         ...     _ = torch.ones(10).sum()
         >>> gauge.seconds >= 0, gauge.peak

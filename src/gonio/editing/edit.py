@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import Site, sites
+from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 from gonio.errors import GonioError, NotApplicableError, listing
 from gonio.escaping import html_table
-from gonio.surgery.where import Site, sites
-from gonio.surgery.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 
 
 class UndoError(GonioError, RuntimeError):
@@ -39,8 +38,9 @@ class Change:
 class Edit:
     """The transaction in which a verb changes a model.
 
-    Each primitive records its inverse before it acts. Leaving the `with` block by an exception runs the inverses in
-    reverse order, so a verb that fails on the tenth layer leaves the first nine unchanged.
+    Each primitive records its inverse before it acts. Leaving the `with` block by an exception, Ctrl-C included, runs
+    the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine unchanged. An inverse
+    sets what was recorded, so that it can run more than once.
 
     Raises: NotApplicableError on entry for a model in FSDP 1; by the primitives that change more than values for a
         sharded model; on exit if parameters of a model in DDP were added or removed.
@@ -62,6 +62,8 @@ class Edit:
         self.present = list(model.parameters())  # before the edit
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
+        self.changes_model = True  # otherwise it can be undone before and after any other
         self._inverses: list[Callable[[], None]] = []
         # What it changed: an undo first checks that this still is as the edit left it.
         self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
@@ -78,11 +80,23 @@ class Edit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            _run_reversed(self._inverses)
-        elif is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
-            _run_reversed(self._inverses)
+            run_reversed(self._inverses)
+            return
+        try:
+            self._finish()
+        except BaseException:
+            run_reversed(self._inverses)
+            raise
+
+    def _finish(self) -> None:
+        """Tell those that follow overwritten values, which may refuse."""
+        if is_replicated(self.model) and {id(p) for p in self.present} != {id(p) for p in self.model.parameters()}:
             why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
             raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
+        for tensor in {id(tensor): tensor for tensor in self._values}.values():
+            ref, follow = _FOLLOWERS.get(id(tensor), (None, None))
+            if follow is not None and ref is not None and ref() is tensor:
+                follow(self)
 
     def note(self, text: str) -> None:
         """Add a remark on the whole edit."""
@@ -176,6 +190,13 @@ class Edit:
         return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
 
 
+class Undo(Protocol):
+    """What an :class:`Edited` runs."""
+
+    def run_(self) -> None:
+        """Undo, or raise :class:`UndoError` and change nothing."""
+
+
 @dataclass(frozen=True)
 class Edited:
     """The changes that a verb made. `str()` is a table; `undo_()` restores the model exactly.
@@ -188,14 +209,14 @@ class Edited:
     verb: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    _undo: _Undo = field(repr=False, compare=False)
+    _undo: Undo = field(repr=False, compare=False)
 
     def undo_(self) -> None:
         """Restore the model as it was before: same classes, same Parameter objects, same order.
 
         Edits of one model, or of parts of it, are undone latest first. Overwritten values come back; parameters that
         were only moved keep the values of later training. If the model was moved to another device or dtype since,
-        so are the restored layers.
+        so are the restored layers. After Ctrl-C or an exception during the call, another one finishes it.
 
         Raises: UndoError if it was undone before; if a later edit still is in force; if the model was changed by other
             means so that the old state cannot be restored. Nothing is changed then.
@@ -214,7 +235,7 @@ class Edited:
         return f"{self.verb}: {len(self)} module{'s' if len(self) != 1 else ''}"
 
     def __repr__(self) -> str:
-        return f"<Edited by {self._head}>"
+        return f"<{type(self).__name__} by {self._head}>"
 
     def _repr_html_(self) -> str:
         rows = [(change.path or "(model)", change.what) for change in self.changes]
@@ -226,23 +247,59 @@ class Edited:
         return "\n".join([self._head, *rows, *(f"  note: {note}" for note in self.notes)])
 
 
-def _run_reversed(inverses: list[Callable[[], None]]) -> None:
-    """Run the inverses latest first, each of them even if another one fails."""
-    with ExitStack() as stack:
-        for inverse in inverses:
-            stack.callback(inverse)
-        inverses.clear()
+def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:
+    """Run the inverses latest first, each of them even if another one fails, and all once more after Ctrl-C.
+
+    Each must be one that can run again. The first error, or the interruption, is raised in the end.
+    """
+    failure: BaseException | None = None
+    grad = torch.is_grad_enabled()  # an interruption may skip the end of a `no_grad`
+    while True:
+        try:
+            for inverse in reversed(inverses):
+                try:
+                    inverse()
+                except Exception as error:
+                    failure = failure or error
+            break
+        except BaseException as error:
+            failure = error
+    torch.set_grad_enabled(grad)
+    if failure is not None:
+        raise failure
+
+
+# Parameters whose overwriting concerns others (a hold keeps their norms), by `id`, with a function of the edit. (A
+# WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
+_FOLLOWERS: dict[int, tuple[weakref.ref[Tensor], Callable[[Edit], None]]] = {}
+
+
+def follow_(parameter: Tensor, follow: Callable[[Edit], None]) -> Callable[[], None]:
+    """Call a function at the end of each edit that overwrites a Parameter; returns what ends it.
+
+    It takes the edit, to which it may add inverses and notes. If it raises, the edit is rolled back.
+    """
+    key = id(parameter)
+    entry = (weakref.ref(parameter, lambda _: _FOLLOWERS.pop(key, None)), follow)
+    _FOLLOWERS[key] = entry
+
+    def end() -> None:
+        if _FOLLOWERS.get(key) is entry:
+            del _FOLLOWERS[key]
+
+    return end
 
 
 # --- undo ---------------------------------------------------------------------------------------------
 
 
 class _InForce(NamedTuple):
-    """An edit in force; without its inverses, because they hold the model."""
+    """An edit in force, until what it acts on is gone; without its inverses, because they hold the model."""
 
     number: int
     verb: str
     parts: dict[int, weakref.ref[Any]]  # of the model after the edit: by now another thread may be changing it
+    acts_on: tuple[weakref.ref[Any], ...]  # optimizers
 
 
 _IN_FORCE: weakref.WeakKeyDictionary[nn.Module, list[_InForce]] = weakref.WeakKeyDictionary()
@@ -255,12 +312,13 @@ def _parts(module: nn.Module) -> dict[int, Any]:
 
 
 class _Undo:
-    """The inverses of one edit, run once while it is the latest in force, and the state that they depend on."""
+    """The inverses of one edit, to be run while it is the latest in force, and the state that they depend on."""
 
     def __init__(self, edit: Edit) -> None:
         model, self._inverses = edit.model, edit._inverses
-        parts = {key: weakref.ref(part) for key, part in _parts(model).items()}
-        self._edit = _InForce(next(_NUMBERS), edit.verb, parts)
+        parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
+        self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
+        self._started = False
         self._model = weakref.ref(model)
         self._sharded = is_sharded(model)
         self._classes = [(module, type(module)) for module in edit._classes]
@@ -282,15 +340,16 @@ class _Undo:
         edit, verb = self._edit, self._edit.verb
         if model is None or all(other is not edit for other in _IN_FORCE[model]):
             raise UndoError(verb, "it was undone before, or its model is gone")
-        if (latest := _latest_edit(model)) is not edit:
+        if edit.parts and (latest := _latest_edit(model, edit)) is not edit:
             raise UndoError(verb, f"the later edit {latest.verb} still is in force")
         reshard_(model)
-        if (why := self._changed_since(model)) is not None:
+        if not self._started and (why := self._changed_since(model)) is not None:
             raise UndoError(verb, why)
-        _run_reversed(self._inverses)
-        self._move_replaced_()
+        self._started = True  # after an interruption the model is as neither before nor after
+        run_reversed([self._move_replaced_, *self._inverses])
         with _REGISTERING:
             _IN_FORCE[model] = [other for other in _IN_FORCE[model] if other is not edit]
+        self._inverses = []
 
     def _changed_since(self, model: nn.Module) -> str | None:
         """Why the inverses would not restore the model; None if they will."""
@@ -326,11 +385,15 @@ class _Undo:
                         registry[name] = moved  # type: ignore[assignment]
 
 
-def _latest_edit(model: nn.Module) -> _InForce:
+def _latest_edit(model: nn.Module, own: _InForce) -> _InForce:
     """The latest edit in force on this model, on a part of it or on a model that it is a part of."""
     mine = _parts(model)
 
     def concerns(edit: _InForce) -> bool:
+        if edit is own:
+            return True
+        if edit.acts_on and all(ref() is None for ref in edit.acts_on):
+            return False
         return any(mine[key] is edit.parts[key]() for key in mine.keys() & edit.parts.keys())
 
     with _REGISTERING:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gonio.errors import PlanChangedError
+from torch import nn
+
+from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.lab.judging.statistics import counted
+from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed
 
 BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
+_MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
+ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")  # of each trained model, if it is attacked
 VERBS = ("init", "swap", "parametrize", "penalty")
 PARTS = ("optimizer", "hold")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.
@@ -270,6 +276,11 @@ class Plan:
             own = {"momentum": momentum, "betas": None, "others_factor": None, **own}
         return replace(self.trained, **{**own, **entry.setting.get("training", {})})
 
+    def fresh_model(self, entry: RecipeEntry, sizes: Mapping[str, int]) -> nn.Module:
+        """A model as a run of the entry starts, before its recipe is applied."""
+        factory = resolve_model(self.model)
+        return replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**sizes)
+
     @property
     def sign(self) -> int:
         """1 if a larger score is better, else −1."""
@@ -328,6 +339,26 @@ def installed_versions() -> Mapping[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """The seeds from their number (0, 1, …) or from a sequence."""
+    wanted = range(seeds) if isinstance(seeds, int) else seeds
+    count = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)  # len(range) may overflow
+    if count > _MOST_SEEDS:
+        most = f"a comparison has at most {_MOST_SEEDS:,} seeds"
+        raise InvalidArgumentError(most, str(count), "Ten to twenty are usual.")
+    found = tuple(wanted)
+    if beyond := [seed for seed in found if abs(seed) > _LARGEST_SEED]:
+        largest = f"a seed must be at most {_LARGEST_SEED} (2^62)"
+        raise InvalidArgumentError(largest, str(beyond[0]), "Choose a smaller first seed.")
+    if not found or len(set(found)) < len(found):
+        needs = "a comparison needs at least one seed, none of them twice"
+        raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
+    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+        other = "the seeds of a comparison must not be those of tuning and of attacks"
+        raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
     return found
 
 

@@ -1,0 +1,239 @@
+"""Adapters in files and state dicts: what each adds to, or makes of, a tensor of the base.
+
+Tensors are grouped by the layer that they adapt. Each module of this package reads one kind of adapter; a group whose
+parts, or whose configuration, it does not understand is refused with the reason, and never read in part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib import import_module
+from math import isfinite
+from pkgutil import iter_modules
+from typing import Any, Final
+
+from torch import Tensor
+
+from gonio.geometry import Layout
+from gonio.geometry.views import PLAIN
+from gonio.measuring.reading.entry import Entry, StoredTensor
+
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
+    r"(?:\.([^.]+?))??(?:\.(weight|bias))?"
+)
+UNKNOWN_SCALE = "the adapter's scale is not known"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What one adapter makes of one tensor of the base.
+
+    Attributes:
+        path: of the adapted layer. `tensor`: the adapted tensor of it.
+        name: of the adapter where a layer may have several. `kind`: for the names of rows.
+        change: the adapted tensor, of the base's tensor as its first argument and its entry as the second; None if it
+            is not computed, with the `reason`. `check`: why it is not computed for one base, or nothing.
+        product: of a low-rank adapter, the change itself. `layout`, `note`: of the product.
+        parts: the keys of its tensors.
+    """
+
+    path: str
+    name: str
+    kind: str
+    change: Callable[[Tensor, Entry], Tensor] | None
+    parts: tuple[str, ...] = ()
+    tensor: str = "weight"
+    reason: str = ""
+    check: Callable[[Entry], str] = lambda _: ""
+    product: StoredTensor | None = None
+    layout: Layout = PLAIN
+    note: str = ""
+
+    @property
+    def weight(self) -> str:
+        """The name of the adapted tensor."""
+        return f"{self.path}.{self.tensor}" if self.path else self.tensor
+
+    def adapted(self, base: Entry) -> Entry:
+        """The entry of the adapted tensor of a base."""
+        if reason := self.reason or self.check(base):
+            return base.unknown(reason)
+        return replace(base, load=partial(self._total, base), notes=())
+
+    def _total(self, base: Entry) -> Tensor:
+        weight = base.read()
+        if self.change is None or not isinstance(weight, Tensor):
+            raise ValueError(self.reason or "the base has no values here")
+        return self.change(weight.float() if weight.element_size() < 4 else weight, base)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one adapter of one layer.
+
+    Attributes:
+        parts: by what they are (`lora_A`, `lora_B.bias`). `keys`: their keys in the file.
+    """
+
+    path: str
+    name: str
+    parts: dict[str, StoredTensor] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def adapter(self, kind: str, change: Callable[[Tensor, Entry], Tensor] | None, **more: Any) -> Adapter:
+        return Adapter(self.path, self.name, kind, change, tuple(self.keys.values()), **more)
+
+    def refused(self, kind: str, reason: str, **more: Any) -> Adapter:
+        return self.adapter(kind, None, reason=reason, **more)
+
+
+# --- adapter_config.json ---------------------------------------------------------------------------------------------
+
+TYPES = ("LORA", "ADALORA", "OFT", "TRAINABLE_TOKENS")
+# The keys that the readers use, and those that change no weight; any other one is refused if it has a value.
+_UNDERSTOOD = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "fan_in_fan_out", "use_dora"),
+    *("lora_bias", "bias", "init_lora_weights", "trainable_token_indices", "token_indices", "target_parameters"),
+    *("modules_to_save", "init_r", "target_r", "coft", "eps", "block_share", "use_cayley_neumann", "oft_block_size"),
+    *("num_cayley_neumann_terms",),
+}
+_HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+    *("target_modules", "exclude_modules", "lora_dropout", "module_dropout", "layers_to_transform", "layers_pattern"),
+    *("runtime_config", "ensure_weight_tying", "init_weights", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "qalora_group_size", "megatron_core", "megatron_config", "velora_config"),
+    *("tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
+}
+_PATTERNS, _PATH = 300, 200  # characters of a pattern, and of a path that is held against it
+_QUANTIFIERS: Final = 3  # without an upper end in a pattern: with more, a match could take for ever
+
+
+class AdapterConfig(Mapping[str, Any]):
+    """An `adapter_config.json`, or an empty mapping where there is none. Its values have any type until checked.
+
+    Attributes:
+        refusal: why no adapter of the file is computed; empty if all its keys are understood.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._patterns: dict[str, list[tuple[re.Pattern[str], float]]] = {}
+        kind = given.get("peft_type", "LORA")
+        known = _UNDERSTOOD | _HARMLESS
+        unknown = [str(key)[:40] for key, value in given.items() if key not in known and value]
+        self.refusal = ""
+        if not isinstance(kind, str) or kind not in TYPES:
+            self.refusal = f"an adapter of type {str(kind)[:40]}, which is not computed"
+        elif unknown:
+            self.refusal = f"the adapter's configuration has a key that is not understood: {', '.join(unknown[:3])}"
+
+    def __getitem__(self, key: str) -> Any:
+        return self._given[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def number(self, key: str) -> float | None:
+        """A finite number, or None for anything else."""
+        return _finite(self.get(key))
+
+    def pattern(self, key: str, path: str) -> float | None:
+        """The number of the first pattern that matches a layer's path, else None.
+
+        Raises:
+            ValueError: for a pattern that is not understood, or could take for ever.
+        """
+        if key not in self._patterns:
+            self._patterns[key] = list(_compiled(key, self.get(key) or {}))
+        found = (value for pattern, value in self._patterns[key] if pattern.fullmatch(path))
+        return next(found, None) if len(path) <= _PATH else None
+
+
+def _compiled(key: str, given: Any) -> Iterator[tuple[re.Pattern[str], float]]:
+    for text, value in given.items() if isinstance(given, Mapping) else [(given, None)]:
+        number = _finite(value)
+        if number is None or not _is_simple(text):
+            raise ValueError(f"{key} of the adapter's configuration is not understood: {str(text)[:60]!r}")
+        yield re.compile(rf"(?:.*\.)?(?:{text})"), number
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        found = None if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+    except OverflowError:
+        return None
+    return found if found is not None and isfinite(found) else None
+
+
+def _is_simple(pattern: Any) -> bool:
+    """Whether a pattern is short, valid, and repeats no group, so that it is matched at once."""
+    if not isinstance(pattern, str) or len(pattern) > _PATTERNS or re.search(r"\)[*+{]|\(\?", pattern):
+        return False
+    if len(re.findall(r"(?<!\\)[*+{]", pattern)) > _QUANTIFIERS:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+# --- all adapters of a file ------------------------------------------------------------------------------------------
+
+Reader = Callable[[Group, AdapterConfig, Mapping[str, StoredTensor]], list[Adapter]]
+
+
+@cache
+def _readers() -> tuple[Reader, ...]:
+    names = sorted(module.name for module in iter_modules(__path__))
+    return tuple(import_module(f"{__name__}.{name}").adapters_of for name in names)
+
+
+def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> list[Adapter]:
+    """The adapters among these tensors."""
+    groups: dict[tuple[str, str], Group] = {}
+    for key, tensor in stored.items():
+        if not (match := _KEY.fullmatch(key)):
+            continue
+        path, part, name, last = match[1] or "", match[2].removeprefix("token_adapter."), match[3] or "", match[4]
+        path = ".".join(word for word in path.split(".") if word != "base_layer")
+        nested = key.count(".base_layer.")  # adapters of several parameters of one module lie inside of each other
+        group = groups.setdefault((f"{path}{'#' * nested}", name), Group(path, name))
+        what = f"{part}.bias" if last == "bias" else part
+        group.parts[what], group.keys[what] = tensor, key
+    for (path, name), group in groups.items():  # kohya's alpha has no adapter's name
+        if name and (shared := groups.get((path, ""))) is not None:
+            for what in ("alpha", "dora_scale"):
+                if what in shared.parts:
+                    group.parts.setdefault(what, shared.parts[what])
+                    group.keys.setdefault(what, shared.keys[what])
+    return [found for group in groups.values() for read in _readers() for found in read(group, config, stored)]
+
+
+def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, Entry]) -> list[Entry]:
+    """The product of each low-rank adapter and, if the base is given, the tensor of the base and the adapted one.
+
+    Args:
+        base: the tensors of the adapted model by name; empty if it is not given.
+    """
+    made: list[Entry] = []
+    for adapter in adapters:
+        end = f".{adapter.name}" if adapter.name else ""
+        if adapter.product is not None:
+            path = f"{adapter.path}.lora_BA{end}"
+            product = adapter.product.entry(path, "low-rank product", adapter.layout, notes=(adapter.note,))
+            made.append(replace(product, role="adapter"))
+        name = f"{adapter.weight.removesuffix('.weight')}.base_and_{adapter.kind}{end}"
+        held = base.get(adapter.weight)
+        if held is not None:
+            made += [held, replace(adapter.adapted(held), name=name, weight_name="", inferred=False)]
+        elif reason := adapter.reason if not base else f"the base has no weight {adapter.path}":
+            made += [Entry(name, "", None, None, reason, role="adapter")] if base or not adapter.product else []
+    return made

@@ -1,0 +1,115 @@
+"""Weights that a file stores as several tensors. Each module of this package reads one format and registers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from torch import Tensor
+
+from gonio.measuring.reading.entry import StoredTensor
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight stored as several tensors.
+
+    Attributes:
+        name: of the weight; `parts`: the names of its tensors, of which the first has the weight's row.
+        stored: its shape, and how it is computed from its parts; None if it cannot be.
+        note: its format and what was assumed, or why it cannot be computed.
+        matrices: how many are stacked on dim 0.
+        kind: an adjective for the weight, in the reasons of its parts.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    stored: StoredTensor | None
+    note: str
+    matrices: int = 1
+    kind: str = "quantised"
+
+
+Stored = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: which tensors may be the first part of a weight, and a function that decides it by shapes and values.
+
+    Attributes:
+        endings: of the tensor's key. `dtypes`: the beginnings of its dtype.
+        read: of the key, all tensors of the file and its `quantization_config`.
+        quantised: whether the configuration of a quantisation concerns it.
+    """
+
+    read: Callable[[str, Stored, Mapping[str, Any]], StoredWeight | None]
+    endings: tuple[str, ...] = ("",)
+    dtypes: tuple[str, ...] = ("",)
+    quantised: bool = True
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """The formats of all modules of this package."""
+    names = sorted(module.name for module in iter_modules(__path__))
+    return tuple(known for name in names for known in import_module(f"{__name__}.{name}").FORMATS)
+
+
+# Of a `quantization_config`: the keys that the readers use, and those that change no weight.
+_UNDERSTOOD = {
+    *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
+    *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
+}
+_HARMLESS = {
+    *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
+    *("static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "lm_head", "dataset", "tokenizer"),
+    *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id"),
+    *("use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "fuse_max_seq_len"),
+    *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
+    *("model_file_base_name", "model_name_or_path", "quant_type", "is_marlin_format", "disable_exllama"),
+}
+_METHODS = ("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt")
+
+
+def refusal_of(config: Mapping[str, Any]) -> str:
+    """Why weights quantised by this configuration are not computed; empty if all of it is understood."""
+    method = str(config.get("quant_method") or "")[:40]
+    if method not in _METHODS:
+        return f"quantised by {method}, which is not read"
+    known = _UNDERSTOOD | _HARMLESS
+    prefixes = ("llm_int8_", "bnb_4bit_", "load_in_", "_load_in_")
+    unknown = [str(key)[:40] for key, value in config.items()
+               if value and key not in known and not str(key).startswith(prefixes)]  # fmt: skip
+    return f"the quantisation has a key that is not understood: {', '.join(unknown[:3])}" if unknown else ""
+
+
+def stored_weights(stored: Stored, config: Mapping[str, Any]) -> list[StoredWeight]:
+    """Every weight among the tensors that is stored as several of them in a known format; those computed last.
+
+    Args:
+        config: the `quantization_config` of the model's `config.json`, or an empty mapping.
+    """
+    refusal, made = refusal_of(config), []
+    for name, tensor in stored.items():
+        for known in formats():
+            if not (name.endswith(known.endings) and tensor.dtype.startswith(known.dtypes)):
+                continue
+            if (found := known.read(name, stored, config)) is not None:
+                refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
+                made.append(refused if refusal and known.quantised else found)
+    return sorted(made, key=lambda weight: weight.stored is not None)
+
+
+def present(stored: Stored, *names: str) -> dict[str, StoredTensor] | None:
+    """These tensors, if all of them are there."""
+    return {name: stored[name] for name in names} if all(name in stored for name in names) else None
+
+
+def computed(load: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> StoredTensor:
+    """A weight of this shape that `load` computes from the arguments."""
+    return StoredTensor(shape, "float32", partial(load, *arguments))

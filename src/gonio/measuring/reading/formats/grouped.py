@@ -1,0 +1,87 @@
+"""Weights of GPTQ and AWQ: codes packed in int32, a scale and a zero point for each group of inputs and output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed, present
+
+
+def _grouped(name: str, stored: Stored, about: Mapping[str, Any]) -> StoredWeight | None:
+    path = name.removesuffix("qweight")
+    parts = present(stored, name, f"{path}qzeros", f"{path}scales")
+    if path == name or parts is None or any(len(part.shape) != 2 for part in parts.values()):
+        return None
+    codes, scales = stored[name].shape, stored[f"{path}scales"].shape
+    read: Callable[..., Tensor]
+    if codes[1] == scales[1]:
+        groups = stored.get(f"{path}g_idx")
+        bits = about.get("bits") if groups is None else _bits(32 * codes[0], groups.entries)
+        bits = bits if isinstance(bits, int) and bits in (2, 4, 8) else 0
+        inputs, read = (32 * codes[0] // bits if bits else 0), _gptq_values
+        said = "GPTQ" if "checkpoint_format" in about else "GPTQ, its zero points stored less one"
+        parts |= {} if groups is None else {f"{path}g_idx": groups}
+    else:
+        bits, inputs, read, said = _bits(32 * codes[1], scales[1]), codes[0], _awq_values, "AWQ"
+    if bits not in (2, 4, 8) or not scales[0] or (bits != 4 and read is _awq_values):
+        return None
+    named = {key.removeprefix(path): part for key, part in parts.items()}
+    made = computed(read, named, bits, about, shape=(scales[1], inputs))
+    return StoredWeight(f"{path}weight", tuple(parts), made, f"dequantised from {bits} bits ({said})")
+
+
+def _bits(stored: int, numbers: int) -> int | None:
+    return stored // numbers if numbers and stored % numbers == 0 else None
+
+
+def _gptq_values(parts: Stored, bits: int, about: Mapping[str, Any]) -> Tensor:
+    """(code − zero) · scale of its group, codes packed along the inputs; as (outputs, inputs).
+
+    The first version of the format stores zero − 1, and readers add 1; the second one, `gptq_v2`, stores zero.
+
+    References:
+        [1] E. Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
+        transformers", 2022. arXiv 2210.17323
+    """
+    codes = _unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
+    zeros = _unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
+    if about.get("checkpoint_format") != "gptq_v2":
+        zeros = zeros + 1
+    scales = parts["scales"].load().mT.float()
+    group = parts["g_idx"].load().long() if "g_idx" in parts else _in_turn(codes.shape[1], scales.shape[1])
+    return (codes - zeros[:, group]).mul_(scales[:, group])
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its int32 of the code of each output
+
+
+def _awq_values(parts: Stored, bits: int, about: Mapping[str, Any]) -> Tensor:
+    """(code − zero) · scale of its group, codes packed along the outputs, interleaved; as (outputs, inputs).
+
+    References:
+        [1] J. Lin et al., "AWQ: activation-aware weight quantization for LLM compression and acceleration",
+        2023. arXiv 2306.00978
+    """
+    packed = (_unpacked(parts[name].load(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
+    codes, zeros = (numbers[..., list(_AWQ_ORDER)].flatten(-2).float() for numbers in packed)
+    scales = parts["scales"].load().float()
+    group = _in_turn(codes.shape[0], scales.shape[0])
+    return (codes - zeros[group]).mul_(scales[group]).mT
+
+
+def _in_turn(inputs: int, groups: int) -> Tensor:
+    """The group of each input, where all groups have one size."""
+    return torch.arange(inputs) // -(-inputs // groups)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The codes in the last dimension's int32 numbers, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+FORMATS = (Format(_grouped, ("qweight",), ("int32",)),)

@@ -1,0 +1,114 @@
+"""Weights of 8 bits with scales: one, one per row, column, expert or block, or a power of 2 for every 32 (MXFP8).
+
+The keys of scales are registered here. An 8-bit weight beside a tensor that may be its scale, and whose key is not
+registered, is refused: without its scale it would be measured at the wrong size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.formats import Format, Stored, StoredWeight, computed
+
+BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
+LARGEST_BLOCK = 1 << 20
+SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
+ACTIVATIONS = (
+    "input_scale",
+    "scale_input",
+    "input_scale_ub",
+    "output_scale",
+    "scale_output",
+    "act_scale",
+)  # no weights
+
+
+def _scaled(name: str, stored: Stored, config: Mapping[str, Any]) -> StoredWeight | None:
+    weight = stored[name]
+    if len(weight.shape) < 2:
+        return None
+    path, last = f"{name.rpartition('.')[0]}.".lstrip("."), name.rpartition(".")[2]
+    keys = [key.format(n=name, p=path, l=last) for key in SCALES]
+    known = [key for key in keys if key in stored and key != name]
+    fitting = [key for key in known if _blocks(weight.shape, stored[key], config) is not None]
+    if len(fitting) == 1 and len(known) == 1:
+        key = fitting[0]
+        made = computed(_values, weight, stored[key], _blocks(weight.shape, stored[key], config), shape=weight.shape)
+        return StoredWeight(name, (name, key), made, f"dequantised from {weight.dtype} and its scale")
+    beside = known or [key for key, part in stored.items() if _may_scale(key, path, name, part, weight, config)]
+    if not beside:
+        return None
+    return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
+
+
+def _may_scale(
+    key: str, path: str, name: str, part: StoredTensor, weight: StoredTensor, config: Mapping[str, Any]
+) -> bool:
+    """Whether a tensor of the same layer has the shape of a scale, and is no bias and no scale of activations."""
+    if not key.startswith(path) or key == name or part.dtype == weight.dtype:
+        return False
+    last = key.removeprefix(path)
+    own = "." not in last.removeprefix(f"{name.removeprefix(path)}.") and last != "bias" and last not in ACTIVATIONS
+    return own and _blocks(weight.shape, part, config) is not None
+
+
+def _blocks(shape: tuple[int, ...], scale: StoredTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The entries of the weight in each dimension that share a scale; None if the shapes do not fit."""
+    floating = scale.dtype.startswith(("float", "bfloat"))
+    if not floating and scale.dtype != "uint8":
+        return None
+    if scale.entries == 1:
+        return shape if floating else None
+    sizes = scale.shape if len(scale.shape) == len(shape) else (*scale.shape, *[1] * (len(shape) - len(scale.shape)))
+    if len(sizes) != len(shape) or not all(0 < n <= of for n, of in zip(sizes, shape, strict=True)):
+        return None
+    if not floating:  # exponents of 2 are stored as bytes in the microscaling formats alone, for 32 inputs each
+        micro = sizes[:-1] == shape[:-1] and shape[-1] == 32 * sizes[-1]
+        return (*[1] * (len(shape) - 1), 32) if micro else None
+    stated = config.get("weight_block_size")
+    stated = stated if isinstance(stated, list) and len(stated) == 2 else [BLOCK, BLOCK]
+    if not all(isinstance(n, int) and 0 < n <= LARGEST_BLOCK for n in stated):
+        return None
+    made = []
+    for axis, (of, n) in enumerate(zip(shape, sizes, strict=True)):
+        block = stated[axis - len(shape)] if axis >= len(shape) - 2 else 1
+        if n in (1, of):
+            made.append(of // n)
+        elif -(-of // block) == n:
+            made.append(block)
+        elif of % n == 0 and "weight_block_size" not in config:
+            made.append(of // n)
+        else:
+            return None
+    return tuple(made)
+
+
+def _values(weight: StoredTensor, scale: StoredTensor, blocks: tuple[int, ...]) -> Tensor:
+    """code · scale of its block.
+
+    References:
+        [1] P. Micikevicius et al., "FP8 formats for deep learning", 2022, §3. arXiv 2209.05433. [2] Open Compute
+        Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.2 (MXFP8).
+    """
+    numbers, factors = weight.load().float(), scale.load()
+    factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
+    if factors.numel() == 1:
+        return numbers.mul_(factors.reshape(()))
+    factors = factors.reshape(*factors.shape, *[1] * (numbers.ndim - factors.ndim))
+    for axis, size in enumerate(blocks[:-1]):
+        if size > 1 and factors.shape[axis] > 1:
+            factors = factors.repeat_interleave(size, axis)[(slice(None),) * axis + (slice(numbers.shape[axis]),)]
+    size, columns = blocks[-1], numbers.shape[-1]
+    if factors.shape[-1] in (1, columns):
+        return numbers.mul_(factors)
+    for i in range(factors.shape[-1]):
+        numbers[..., i * size : (i + 1) * size].mul_(factors[..., i : i + 1])
+    return numbers
+
+
+FORMATS = (Format(_scaled, dtypes=("float8", "int8")),)

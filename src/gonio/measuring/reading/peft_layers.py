@@ -1,0 +1,161 @@
+"""Adapters of peft in a model in memory, recognised by their types: the weight in use is the one that peft merges."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio.geometry import Layout
+from gonio.measuring.reading.entry import Entry
+from gonio.surgery import Site
+
+_INSIDE = {"base_layer", "token_adapter"}  # the names under which peft's layers hold the layer that they adapt
+
+
+class AdaptedLayers:
+    """The adapted layers of one model.
+
+    Attributes:
+        layers: by path, the modules of peft that adapt a layer. `saved`: those that replace one by a trained copy.
+    """
+
+    def __init__(self, everything: list[Site]) -> None:
+        tuners, other = (sys.modules.get(name) for name in ("peft.tuners.tuners_utils", "peft.utils.other"))
+        layer, wrapper = getattr(tuners, "BaseTunerLayer", ()), getattr(other, "ModulesToSaveWrapper", ())
+        self.layers = {site.path: site.module for site in everything if isinstance(site.module, layer)}
+        self.saved = {site.path: site.module for site in everything if isinstance(site.module, wrapper)}
+        self._modules = {site.path: site.module for site in everything}
+
+    def role_of(self, name: str) -> tuple[bool, str]:
+        """Whether a tensor is a part of an adapter or replaced by one; and its name in the plain model."""
+        parts = name.split(".")
+        kept: list[str] = []
+        hidden = False
+        for i, part in enumerate(parts):
+            above = ".".join(parts[:i])
+            if above in self.layers or (part in _INSIDE and f"{above}.{part}" in self.layers):
+                layer: Any = self.layers.get(above)
+                if layer is not None and part not in _INSIDE:
+                    return True, name
+                rest = [inner for inner in parts[i:] if inner not in _INSIDE]
+                hidden |= layer is not None and len(rest) == 1 and rest[0] in dict(_changed(layer))
+            elif above in self.saved:
+                used = self._used(self.saved[above])
+                if parts[i : i + len(used)] != used:
+                    return True, name
+                return hidden, ".".join([*kept, *parts[i + len(used) :]])
+            else:
+                kept.append(part)
+        return hidden, ".".join(kept)
+
+    def _used(self, wrapper: Any) -> list[str]:
+        """The place of the module that a wrapper runs."""
+        active = list(wrapper.active_adapters)
+        return ["original_module"] if wrapper.disable_adapters or not active else ["modules_to_save", active[0]]
+
+
+def _active(layer: Any) -> list[str]:
+    """The adapters in use, merged ones first; none where they are disabled."""
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if merged or layer.disable_adapters:
+        return merged
+    known = layer._get_available_adapters() if hasattr(layer, "_get_available_adapters") else set()
+    return [name for name in layer.active_adapters if name in known]
+
+
+def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the adapted layer that its active adapters may change."""
+    base = layer.get_base_layer()
+    if not _active(layer) or getattr(layer, "merged_adapters", ()):
+        return
+    own = getattr(layer, "parameter_name", None)  # of an adapter of one parameter of a module
+    for name, value in base.named_parameters(recurse=False):
+        if own is not None and name != own:
+            continue
+        if value.ndim > 1 or any(getattr(layer, "lora_bias", {True: True}).values()):
+            yield name, value
+
+
+def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[Entry]:
+    """The value in use of each tensor that the layer's adapters change, and the product of each low-rank adapter.
+
+    Args:
+        plain: the path of the layer in the model without adapters.
+        layout, reason: of the adapted layer's weight.
+    """
+    kind = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    for adapter in _products(layer):
+        yield _product(path, layer, adapter, layout, reason)
+    active = _active(layer)
+    if not active:
+        return
+    said = f"{path}.base_and_{kind}.{'+'.join(active)}"
+    if getattr(layer, "merged_adapters", ()):
+        weight = partial(_own_weight, layer)
+        yield Entry(said, type(layer.get_base_layer()).__name__, layout, weight, reason,
+                    (f"merged into the base's weight: {', '.join(active)}",), role="adapter")  # fmt: skip
+        return
+    for name, _ in _changed(layer):
+        main = name in ("weight", getattr(layer, "parameter_name", ""))
+        stacked = reason or "not known to be a stack of filters"
+        yield Entry(
+            said if main else f"{path}.{name}.base_and_{kind}.{'+'.join(active)}",
+            type(layer.get_base_layer()).__name__,
+            layout if name == "weight" else None,
+            partial(_in_use, layer, name, kind),
+            "" if name == "weight" and layout is not None else stacked,
+            (),
+            weight_name=f"{plain}.{name}" if plain else name,
+        )
+
+
+def _products(layer: Any) -> list[str]:
+    """The low-rank adapters of a layer, whose product peft computes."""
+    lora = getattr(sys.modules.get("peft.tuners.lora.layer"), "LoraLayer", ())
+    if not isinstance(layer, lora) or not hasattr(layer, "get_delta_weight"):
+        return []
+    held = [getattr(layer, name, None) for name in ("lora_A", "lora_embedding_A")]
+    return [name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part]
+
+
+def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason: str) -> Entry:
+    scale = getattr(layer, "scaling", {}).get(adapter)
+    notes = ("with its scale",) if scale is None else (f"with its scale {scale:.4g}",)
+    experts = getattr(layer, "num_experts", 1)
+    if experts > 1:
+        turned = bool(getattr(layer.get_base_layer(), "is_transposed", False))
+        layout, reason = Layout(blocks=experts), ""
+        notes = (*notes, f"{experts} experts: a matrix each")
+
+    def load() -> Tensor:
+        delta: Tensor = layer.get_delta_weight(adapter).detach()
+        return (delta.mT if turned else delta).flatten(0, 1) if experts > 1 else delta
+
+    return Entry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, load, reason, notes, role="adapter")
+
+
+def _own_weight(layer: Any) -> Tensor:
+    name = getattr(layer, "parameter_name", "weight")
+    weight: Tensor = getattr(layer.get_base_layer(), name)
+    return weight.detach()
+
+
+@torch.no_grad()
+def _in_use(layer: Any, name: str, kind: str) -> Tensor:
+    """The tensor that a copy of the layer has once peft has merged its active adapters into it."""
+    try:
+        made = copy.deepcopy(layer)
+        made.merge()
+        merged: Tensor = getattr(made.get_base_layer(), name)
+    except Exception as error:  # any tuner's own code
+        said = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge here: {said}") from error
+    if not made.merged:
+        raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge")
+    return merged.detach()

@@ -1,0 +1,78 @@
+"""Safetensors files: the tensors' headers, and the values when they are measured."""
+
+from __future__ import annotations
+
+import json
+import struct
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gonio.errors import UnreadableFileError
+from gonio.measuring.reading.entry import StoredTensor, dtype_named
+
+_DTYPES = {
+    **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+    **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+
+def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file. The format's own reader checks the header; no values are read yet.
+
+    That reader maps the file into memory to read tensors. Pages of a map count as this process's memory while it
+    lasts, and torch refuses to map a file larger than memory. Therefore each tensor is read from its offset in
+    the file, and its memory is released after it has been measured.
+
+    Raises:
+        UnreadableFileError: if the header does not fit the file.
+    """
+    try:
+        with safe_open(path, framework="np") as file:  # for torch it would map the file as writable memory
+            names = list(file.keys())
+        with path.open("rb") as raw:
+            (length,) = struct.unpack("<Q", raw.read(8))
+            header = json.loads(raw.read(length))
+        stored = {}
+        for name in names:
+            shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
+            dtype = _DTYPES.get(header[name]["dtype"], header[name]["dtype"])
+            stored[name] = StoredTensor(
+                shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape)
+            )
+        return stored
+    except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
+        raise damaged(path, error) from error
+
+
+def _read(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise UnreadableFileError(str(path), f"torch has no dtype {name}", "Convert the tensor first.")
+    data = torch.empty(size, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        view, done = data.numpy().data, 0
+        while done < size:  # one call reads 2 GiB at most
+            got = file.readinto(view[done:])
+            if not got:
+                raise damaged(path, EOFError("it ends before this tensor does"))
+            done += got
+    return data.view(dtype).reshape(shape)
+
+
+def damaged(path: Path, error: BaseException) -> UnreadableFileError:
+    said = f"it is not an intact file of its kind ({str(error)[:300]})"
+    return UnreadableFileError(str(path), said, "Copy or download it again.")

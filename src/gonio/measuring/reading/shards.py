@@ -1,0 +1,95 @@
+"""Several files: an index that names the file of each tensor, or parts numbered by their names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gonio.errors import GonioError, UnreadableFileError, listing
+from gonio.escaping import plain, shorten
+from gonio.measuring.reading.entry import Entry, StoredTensor
+from gonio.measuring.reading.safetensors_files import stored_in_safetensors
+from gonio.measuring.reading.state_dicts import Opened
+from gonio.measuring.reading.torch_files import open_torch
+
+LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
+PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
+
+
+def open_shards(index: Path) -> Opened:
+    """The tensors of all shards that an index names. A missing or damaged shard takes only its own tensors with it."""
+    wanted, doubled = _weight_map(index)
+    shards = {shard: _shard(index.parent / shard) for shard in dict.fromkeys(wanted.values())}
+    stored, missing = {}, []
+    for name, shard in wanted.items():
+        tensors = shards[shard]
+        if not isinstance(tensors, str) and name in tensors:
+            stored[name] = tensors[name]
+        else:
+            reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
+            missing.append(Entry(name, "", None, None, reason))
+    notes = [f"the index names {plain(name)} twice; the last place is read" for name in doubled[:5]]
+    held = [(name, shard) for shard, tensors in shards.items() if not isinstance(tensors, str) for name in tensors]
+    strays = {
+        "in the shards but not in the index, and not read": [
+            f"{plain(name)} (in {plain(shard)})" for name, shard in held if name not in wanted
+        ],
+        "in several shards, read where the index says": [
+            f"{plain(name)} (in {plain(shard)} too)" for name, shard in held if wanted.get(name, shard) != shard
+        ],
+    }
+    notes += [f"{what}: {listing(names, limit=4)}" for what, names in strays.items() if names]
+    return Opened(stored, tuple(missing), tuple(notes))
+
+
+def _shard(path: Path) -> dict[str, StoredTensor] | str:
+    """The tensors of a shard, or the reason why there are none."""
+    if not path.is_file():
+        return f"its shard {plain(path.name)} is missing"
+    try:
+        return stored_in_safetensors(path) if path.suffix == ".safetensors" else open_torch(path).stored
+    except GonioError as error:
+        return f"its shard {plain(path.name)} cannot be read: {error}"
+
+
+def _weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
+    """Tensor → shard, and the names that occur twice in the index."""
+    if index.stat().st_size > LARGEST_INDEX:
+        raise UnreadableFileError(str(index), f"it is larger than {LARGEST_INDEX} bytes", "It is no index.")
+    doubled: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        doubled.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        return dict(pairs)
+
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once)
+        placed = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+    except Exception as error:
+        said = f"it is not an index with a weight_map ({str(error)[:300]})"
+        raise UnreadableFileError(str(index), said, "Name the shards one by one.") from error
+    for shard in set(placed.values()):
+        if PurePosixPath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
+            said = f"it names a file outside its folder: {shorten(repr(shard))}"
+            raise UnreadableFileError(str(index), said, "Shards lie beside their index.")
+    return placed, [name for name in doubled if name in placed]
+
+
+def open_parts(files: list[Path]) -> Opened:
+    """The tensors of parts without an index; the names of the parts tell how many there should be."""
+    stored: dict[str, StoredTensor] = {}
+    notes = ["the parts have no index: what is missing cannot be told"]
+    for file in files:
+        held = _shard(file)
+        if isinstance(held, str):
+            raise UnreadableFileError(str(file), held, "Copy or download it again.")
+        twice = [plain(name) for name in held if name in stored]
+        notes += [f"in several parts, read from the first: {listing(twice, limit=4)}"] if twice else []
+        stored = {**held, **stored}
+    expected = int(files[0].stem.rpartition("-of-")[2])
+    if expected != len(files):
+        notes.append(f"{len(files)} of {expected} parts are there")
+    return Opened(stored, (), tuple(notes))

@@ -1,0 +1,149 @@
+"""State dicts, in memory and inside of what trainers save: found by the keys that trainers use, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError, listing
+from gonio.escaping import plain, shorten
+from gonio.measuring.reading.entry import Entry, StoredTensor
+
+# The keys under which trainers store the weights, most trusted first; averages of the weights last.
+_KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "params", "weights")
+_KEYS += ("state", "state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema", "shadow_params")
+_DEPTH = 3
+_NESTED = 6  # levels below which containers of a checkpoint are not searched for tensors
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The tensors of files or of a state dict; an entry with a reason for everything else; notes."""
+
+    stored: dict[str, StoredTensor]
+    others: tuple[Entry, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state dict in a checkpoint.
+
+    Attributes:
+        key: its place, with dots between keys; "" for the checkpoint itself.
+        beside: the places of other tensors in the checkpoint, which were not read.
+    """
+
+    state: Mapping[Any, Any]
+    key: str
+    beside: tuple[str, ...]
+
+
+def state_in(content: Any, *, what: str, key: str = "") -> Found:
+    """The state dict in a checkpoint: the least deep one, and of several the one under the most trusted key.
+
+    Args:
+        what: the name of `content` in the error.
+        key: its place, with dots between keys, where it is under another one.
+
+    Raises:
+        InvalidArgumentError: if it holds no named tensors there.
+    """
+    if key:
+        inner = content
+        for word in key.split("."):
+            inner = inner.get(word) if isinstance(inner, Mapping) else None
+        if not isinstance(inner, Mapping) or not _holds_tensors(inner):
+            places = list(_holders(content)) if isinstance(content, Mapping) else []
+            do = f"Tensors are under: {shorten_list(places, repr)}." if places else "Leave the key out."
+            raise InvalidArgumentError(f"measure() looks for named tensors under the key {key!r} of {what}", "none", do)
+        found = state_in(inner, what=f"{what} under {key!r}")
+        beside = [*found.beside, *(other for other in _holders(content) if other != key.partition(".")[0])]
+        return Found(found.state, f"{key}.{found.key}".rstrip("."), tuple(beside))
+    places = list(_places(content, "", _DEPTH)) if isinstance(content, Mapping) else []
+    if not places:
+        raise _no_state(content, what)
+    at, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
+    others = [other.removeprefix(".") for other, _ in places if other != at]
+    known = {place.split(".")[1] for place, _ in places if place}
+    if at:
+        others += [name for name in _holders(content) if name not in known]
+    return Found(state, at.removeprefix("."), tuple(others))
+
+
+def _no_state(content: Any, what: str) -> InvalidArgumentError:
+    held, do = type(content).__name__, f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}."
+    if isinstance(content, Mapping):
+        held = f"a mapping with the keys [{shorten_list(content, repr)}]"
+        if places := list(_holders(content)):
+            do = f"Name the one to measure (--key {places[0]} on the command line), or pass it alone."
+            do += f" Tensors are under: {shorten_list(places, repr)}."
+    return InvalidArgumentError(f"measure() looks for named tensors in {what}", held, do)
+
+
+def _places(content: Mapping[Any, Any], at: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """(place, state dict) for every state dict under the known keys, or for the mapping itself.
+
+    A mapping with tensors and with a state dict in it is that of a trainer, unless it has more matrices itself.
+    """
+    known = ((key, content.get(key)) for key in _KEYS) if depth else ()
+    inner = [
+        place for key, held in known if isinstance(held, Mapping) for place in _places(held, f"{at}.{key}", depth - 1)
+    ]
+    own = any(isinstance(value, Tensor) for value in content.values())
+    if own and _matrices(content) >= max((_matrices(state) for _, state in inner), default=0) + bool(inner):
+        yield at, content
+    else:
+        yield from inner
+
+
+def _matrices(state: Mapping[Any, Any]) -> int:
+    return sum(isinstance(value, Tensor) and value.ndim > 1 for value in state.values())
+
+
+def _holders(content: Mapping[Any, Any]) -> Iterator[str]:
+    """The keys under which there are tensors, at any depth."""
+    return (str(key) for key, value in content.items() if isinstance(value, Tensor) or _holds_tensors(value))
+
+
+def _holds_tensors(value: Any, depth: int = _NESTED) -> bool:
+    if isinstance(value, Tensor) or not depth:
+        return isinstance(value, Tensor)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(_holds_tensors(one, depth - 1) for one in inner)
+
+
+def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> str:
+    """The first names, shortened, and how many more there are; for errors, which stay short whatever the names are."""
+    shown = ", ".join(shorten(form(name)[:200]) for name in islice(names, 8))
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Opened:
+    """The tensors of a state dict; torch's quantised linear layers store (weight, bias) under one key.
+
+    Args:
+        read: returns the tensor of a key when it is measured; by default tensors are kept in memory.
+    """
+    stored: dict[str, StoredTensor] = {}
+    packed: dict[str, StoredTensor] = {}
+    others = []
+    for name, value in found.state.items():
+        path = str(name).removesuffix("._packed_params").removesuffix("._packed_params")
+        if isinstance(value, Tensor):
+            stored[str(name)] = StoredTensor.of(value, read and partial(read, name))
+        elif path != str(name) and isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+            packed[f"{path}.weight"] = StoredTensor.of(value[0])
+        elif value is not None:
+            kind = type(value).__name__
+            others.append(Entry(str(name), kind, None, None, f"not a tensor but {kind}"))
+    notes = [f"read from {plain(found.key)!r} of the checkpoint"] if found.key else []
+    if found.beside:
+        beside = listing([plain(key) for key in found.beside], limit=4)
+        notes.append(f"not read: {beside}, of the same checkpoint")
+    return Opened(stored | packed, tuple(others), tuple(notes))

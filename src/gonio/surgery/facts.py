@@ -1,0 +1,301 @@
+"""What a layer does: stated for its type, or measured by running it.
+
+A fact of a type holds for an object if the type's own forward runs: a subclass with another forward may compute
+anything. Types of torch, timm and transformers are listed here, layers of gonio declare `layer_facts` on their class,
+and :func:`register` adds a type of the user. What is neither stated nor measured is unknown, and verbs leave it alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gonio.errors import InvalidArgumentError
+from gonio.execution import is_sharded
+from gonio.seeding import generator
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+TORCH_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a layer's function. None stands for "not known".
+
+    Attributes:
+        removes_scale: whether the output in training is the same for x and c·x, c > 0, as after a normalisation.
+        removes_shift: whether also a constant that is added to a channel (dim 1) has no effect.
+        homogeneous: whether f(c·x) = c·f(x) for c > 0.
+        acts_on: what the layer treats separately: "entries" (elementwise) or "channels" (dim 1, as pooling does).
+        linear: whether it is linear and has no weights (pooling by averages, dropout, reshaping).
+        activation: the name of the activation function, as :func:`gonio.init.gain` takes it.
+        why_not_affine: for a norm with running statistics: why it does not scale and shift each channel (dim 1) by
+            them in evaluation mode; gives None where it does. None for other layers.
+        tail: names of the children that are applied, in order, to the result of what the other facts describe.
+        joins: gives whether a norm takes its statistics over the batches of all processes.
+        mixture: gives the shares of the statistics of a norm that mixes several.
+        fused: child layers that compute several of queries, keys and values at once, and how many.
+    """
+
+    removes_scale: bool | None = None
+    removes_shift: bool | None = None
+    homogeneous: bool | None = None
+    acts_on: Literal["entries", "channels"] | None = None
+    linear: bool | None = None
+    activation: str = ""
+    why_not_affine: Callable[[Any], str | None] | None = None
+    tail: tuple[str, ...] = ()
+    joins: Callable[[Any], bool] | None = None
+    mixture: Callable[[Any], dict[str, dict[str, float]]] | None = None
+    fused: Mapping[str, int] = field(default_factory=dict)
+
+
+UNKNOWN = Facts()
+
+
+def register(kind: type[nn.Module], facts: Facts) -> None:
+    """State what the layers of a type of your own do; a later call replaces the facts of an earlier one.
+
+    Raises:
+        InvalidArgumentError: if `kind` is not a module class with a forward of its own, or `facts` no :class:`Facts`.
+
+    Example:
+        >>> class Scaled(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / x.norm(dim=-1, keepdim=True)
+        >>> gonio.surgery.facts.register(Scaled, gonio.surgery.facts.Facts(removes_scale=True))
+        >>> gonio.surgery.followed_by_norm(nn.Sequential(nn.Linear(2, 2), Scaled()))
+        {'0': '1'}
+    """
+    given: object = kind
+    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
+        raise InvalidArgumentError("register() takes a module class", repr(kind), "Pass the class of your layer.")
+    if not isinstance(facts, Facts):
+        do = "Pass e.g. Facts(removes_scale=True)."
+        raise InvalidArgumentError("register() takes gonio.surgery.facts.Facts", repr(facts), do)
+    _STATED[kind] = facts
+
+
+def facts_of(module: nn.Module) -> Facts:
+    """The facts that are stated for the type of a layer; :data:`UNKNOWN` if there are none.
+
+    Example:
+        >>> from gonio.surgery.facts import facts_of
+        >>> facts_of(nn.BatchNorm2d(3)).removes_scale, facts_of(nn.ReLU()).homogeneous, facts_of(nn.GELU()).homogeneous
+        (True, True, None)
+    """
+    for kind in type(module).__mro__:
+        stated = _STATED.get(kind) or _declared(kind) or _foreign(kind)
+        if stated is not None:
+            return stated if computes_as(module, (kind,)) else UNKNOWN
+    return UNKNOWN
+
+
+def _declared(kind: type) -> Facts | None:
+    declared = vars(kind).get("layer_facts")
+    return Facts(**declared) if isinstance(declared, Mapping) and kind.__module__.startswith("gonio.") else None
+
+
+def _foreign(kind: type) -> Facts | None:
+    """The facts of a type of timm or transformers: of the very object that its module has under its name."""
+    stated = _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
+    there = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None)
+    return stated if stated is not None and there is kind else None
+
+
+# --- which forward runs -------------------------------------------------------------------------------
+
+
+def computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the module is of one of these classes and runs that class's own forward.
+
+    Example:
+        >>> from gonio.surgery.facts import computes_as
+        >>> class Halved(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) / 2
+        >>> computes_as(nn.Linear(2, 2), (nn.Linear,)), computes_as(Halved(2, 2), (nn.Linear,))
+        (True, False)
+    """
+    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+    if kind is None or "forward" in vars(module):
+        return False
+    methods = ("forward", "_conv_forward")
+    return all(getattr(type(module), method, None) is getattr(kind, method, None) for method in methods)
+
+
+def computes_plainly(module: nn.Module) -> bool:
+    """Whether the module applies its own Parameter `weight`, and a bias, as torch's layer of its kind does."""
+    own = module._parameters.get("weight")
+    return own is not None and own is getattr(module, "weight", None) and computes_as(module, WEIGHTED)
+
+
+def tail_of(norm: nn.Module) -> list[nn.Module]:
+    """The dropout and activation that a norm applies to its result; empty for most."""
+    return [part for name in facts_of(norm).tail if (part := norm._modules.get(name)) is not None]
+
+
+def without_tail(norm: nn.Module) -> nn.Module:
+    """A norm of torch's own class on the same Parameters and buffers; the norm itself if it has no tail."""
+    if not facts_of(norm).tail:
+        return norm
+    plain = copy.copy(norm)
+    plain.__class__ = next(kind for kind in _BATCH_NORMS if isinstance(norm, kind))
+    for name in ("_parameters", "_buffers"):
+        plain.__dict__[name] = norm.__dict__[name].copy()
+    plain.__dict__["_modules"] = {}
+    return plain
+
+
+def why_not_dense(tensor: Tensor | None) -> str | None:
+    """Why the entries of a weight cannot be computed with; None if they can.
+
+    Example:
+        >>> from gonio.surgery.facts import why_not_dense
+        >>> why_not_dense(nn.Linear(2, 2, dtype=torch.complex64).weight)
+        'its weight is complex'
+    """
+    if tensor is None:
+        return None
+    if is_lazy(tensor):
+        return "it is lazy; run one batch first"
+    if tensor.is_complex():
+        return "its weight is complex"
+    if tensor.layout is not torch.strided:
+        return f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
+    kind = type(tensor)
+    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not nn.Parameter
+    if own and not is_sharded(tensor) and not kind.__module__.startswith("torch._subclasses"):
+        return f"its weight is stored as {kind.__name__}, whose entries cannot be set"
+    return None if tensor.is_floating_point() else f"its weight is quantised to {str(tensor.dtype)[6:]}"
+
+
+# --- measured -----------------------------------------------------------------------------------------
+
+
+def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
+    """Whether a layer of unknown type removes the scale or a shift of its input, or passes it on, by running it.
+
+    A copy with random parameters, in float64 and training mode, runs on x, 2x, 2x + a constant per channel and another
+    input, of the first shape that it takes. Nothing is known of a layer that changes the shape or takes none of them.
+
+    Example:
+        >>> from gonio.surgery.facts import measure
+        >>> class Centred(nn.Module):
+        ...     def forward(self, x):
+        ...         return x - x.mean(-1, keepdim=True)
+        >>> found = measure(Centred(), [(4, 8)])
+        >>> found.removes_scale, found.homogeneous
+        (False, True)
+    """
+    random = generator(0, "facts")
+    try:
+        twin = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).cpu()
+    except Exception:  # the layer's own code can raise anything
+        return UNKNOWN
+    twin = twin.double().train()
+    for parameter in twin.parameters():
+        if parameter.is_floating_point():
+            parameter.data.uniform_(0.5, 1.5, generator=random)
+    for shape in shapes:
+        x, other = (100 * torch.randn(*shape, generator=random, dtype=torch.float64) for _ in range(2))
+        shift = 1000 * torch.rand(1, shape[1], *[1] * (len(shape) - 2), generator=random, dtype=torch.float64)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                first, doubled, shifted, apart = (twin.forward(each.clone()) for each in (x, 2 * x, x + shift, other))
+        except Exception:
+            continue
+        if not isinstance(first, Tensor) or first.shape != x.shape or not first.is_floating_point():
+            continue
+        if _alike(first, apart):  # a constant tells nothing
+            return UNKNOWN
+        scale = _alike(first, doubled)
+        return Facts(scale, scale and _alike(first, shifted), _alike(2 * first, doubled))
+    return UNKNOWN
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.isfinite(a).all()) and float((a - b).abs().max()) <= 1e-4 * float(a.abs().max())
+
+
+# --- torch, timm and transformers ---------------------------------------------------------------------
+
+_BATCH_NORMS = (nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def _without_statistics(norm: nn.Module) -> str | None:
+    stored = isinstance(norm._buffers.get("running_mean"), Tensor)
+    return None if stored else "it keeps no running statistics"
+
+
+_BATCH = Facts(removes_scale=True, removes_shift=True, why_not_affine=_without_statistics)
+_INSTANCE = Facts(removes_scale=True, removes_shift=True)
+_ACROSS = Facts(removes_scale=True, removes_shift=False)
+_PASS = Facts(homogeneous=True, linear=True)
+_EACH_ENTRY = replace(_PASS, acts_on="entries")
+_EACH_CHANNEL = Facts(homogeneous=True, acts_on="channels")
+
+
+def _of_pools() -> dict[type[nn.Module], Facts]:
+    kinds = [(getattr(nn, f"{kind}Pool{dims}d"), "Avg" in kind) for kind in _POOLS for dims in (1, 2, 3)]
+    return {kind: replace(_EACH_CHANNEL, linear=average) for kind, average in kinds}
+
+
+_POOLS = ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
+_STATED: dict[type[nn.Module], Facts] = {
+    **dict.fromkeys(_BATCH_NORMS, _BATCH),
+    **dict.fromkeys(_INSTANCE_NORMS, _INSTANCE),
+    **dict.fromkeys((nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), _ACROSS),
+    **dict.fromkeys((nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), _EACH_ENTRY),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), _PASS),
+    **dict.fromkeys((nn.AlphaDropout, nn.FeatureAlphaDropout), Facts(linear=True)),
+    **_of_pools(),
+    nn.ReLU: Facts(homogeneous=True, acts_on="entries", activation="relu"),
+    nn.LeakyReLU: Facts(homogeneous=True, acts_on="entries", activation="leaky_relu"),
+    nn.PReLU: Facts(homogeneous=True, acts_on="entries"),
+    nn.ReLU6: Facts(activation="relu"),
+    **{
+        getattr(nn, name): Facts(activation=name.lower())
+        for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "ELU", "SELU", "Softplus", "Hardswish")
+    },
+    nn.MultiheadAttention: Facts(fused={"in_proj_weight": 3}),
+}
+ACTIVATIONS = frozenset(facts.activation for facts in _STATED.values() if facts.activation)
+# Activations with φ(cx) = cφ(x) for c > 0, and none. (ReLU6, which counts as "relu" for gains, is not.)
+HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
+
+_WITH_ACTIVATION = replace(_BATCH, tail=("drop", "act"))
+_FOREIGN: dict[str, Facts] = {
+    "timm.layers.norm_act.BatchNormAct2d": _WITH_ACTIVATION,
+    "timm.layers.norm_act.SyncBatchNormAct": _WITH_ACTIVATION,
+    **{
+        f"timm.layers.activations.{kind}": Facts(activation=name)
+        for kind, name in (("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh"))
+        + (("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu"))
+    },
+    **{
+        f"transformers.activations.{kind}": Facts(activation=name)
+        for kind, name in (("GELUActivation", "gelu"), ("NewGELUActivation", "gelu"), ("SiLUActivation", "silu"))
+        + (("PytorchGELUTanh", "gelu"), ("GELUTanh", "gelu"), ("FastGELUActivation", "gelu"))
+    },
+}

@@ -1,0 +1,482 @@
+"""The steps of optimizers: the one registry of what happens around them, and what an edit does to an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gonio.editing.edit import Edit
+from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
+
+Value = TypeVar("Value")
+KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer
+
+# --- the optimizer in its wrappers ------------------------------------------------------------------------
+
+# Wrappers that change no weight after the step of the optimizer that they contain, by module and class.
+_TRANSPARENT = (
+    ("accelerate.optimizer", "AcceleratedOptimizer"),
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+)
+
+
+def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
+    """The optimizers whose `step()` changes the parameters: the given one, or those that it contains.
+
+    A wrapper (of Accelerate, of Lightning, Lookahead, SAM) has another optimizer of some of its parameters as an
+    attribute, or several in a list or dict.
+
+    Raises:
+        InvalidArgumentError: for another object, and for an optimizer whose steps torch does not report to hooks.
+
+    Example:
+        >>> from gonio.surgery.steps import real_optimizers
+        >>> class Wrapper:
+        ...     def __init__(self, inner):
+        ...         self.inner, self.param_groups = inner, inner.param_groups
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> real_optimizers(Wrapper(sgd), verb="demo_") == (sgd,)
+        True
+    """
+    found = [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+    for each in found:
+        if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
+            raise InvalidArgumentError(
+                f"{verb} needs an optimizer whose steps can be observed",
+                f"{_a(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an optimizer of its "
+                "parameters",
+                "Pass the torch.optim.Optimizer whose step() changes the weights.",
+            )
+    return tuple(found)
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
+
+
+def _inner_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers in the attributes of an optimizer that share parameters with it."""
+    mine, found = parameter_ids(optimizer), dict[int, Optimizer]()
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in items:
+            if isinstance(item, Optimizer) and item is not optimizer and mine & parameter_ids(item):
+                found[id(item)] = item
+    return list(found.values())
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer and all that it contains, each once, outer ones first."""
+    found: dict[int, Any] = {}
+    left = [optimizer]
+    while left:
+        each = left.pop(0)
+        if id(each) not in found:
+            found[id(each)] = each
+            left += _inner_optimizers(each)
+    return list(found.values())
+
+
+# --- the registry -----------------------------------------------------------------------------------------
+
+# Note [One registry of steps]
+# Torch calls global hooks around the step of every optimizer. Both are registered once and stay: torch iterates over
+# its hooks during a step, in which another thread, or the collection of garbage, may end a watch. Watches of one
+# optimizer are stored in a list on it, so that both are collected together; the list is replaced, never changed, which
+# makes a reader in another thread see the old or the new one. Global hooks run around the hooks of the optimizer
+# itself. Before a step refusals come first, then what measures, then what changes; afterwards in the opposite order,
+# so that a step is measured with everything that is done to it.
+
+Act = Callable[[Optimizer], object]
+_WATCHES = "_gonio_watches"  # the attribute of an optimizer
+_LOCK = threading.RLock()  # a finalizer may run while it is held
+_OF_ALL: list[_Watch] = []
+_HOOKS: list[object] = []
+
+
+@dataclass(frozen=True, eq=False)
+class _Watch:
+    before: Act | None
+    after: Act | None
+    measures: bool
+
+
+def watch(
+    optimizer: Any,
+    *,
+    before: Act | None = None,
+    after: Act | None = None,
+    settled: Act | None = None,
+    measures: bool = False,
+    verb: str = "watch",
+) -> Callable[[], None]:
+    """Call functions around each step of an optimizer, in a wrapper or not; returns a function that ends it.
+
+    Args:
+        optimizer: None for all.
+        before, after: are called with the optimizer that changes the parameters. An exception ends the step.
+        settled: is called with it after the step of a wrapper around it, which may have changed weights once more.
+        measures: whether it only measures: it then sees the step with everything that others do to it.
+        verb: named by errors.
+
+    Raises: InvalidArgumentError as :func:`real_optimizers`. Nothing is registered then.
+
+    Example:
+        >>> from gonio.surgery.steps import watch
+        >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> end = watch(optimizer, after=lambda optimizer: print(type(optimizer).__name__))
+        >>> optimizer.step(); end(); optimizer.step()
+        SGD
+    """
+    found = _Watch(before, after, measures)
+    if optimizer is None:
+        pairs: list[tuple[Any, _Watch]] = [(None, found)]
+    else:
+        real = real_optimizers(optimizer, verb=verb)
+        pairs = [(each, found) for each in real]
+        outer = [each for each in _with_inner(optimizer) if each not in real] if settled is not None else []
+        ending = _Watch(None, partial(_settle, settled, real), measures)
+        pairs += [(each, ending) for each in outer if _observable(each)]
+    with _LOCK:
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+            _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+        for each, mine in pairs:
+            _set(each, [*_get(each), mine])
+
+    # weak, so that what keeps this function does not keep the optimizer
+    ends = [(_nothing if each is None else weakref.ref(each), each is None, mine) for each, mine in pairs]
+
+    def end() -> None:
+        with _LOCK:
+            for ref, of_all, mine in ends:
+                if of_all or ref() is not None:
+                    _set(ref(), [other for other in _get(ref()) if other is not mine])
+
+    return end
+
+
+def _nothing() -> None:
+    """In the place of a reference to one optimizer."""
+
+
+def _settle(settled: Act, real: Sequence[Optimizer], _: Optimizer) -> None:
+    for each in real:
+        settled(each)
+
+
+def _observable(wrapper: Any) -> bool:
+    """Whether the end of a wrapper's step is to be observed; makes a step observable that torch does not report."""
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
+    if any(kind is not None and isinstance(wrapper, kind) for kind in known):
+        return False
+    if not (isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)):
+        original = wrapper.step
+        if not hasattr(original, "_gonio_observed"):
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                _after_step(wrapper)
+                return result
+
+            step._gonio_observed = True  # type: ignore[attr-defined]
+            wrapper.step = step
+    return True
+
+
+def _get(optimizer: Any) -> list[_Watch]:
+    return _OF_ALL if optimizer is None else vars(optimizer).get(_WATCHES, [])
+
+
+def _set(optimizer: Any, watches: list[_Watch]) -> None:
+    global _OF_ALL  # replaced, never changed: see the note
+    if optimizer is None:
+        _OF_ALL = watches
+    else:
+        vars(optimizer)[_WATCHES] = watches
+
+
+def _in_order(optimizer: Optimizer) -> list[_Watch]:
+    own = _get(optimizer)
+    return [*_OF_ALL, *(each for each in own if each.measures), *(each for each in own if not each.measures)]
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in _in_order(optimizer):
+        if each.before is not None:
+            each.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for each in reversed(_in_order(optimizer)):
+        if each.after is not None:
+            each.after(optimizer)
+
+
+# --- parameters that an edit adds or removes --------------------------------------------------------------
+
+
+def parameter_ids(optimizer: Optimizer) -> set[int]:
+    """`id` of each Parameter in an optimizer's groups."""
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Raise unless the optimizer holds parameters of the model."""
+    if optimizer is not None and not parameter_ids(optimizer) & {id(p) for p in model.parameters()}:
+        raise _holds_none()
+
+
+def update_optimizer_(
+    edit: Edit,
+    path: str,
+    optimizer: Optimizer | None,
+    before: Sequence[nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+) -> None:
+    """Give a layer's new parameters to the given optimizer; without one, guard against a step that omits them.
+
+    With an optimizer, new parameters join the group of the layer's old ones, and removed ones leave it with
+    their state. A Parameter that the model still uses elsewhere is not removed, and one that the optimizer has
+    already is not new. The edit's undo restores groups and state. `before` and `after` are the layer's parameters.
+    """
+    if optimizer is None:
+        known = {id(parameter) for parameter in edit.present}
+        added = {f"{path}.{name}".removeprefix("."): weakref.ref(p) for name, p in after.items() if id(p) not in known}
+        if added:
+            waiting = _Waiting(edit.verb, added, _trained(before), _trained(edit.present))
+            edit.on_undo(waiting.end)
+            _set_waiting(waiting)
+        return
+    held = parameter_ids(optimizer)
+    used = {id(p) for p in edit.model.parameters()}
+    new = [p for p in dict.fromkeys(after.values()) if id(p) not in held and not any(p is b for b in before)]
+    gone = {id(p) for p in before} - used
+    trained = any(id(p) in held for p in before) or any(p.requires_grad for p in new)
+    if not (new or gone) or not trained:  # the same parameters, or a frozen layer
+        return
+    group = _group_of(optimizer, before, used)
+    edit.on_undo(_restorer(optimizer))
+    for each in optimizer.param_groups:
+        take_out_(optimizer, each, gone)
+    for parameter in before:
+        if id(parameter) in gone:
+            optimizer.state.pop(parameter, None)
+    for name, values in per_parameter(optimizer, group).items():
+        group[name] = [*values, *(new if name == "params" else [None] * len(new))]
+
+
+def per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The options of a group that have one value per parameter: `params`, torch's `param_names`, those of its class."""
+    names = ("params", "param_names", *getattr(type(optimizer), "per_parameter", ()))
+    return {name: list(group[name]) for name in names if isinstance(group.get(name), list)}
+
+
+def take_out_(optimizer: Optimizer, group: dict[str, Any], ids: set[int]) -> dict[str, list[Any]]:
+    """Remove parameters from a group; returns their values of its options that have one per parameter."""
+    kept, taken = dict[str, list[Any]](), dict[str, list[Any]]()
+    for name, values in per_parameter(optimizer, group).items():
+        pairs = list(zip(group["params"], values, strict=True))
+        kept[name] = [value for p, value in pairs if id(p) not in ids]
+        taken[name] = [value for p, value in pairs if id(p) in ids]
+    group.update(kept)
+    return taken
+
+
+def note_added(edit: Edit) -> None:
+    """Note how many parameters the model has that it had not; an optimizer does not find them by itself."""
+    known = {id(parameter) for parameter in edit.present}
+    count = sum(id(p) not in known for p in edit.model.parameters())
+    if count:
+        edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")
+
+
+def _group_of(optimizer: Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:
+    """The group of the layer's parameters; of any of the model's for a layer that had none."""
+    wanted = {id(p) for p in layer} or model
+    for group in optimizer.param_groups:
+        if any(id(p) in wanted for p in group["params"]):
+            return group
+    raise _holds_none()
+
+
+def _holds_none() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "optimizer= must hold the parameters of the layers that change",
+        "an optimizer that holds none of them",
+        "Pass the optimizer built from this model's parameters.",
+    )
+
+
+def _restorer(optimizer: Optimizer) -> Callable[[], None]:
+    groups = [per_parameter(optimizer, group) for group in optimizer.param_groups]
+    state = dict(optimizer.state)
+
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, groups, strict=False):  # groups added since stay
+            group.update(before)
+        for parameter, value in state.items():
+            optimizer.state.setdefault(parameter, value)
+        known = parameter_ids(optimizer)
+        for parameter in [p for p in optimizer.state if id(p) not in known]:
+            del optimizer.state[parameter]
+
+    return restore
+
+
+# --- the state of a rescaled parameter ------------------------------------------------------------------
+
+# By type: the power of 1/s by which each entry of an optimizer's state is multiplied.
+_ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+_POWERS: dict[type[Optimizer], dict[str, int]] = {
+    torch.optim.SGD: {"momentum_buffer": 1},
+    torch.optim.ASGD: {"ax": -1},
+    torch.optim.Adagrad: {"sum": 2},
+    torch.optim.Adadelta: {"square_avg": 2, "acc_delta": -2},
+    torch.optim.RMSprop: {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0},
+    torch.optim.Rprop: {"prev": 1, "step_size": -1},
+    torch.optim.Adamax: {"exp_avg": 1, "exp_inf": 1},
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam), _ADAM),
+    torch.optim.SparseAdam: _ADAM,
+    **({torch.optim.Muon: {"momentum_buffer": 1}} if hasattr(torch.optim, "Muon") else {}),
+}
+
+
+def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Value | None:
+    """The entry for the type of an optimizer, or for a base class whose `step` it inherits; None for another type.
+
+    Example:
+        >>> from gonio.surgery.steps import of_kind
+        >>> class Mine(torch.optim.SGD):
+        ...     def step(self, closure=None): ...
+        >>> weights = list(nn.Linear(2, 2).parameters())
+        >>> kinds = {torch.optim.SGD: "SGD"}
+        >>> of_kind(torch.optim.SGD(weights, lr=0.1), kinds), of_kind(Mine(weights, lr=0.1), kinds)
+        ('SGD', None)
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    for base in type(optimizer).__mro__:
+        if base in kinds:
+            return kinds[base] if inspect.unwrap(base.step) is step else None
+    return None
+
+
+def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Parameter, s: Tensor) -> None:
+    """Rescale an optimizer's state of a parameter that is multiplied by s while the function stays the same.
+
+    The parameter's gradient g becomes g/s. A state tensor that is a sum of gradients is divided by s, one of
+    squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
+    of other types may have scalar state only, unless their class says the powers in `state_powers`; other state raises.
+    """
+    powers = of_kind(optimizer, _POWERS) or getattr(type(optimizer), "state_powers", {})
+    for name, value in optimizer.state.get(parameter, {}).items():
+        single = isinstance(value, Tensor) and value.numel() == 1 and parameter.numel() != 1
+        if not isinstance(value, Tensor) or single or name == "step" or name == KEPT_RADIUS:
+            continue
+        if name not in powers or value.shape != parameter.shape:
+            why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
+            do = "Balance before the optimizer takes its first step."
+            raise NotApplicableError("balance_", path, why, do, action="balance")
+        if powers[name]:
+            edit.set_data_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
+
+
+# --- parameters that no optimizer has yet -------------------------------------------------------------
+
+# Note [Optimizers that were built before]
+# An edit without `optimizer=` cannot know whether an optimizer exists or will be built; torch keeps no list of them,
+# but a hook is called with each optimizer that takes a step. Added parameters count as trained as soon as an optimizer
+# that has them takes a step. Until then, an optimizer that trains the layer without them would leave them at their
+# initial values:
+#
+# * if it holds every trained parameter that the model had before the edit, its step raises. Where a second optimizer
+#   has the added parameters, that one must step first;
+# * if it holds only some of them, training is split between optimizers, and one that has not taken a step yet may
+#   have the added parameters: its second step raises.
+#
+# The watch is registered when parameters wait for the first time, and stays.
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """The parameters that an edit added to one layer, until an optimizer that has them takes a step."""
+
+    verb: str
+    added: dict[str, weakref.ref[nn.Parameter]]  # by name
+    layer: list[weakref.ref[nn.Parameter]]  # the trained parameters that the layer had
+    model: list[weakref.ref[nn.Parameter]]  # and that the model had
+    # optimizers that trained the layer without the added parameters once
+    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+    def observe(self, held: set[int]) -> None:
+        """Drop the added parameters that an optimizer about to step holds, and those that no longer exist."""
+        self.added = {name: ref for name, ref in self.added.items() if (p := ref()) is not None and id(p) not in held}
+
+    def untrained(self) -> list[str]:
+        """Names of the added parameters that should be trained and are in no optimizer that has stepped."""
+        return [name for name, ref in self.added.items() if (p := ref()) is not None and p.requires_grad]
+
+    def refuses(self, optimizer: Optimizer, held: set[int]) -> bool:
+        """Whether a step of this optimizer must raise; see Note [Optimizers that were built before]."""
+        if not self.untrained():
+            return False
+        if _holds(all, held, self.model):
+            return True
+        if not _holds(any, held, self.layer):
+            return False
+        again = optimizer in self.stepped
+        self.stepped.add(optimizer)
+        return again
+
+    def end(self) -> None:
+        """Wait no longer."""
+        _set_waiting(ended=self)
+
+
+_WAITING: list[_Waiting] = []
+_WAITS: list[Callable[[], None]] = []
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
+    return [weakref.ref(parameter) for parameter in parameters if parameter.requires_grad]
+
+
+def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[weakref.ref[nn.Parameter]]) -> bool:
+    """Whether an optimizer holds all, or any, of the parameters that still exist; False if none does."""
+    there = [id(p) in held for ref in refs if (p := ref()) is not None]
+    return bool(there) and quantifier(there)
+
+
+def _set_waiting(added: _Waiting | None = None, *, ended: _Waiting | None = None) -> None:
+    """Add or remove one, and drop those whose parameters are gone or trained; the list is replaced, never changed."""
+    global _WAITING
+    with _LOCK:
+        kept = [w for w in _WAITING if w is not ended and any(ref() is not None for ref in w.added.values())]
+        _WAITING = kept if added is None else [*kept, added]
+        if _WAITING and not _WAITS:
+            _WAITS.append(watch(None, before=_refuse_untrained))
+
+
+def _refuse_untrained(optimizer: Optimizer) -> None:
+    if not _WAITING:
+        return
+    held = parameter_ids(optimizer)
+    for waiting in _WAITING:
+        waiting.observe(held)
+    _set_waiting()
+    refusing = [waiting for waiting in _WAITING if waiting.refuses(optimizer, held)]
+    if refusing:
+        names = [name for waiting in refusing for name in waiting.untrained()]
+        raise UntrainedParametersError(refusing[0].verb, names)

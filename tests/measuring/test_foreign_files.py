@@ -1,0 +1,346 @@
+"""Weights that files store in their own ways: the numbers that the tool computes, or the reason why there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.prune as prune
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from catalog import seeded
+from foreign import FLOAT8_ROWS, torchvision
+from gonio.errors import InvalidArgumentError, UnreadableFileError
+from gonio.measuring import Measurements, difference, measure
+from gonio.measuring.reading.source import CheckpointPart
+
+old = nn.utils
+new = nn.utils.parametrizations
+
+
+def norm(weight: Tensor) -> Any:
+    return pytest.approx(float(weight.double().norm()), rel=1e-5)
+
+
+def accounted(found: Measurements) -> None:
+    """Every tensor is measured, or says why it is not."""
+    assert all(t.status == "measured" or t.reason for t in found.values())
+
+
+# --- weights that a norm or a mask computes --------------------------------------------------------------------------
+
+
+COMPUTED: dict[str, Any] = {
+    "weight norm, old": lambda: old.weight_norm(nn.Conv1d(16, 32, 7)),
+    "weight norm of a linear layer, old": lambda: old.weight_norm(nn.Linear(16, 32)),
+    "weight norm of all, old": lambda: old.weight_norm(nn.Linear(16, 32), dim=None),
+    "weight norm of inputs, old": lambda: old.weight_norm(nn.Linear(16, 32), dim=1),
+    "weight norm of one output, old": lambda: old.weight_norm(nn.Linear(16, 1)),
+    "weight norm, new": lambda: new.weight_norm(nn.Conv2d(4, 8, 3)),
+    "weight norm of a transposed layer, new": lambda: new.weight_norm(nn.ConvTranspose1d(4, 8, 3), dim=1),
+    "spectral norm, old": lambda: old.spectral_norm(nn.Conv1d(16, 32, 7)),
+    "spectral norm of a transposed layer, old": lambda: old.spectral_norm(nn.ConvTranspose2d(8, 8, 3)),
+    "spectral norm, new": lambda: new.spectral_norm(nn.Conv2d(4, 8, 3)),
+    "spectral norm of a transposed layer, new": lambda: new.spectral_norm(nn.ConvTranspose2d(4, 8, 3)),
+    "spectral norm of a linear layer, new": lambda: new.spectral_norm(nn.Linear(16, 16)),
+    "pruned at random": lambda: prune.random_unstructured(nn.Linear(16, 32), "weight", 0.3),
+    "pruned by filters": lambda: prune.ln_structured(nn.Conv2d(4, 8, 3), "weight", 0.5, n=2, dim=0),
+    "pruned recurrent": lambda: prune.l1_unstructured(nn.LSTM(6, 5), "weight_ih_l0", 0.4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_computed_weight_is_the_one_that_the_layer_uses(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = COMPUTED[name]().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(3)
+    key = "weight_ih_l0" if "recurrent" in name else "weight"
+    for hook in layer._forward_pre_hooks.values():  # what a forward does
+        hook(layer, ())
+    expected = norm(getattr(layer, key).detach())
+    state = {f"net.{k}": v.contiguous() for k, v in layer.state_dict().items()}
+    save_file(state, tmp_path / "m.safetensors")
+    for found in (measure(state), measure(tmp_path / "m.safetensors")):
+        row = found[f"net.{key}"]
+        assert row.frobenius == expected
+        accounted(found)
+        assert not any(t.filters for t in found.values() if f"{key}_" in t.name or "parametrizations" in t.name)
+    assert measure(layer)[key].frobenius == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", [old.weight_norm, old.spectral_norm])
+def test_an_old_norm_is_read_as_the_next_forward_would(kind: Any) -> None:
+    trained, fresh = (kind(nn.Conv1d(16, 32, 7)).eval() for _ in range(2))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(5)
+    trained(torch.zeros(1, 16, 9))
+    fresh.load_state_dict(trained.state_dict())
+    before = fresh.weight.detach().clone()
+    assert measure(fresh)["weight"].frobenius == norm(trained.weight.detach())
+    assert torch.equal(fresh.weight.detach(), before)
+
+
+def test_names_alone_make_no_weight_norm() -> None:
+    gates = {"mlp.w_g": seeded(8, 4), "mlp.w_v": seeded(8, 4, seed=1), "a.weight_mask": torch.ones(4, 4)}
+    found = measure(gates)
+    assert "mlp.w" not in found
+    assert all(t.status == "no filters" for t in found.values())
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+W = seeded(256, 192) * 0.02
+
+
+def scaled(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit floats, their scale, and the weight that the two stand for; blocks of any size."""
+    grown = [*shape, *[1] * (W.ndim - len(shape))]
+    blocks = [of // n for of, n in zip(W.shape, grown, strict=True)]
+    cut = W.reshape(grown[0], blocks[0], grown[1], blocks[1])
+    scale = cut.abs().amax((1, 3), keepdim=True) / 448
+    codes = (cut / scale).to(torch.float8_e4m3fn)
+    return codes.reshape(W.shape), scale.reshape(shape), (codes.float() * scale).reshape(W.shape)
+
+
+SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "compressed-tensors": ("l.weight_scale", (1,)), "ComfyUI": ("l.scale_weight", ()), "another trainer": ("l.scale", (1, 1)),
+    "of rows": ("l.weight_scale", (256,)), "of columns": ("l.weight_scale", (1, 192)), "of blocks": ("l.weight_scale_inv", (4, 3)),
+    "TransformerEngine": ("l.scale_inv", (1,)), "quanto": ("l.weight.scale", (256, 1)), "of blocks of 2": ("l.weight_scale", (128, 96)),
+}  # fmt: skip
+
+
+@FLOAT8_ROWS
+@pytest.mark.parametrize("name", SCALES)
+def test_an_8_bit_weight_is_measured_with_its_scale(name: str) -> None:
+    key, shape = SCALES[name]
+    codes, scale, weight = scaled(shape)
+    state = {"l.weight": codes, key: scale, "l.bias": torch.zeros(256), "l.input_scale": torch.ones(1)}
+    found = measure(state)
+    assert found["l"].frobenius == norm(weight)
+    assert found[key].reason == "a part of the quantised l.weight"
+    assert difference({"l.weight": W}, state)["l"].relative < 0.05
+    accounted(found)
+
+
+@FLOAT8_ROWS
+def test_mxfp8_has_a_power_of_2_for_32_inputs() -> None:
+    powers = torch.randint(118, 122, (256, 6), dtype=torch.uint8)
+    codes = seeded(256, 192).to(torch.float8_e4m3fn)
+    weight = codes.float() * torch.exp2(powers.float() - 127).repeat_interleave(32, 1)
+    assert measure({"l.weight": codes, "l.weight_scale": powers})["l"].frobenius == norm(weight)
+
+
+@FLOAT8_ROWS
+def test_a_stack_of_experts_has_a_scale_each() -> None:
+    codes, scale = seeded(3, 16, 8).to(torch.float8_e4m3fn), torch.tensor([1.0, 2.0, 4.0])
+    for shape in ((3,), (3, 1, 1)):
+        found = measure({"l.weight": codes, "l.weight_scale": scale.reshape(shape)})["l"]
+        assert found.frobenius == norm(codes.float() * scale[:, None, None])
+
+
+@FLOAT8_ROWS
+def test_the_blocks_of_a_configuration_count(tmp_path: Path) -> None:
+    codes = seeded(100, 200).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 4) + 0.5
+    rows, columns = torch.arange(100) // 64, torch.arange(200) // 64
+    save_file({"l.weight": codes, "l.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    for about in ({"quant_method": "fp8", "weight_block_size": [64, 64]},):
+        config.write_text(json.dumps({"quantization_config": about}))
+        assert measure(tmp_path)["l"].frobenius == norm(codes.float() * scale[rows][:, columns])
+    for about, said in (
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, "how l.weight_scale_inv scales it is not known"),
+        ({"quant_method": "fp8", "weight_block_size": [10**30, "x"]}, "how l.weight_scale_inv scales it is not known"),
+        ({"quant_method": "new"}, "quantised by new, which is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64], "rotation": "hadamard"}, "not understood: rotation"),
+    ):
+        config.write_text(json.dumps({"quantization_config": about}))
+        row = measure(tmp_path)["l"]
+        assert (row.status, said in row.reason) == ("skipped", True)
+
+
+@FLOAT8_ROWS
+def test_an_8_bit_weight_beside_what_may_be_its_scale_is_refused_and_one_alone_is_read() -> None:
+    codes = W.to(torch.float8_e4m3fn)
+    assert measure({"l.weight": codes, "l.bias": torch.zeros(256)})["l"].frobenius == norm(codes.float())
+    row = measure({"l.weight": codes, "l.factor": torch.ones(256, 1)})["l"]
+    assert row.reason == "float8_e4m3fn, and how l.factor scales it is not known"
+    assert (
+        difference({"l.weight": W}, {"l.weight": codes, "l.factor": torch.ones(256, 1)})["l"].status == "not compared"
+    )
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+ELEMENTWISE: dict[str, Any] = {
+    "LayerNorm": lambda: nn.LayerNorm((16, 32)), "LayerNorm of maps": lambda: nn.LayerNorm((4, 8, 8)),
+    "RMSNorm": lambda: nn.RMSNorm((16, 32)), "LayerNorm of 4": lambda: nn.LayerNorm((2, 3, 4, 5)),
+    "LayerNorm without shifts": lambda: nn.LayerNorm((8, 8), bias=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("trained", [False, True])
+def test_gains_of_every_entry_are_no_filters(name: str, trained: bool) -> None:
+    layer = ELEMENTWISE[name]()
+    if trained:
+        with torch.no_grad():
+            layer.weight.add_(0.1 * seeded(*layer.weight.shape)[...].clamp(-4, 4))
+    for source in (nn.Sequential(layer), {f"norm.{k}": v for k, v in layer.state_dict().items()}):
+        found = measure(source)
+        assert found.findings == ()
+        assert found.layers == ()
+        accounted(found)
+
+
+def test_fixed_kernels_are_no_filters() -> None:
+    kernel = torch.tensor([1.0, 3, 3, 1])
+    kernel = kernel[:, None] * kernel / 64
+
+    class Blur(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", kernel.expand(16, 1, 4, 4).clone())
+
+    files: dict[str, Tensor] = {"up.blur.kernel": kernel, "down.filt": kernel[None, None].repeat(3, 1, 1, 1)}
+    files |= {"blur.weight": kernel.expand(16, 1, 4, 4).clone(), "box.weight": torch.full((8, 1, 3, 3), 1 / 9)}
+    for source in (files, nn.Sequential(nn.Conv2d(3, 16, 3), Blur())):
+        found = measure(source)
+        assert found.findings == ()
+        accounted(found)
+    assert measure(files)["box"].reason == "the same kernel in every channel: fixed, not trained"
+
+
+def test_damage_is_still_found_in_files() -> None:
+    """The same shapes with a weight that is all equal, or 0, is damaged and not a fixed kernel."""
+    assert measure({"a.weight": torch.full((8, 6), 0.1)}).findings
+    assert measure({"a.weight": torch.full((8, 2, 3, 3), 0.1)}).findings
+    assert (
+        measure({"a.weight": torch.zeros(8, 1, 3, 3)}).findings == ()
+        or measure({"a.weight": torch.zeros(8, 6)}).findings
+    )
+
+
+def test_weights_stored_with_their_inputs_first_are_told_by_their_bias(tmp_path: Path) -> None:
+    torchvision()
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[:, 5] = 0
+    model.save_pretrained(tmp_path)
+    live, file = measure(model), measure(tmp_path)
+    for path in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        mine, theirs = (found[f"transformer.h.0.{path}"] for found in (file, live))
+        assert (mine.filters, mine.dim, mine.alignment) == (theirs.filters, theirs.dim, theirs.alignment)
+    assert [f.code for f in file.findings if "c_fc" in f.path] == ["G102"]
+    linear = measure(
+        {"a.weight": seeded(6, 4), "a.bias": torch.zeros(6), "b.weight": seeded(4, 4), "b.bias": torch.zeros(4)}
+    )
+    assert (linear["a"].filters, linear["b"].notes) == (6, ())
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 12, proj_size=4), nn.LSTM(6, 12, proj_size=4, bidirectional=True, num_layers=2),
+                                   nn.LSTMCell(6, 5), nn.GRUCell(6, 5), nn.ConvTranspose2d(4, 8, 3), nn.ConvTranspose1d(4, 6, 5)])  # fmt: skip
+def test_layouts_of_files_are_those_of_the_layers(layer: nn.Module) -> None:
+    found, file = measure(nn.ModuleDict({"l": layer})), measure({f"l.{k}": v for k, v in layer.state_dict().items()})
+    for row in found.layers:
+        mine = file[row.name]
+        assert (mine.groups, mine.filters, mine.dim) == (row.groups, row.filters, row.dim), row.name
+
+
+def test_a_modulated_convolution_s_weight_has_a_filter_for_each_output() -> None:
+    weight = seeded(1, 16, 24, 3, 3)
+    weight[0, 3] = 0
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+    for source in ({"c.weight": weight}, nn.ModuleDict({"c": Modulated()})):
+        found = measure(source)
+        assert (found["c"].filters, found["c"].dim, found["c"].zero_filters) == (16, 216, 1)
+    assert measure({"c.weight": seeded(1, 16, 3, 7, 7)})["c"].filters == 1  # a 3-d convolution with one output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
+def test_quantised_recurrent_layers_have_rows(kind: Any) -> None:
+    layer = kind(8, 6)
+    quantised = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(4, 4), layer), {nn.Linear, kind}, dtype=torch.qint8
+    )
+    found = measure(quantised)
+    for name in ("weight_ih", "weight_hh"):
+        key = f"1.{name}" + ("" if "Cell" in kind.__name__ else "_l0")
+        exact = getattr(layer, key[2:]).detach()
+        assert (found[key].status, found[key].groups) == ("measured", exact.shape[0] // 6)
+        assert found[key].frobenius == pytest.approx(float(exact.norm()), rel=0.02)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+STATE = {"a.weight": seeded(8, 6), "b.bias": torch.zeros(6)}
+BESIDE: dict[str, Any] = {
+    "a metric": torch.tensor(71.2), "class weights": torch.ones(10), "random state": torch.ones(5000, dtype=torch.uint8),
+    "an optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "a list": [torch.ones(2)], "a matrix": torch.ones(4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_a_state_dict_is_named_and_does_not_hide_it(name: str, tmp_path: Path) -> None:
+    broken = {
+        **STATE,
+        "a.weight": STATE["a.weight"].clone(),
+        "c.weight": torch.ones(3, 3),
+        "d.weight": torch.ones(3, 3),
+    }
+    broken["a.weight"][3, 3] = float("nan")
+    torch.save({"epoch": 3, "state_dict": broken, "beside": BESIDE[name]}, tmp_path / "model_best.pth.tar")
+    found = measure(tmp_path / "model_best.pth.tar")
+    assert [f.code for f in found.findings if f.path == "a"] == ["G001"]
+    assert found.notes == ("read from 'state_dict' of the checkpoint", "not read: beside, of the same checkpoint")
+
+
+def test_a_state_dict_under_any_key_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "gan.pt"
+    torch.save({"generator": {"state_dict": STATE}, "discriminator": STATE, "step": torch.tensor(3)}, path)
+    with pytest.raises(InvalidArgumentError, match=r"Name the one to measure \(--key generator on the command line\)"):
+        measure({"generator": STATE, "discriminator": STATE})
+    for key, read in (("generator", "generator.state_dict"), ("generator.state_dict", "generator.state_dict"),
+                      ("discriminator", "discriminator")):  # fmt: skip
+        found = measure(CheckpointPart(str(path), key))
+        assert found["a"].frobenius == norm(STATE["a.weight"])
+        assert found.notes[0] == f"read from {read!r} of the checkpoint"
+        assert "not read: " in found.notes[1]
+    with pytest.raises(InvalidArgumentError, match=r"under the key 'ema' of 'gan.pt'.*Tensors are under: 'generator'"):
+        measure(CheckpointPart(str(path), "ema"))
+    save_file(STATE, tmp_path / "m.safetensors")
+    with pytest.raises(InvalidArgumentError, match="a key names a state dict in a checkpoint of torch"):
+        measure(CheckpointPart(str(tmp_path / "m.safetensors"), "generator"))
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_named_as_such(tmp_path: Path) -> None:
+    torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "scripted.pt"))
+    with pytest.raises(UnreadableFileError, match=r"it is a TorchScript archive.*Load it with torch\.jit\.load"):
+        measure(tmp_path / "scripted.pt")
+
+
+def test_a_trainer_s_folder_has_one_model(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "pytorch_model.bin")
+    torch.save([1], tmp_path / "training_args.bin")
+    found = measure(tmp_path)
+    assert found["a"].frobenius == norm(STATE["a.weight"])
+    assert found.notes == ("not read: training_args.bin",)
