@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import difflib
 import importlib
+import warnings
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,20 @@ def import_extra(module: str, what: str, *, package: str, extra: str | None) -> 
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(what, package, extra) from error
+
+
+def warn_renamed(old: str, new: str, *, since: str) -> None:
+    """Say at the line that called the caller that a public name has a successor (docs/releasing.md, Deprecation).
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     warn_renamed("gonio.old_", "gonio.new_", since="0.3")
+        >>> print(said[0].message)
+        gonio.old_ is deprecated since gonio 0.3 and goes in the next minor version; use gonio.new_
+    """
+    message = f"{old} is deprecated since gonio {since} and goes in the next minor version; use {new}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _first(problems: Sequence[str], count: int = 50) -> list[str]:
