@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import gonio
 from benchmarks.machine import describe, versions
 from benchmarks.results import FOLDER
-from gonio.lab.plan import Training
+from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import evaluate, fit, prepare_process
 from gonio.lab.tasks import bytes_
 from gonio.lab.tasks.task import Split, Task
@@ -80,7 +80,7 @@ def english() -> Task:
 
 
 def trained(model: nn.Module, task: Task, *, lr: float, epochs: int, seed: int) -> None:
-    training = Training(epochs=epochs, batch_size=16, lr=lr, optimizer="adamw", warm_up=0.5)
+    training = TrainingConfig(epochs=epochs, batch_size=16, lr=lr, optimizer="adamw", warm_up=0.5)
     done = fit(model, task, training=training, seed=seed)
     if done.diverged is not None:
         raise RuntimeError(done.diverged)

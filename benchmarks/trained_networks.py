@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gonio.lab.plan import Training
+from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import digits
 from gonio.lab.tasks.task import Task
@@ -48,7 +48,7 @@ def trained(number: int) -> tuple[str, float, Measurements | None]:
     torch.manual_seed(number)  # torch's own initialisations read the global generator
     model = digits_cnn() if kind == "digits-cnn" else perceptron(generator)
     applied = (Recipe.load(recipe) if recipe else Recipe("baseline")).apply_(model, seed=number)
-    training = Training(epochs=EPOCHS[kind], batch_size=25, lr=lr, optimizer=optimizer, weight_decay=decay)
+    training = TrainingConfig(epochs=EPOCHS[kind], batch_size=25, lr=lr, optimizer=optimizer, weight_decay=decay)
     done = fit(model, task(), training=training, seed=number, penalty=applied.penalty)
     score = max(done.curve["val_score"], default=0.0)
     learnt = done.diverged is None and score >= LEARNT

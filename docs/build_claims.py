@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gonio.lab.claims import SEEDS, Claim, ClaimResult, Evidence, from_data, judge, load_claims
+from gonio.lab.claims import SEEDS, VERDICTS, Claim, ClaimResult, as_data, from_data, load_claims
 from gonio.lab.showing.claims import (
-    arm_rows,
+    arm_table,
     claim_picture,
     claimed_text,
     claims_json,
@@ -27,6 +26,7 @@ from gonio.lab.showing.claims import (
     cost_text,
     effect_text,
 )
+from gonio.pages import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"
@@ -42,13 +42,6 @@ METHODS = (
     ("`balance_`", "int8-balance", None),
     ("group norm at batch size 2", "bn-batch-2", None),
 )
-STYLE = re.compile(r"var\(--(\w+)\)")
-# The page's colours for a light background, which a picture of its own needs.
-LIGHT = {
-    "ink": "#1b1d22", "muted": "#595d66", "rule": "#c9c9c4", "base": "#6b6f78", "band": "#d9d7d0", "paper": "#fbfaf7",
-    "c1": "#0072b2", "c2": "#d55e00", "c3": "#00835f", "c4": "#b3588f", "c5": "#a86f00", "c6": "#2d86b8",
-    "c7": "#5a4fb0",
-}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
@@ -96,8 +89,7 @@ def _methods(found: dict[str, ClaimResult]) -> str:
             else " · ".join(f"×{cost[table, case]:.2f}" for table in ("ResNet-18", "digits-network"))
         )
         link = f"[{one.claim.claim.rstrip('.')}](docs/claims/{one.claim.seed}.md#{name})"
-        effect = "equal" if one.claim.direction == "same" else effect_text(one)
-        lines.append(f"| {method} | {link} | {one.verdict} | {effect} | {step} |")
+        lines.append(f"| {method} | {link} | {one.verdict} | {effect_text(one)} | {step} |")
     return "\n".join(lines) + "\n"
 
 
@@ -127,9 +119,8 @@ def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
     if one:
         lines[-1] += f": {effect_text(one)}. {one.evidence.reason}"
         lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
-        unit = f", {one.unit}" if one.unit else ""
-        lines += [f"| arm | mean{unit} | range of {one.evidence.n} seeds |", "|---|---|---|"]
-        lines += [f"| {name} | {mean} | {span} |" for name, mean, span in arm_rows(one)]
+        arms = arm_table(one)
+        lines += [f"| {' | '.join(arms.head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in arms.rows)]
         terms = contrast_text(one.setting.decisive) if one.setting else ""
         lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
     else:
@@ -145,18 +136,13 @@ def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
 
 def _svg(one: ClaimResult | None) -> str:
     """The picture as a file of its own."""
-    picture = str(claim_picture(one, name="p")) if one else ""
-    if not picture:
-        return ""
-    coloured = STYLE.sub(lambda match: LIGHT[match[1]], picture)
-    return coloured.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1) + "\n"
+    picture = claim_picture(one) if one else ""
+    return standalone(picture) + "\n" if picture else ""
 
 
 def _counts(found: dict[str, ClaimResult]) -> str:
     counts = ", ".join(
-        f"{count} {name}"
-        for name in ("reproduced", "contradicted", "no useful effect", "undecided")
-        if (count := sum(one.verdict == name for one in found.values()))
+        f"{count} {name}" for name in VERDICTS if (count := sum(one.verdict == name for one in found.values()))
     )
     tried = f"{len(load_claims())} claims; {len(found)} were tried: {counts}."
     return f"{tried} `gonio reproduce` tries the quick ones on your machine."
@@ -196,28 +182,14 @@ def _other_seeds() -> list[str]:
     return lines
 
 
-def judged_together(found: Sequence[ClaimResult]) -> list[ClaimResult]:
-    """The findings with the verdicts that their contrasts have in one run of all of them; nothing is trained."""
-    tried = [one for one in found if one.verdict != "not tried"]
-    seen = [
-        Evidence(
-            values=tuple(one.values.values()), direction=one.claim.direction, sesoi=one.claim.sesoi, unit=one.unit,
-            obstacle=one.evidence.reason if one.evidence.reason.startswith("No arm trains") else "",
-        )
-        for one in tried
-    ]  # fmt: skip
-    verdicts = {one.claim.name: verdict for one, verdict in zip(tried, judge(seen), strict=True)}
-    return [replace(one, judgement=verdicts.get(one.claim.name, one.evidence)) for one in found]
-
-
 def add(path: Path) -> None:
     """Put the claims of a run of their own into the results of the full run."""
     whole, new = (from_data(json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "full.json", path))
     if new.versions != whole.versions:
         sys.exit(f"{path} was made with {new.versions}, the full run with {whole.versions}: run the whole catalogue")
     of = {one.claim.name: one for one in (*whole.results, *new.results)}
-    findings = judged_together([of[claim.name] for claim in load_claims() if claim.name in of])
-    (RESULTS / "full.json").write_text(claims_json(replace(whole, findings=tuple(findings))) + "\n", encoding="utf-8")
+    together = replace(whole, results=tuple(of[claim.name] for claim in load_claims() if claim.name in of))
+    (RESULTS / "full.json").write_text(claims_json(from_data(as_data(together))) + "\n", encoding="utf-8")
 
 
 def main() -> None:

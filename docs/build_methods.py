@@ -62,8 +62,8 @@ CHINESE = Language(
         "reproduced": "复现",
         "contradicted": "与论断相反",
         "undecided": "未定",
+        "not a fair test": "比较不公平",
         "too few seeds to tell": "种子太少，无法判断",
-        "equal": "相等",
         "points": "个百分点",
         "degrees": "度",
         "decades": "个数量级",
@@ -145,9 +145,8 @@ def _claims(found: list[ClaimResult], language: Language, to: str, *, names: dic
     for one in found:
         sentence = language.sentences.get(one.claim.name, one.claim.claim.rstrip("."))
         link = f"[{sentence}]({to}/{one.claim.seed}.md#{one.claim.name})"
-        effect = "equal" if one.claim.direction == "same" else effect_text(one)
         name = (names[one.claim.name],) if names else ()
-        rows.append((*name, link, language.say(one.verdict), language.say(effect)))
+        rows.append((*name, link, language.say(one.verdict), language.say(effect_text(one))))
     return _table(rows)
 
 

@@ -72,7 +72,7 @@ for _ in range(3):
     optimizer.step()
 check(tracker.rows, "Tracker")
 tracker.undo_(), held.undo_()
-gonio.measure(model, batch=x).to_html("seite.html")
+check("<html" in gonio.measure(model, batch=x).to_html(), "page")
 folded = gonio.fold_(model.eval(), example=x)
 check(str(folded), "fold_")
 """

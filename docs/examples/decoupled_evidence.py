@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import gonio
-from gonio.lab.running.robustness import Ball, fgsm, pgd, survive
+from gonio.lab.running.robustness import AttackBall, fgsm, pgd, survive
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WIDTH, EPOCHS, BATCH, RATE = 64, 12, 64, 3e-3
@@ -96,13 +96,13 @@ def evaluate(model: nn.Module, losses: list[float], data: Data, foreign: Tensor,
 
     def attacked(epsilon: float) -> float:
         draw = torch.Generator().manual_seed(seed)
-        moved = pgd(model, some, targets, Ball(epsilon, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
+        moved = pgd(model, some, targets, AttackBall(epsilon, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
         return percent(moved, targets)
 
     return Result(
         accuracy=percent(images, labels),
         steps=steps_to(losses, LOSS),
-        fgsm=percent(fgsm(model, some, targets, Ball(EPSILON, 0, 1)), targets),
+        fgsm=percent(fgsm(model, some, targets, AttackBall(EPSILON, 0, 1)), targets),
         pgd=attacked(EPSILON),
         transfer=percent(foreign, targets),
         unbounded=attacked(10 * EPSILON),
@@ -120,7 +120,7 @@ def run(recipe: Path | None, *, norm: bool, seed: int, foreign: Tensor | None = 
     model.eval()
     some, targets = (t[:ATTACKED] for t in held_out)
     draw = torch.Generator().manual_seed(seed)
-    moved = pgd(model, some, targets, Ball(EPSILON, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
+    moved = pgd(model, some, targets, AttackBall(EPSILON, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
     return evaluate(model, losses, held_out, moved if foreign is None else foreign, seed), moved
 
 

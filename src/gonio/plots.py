@@ -1,7 +1,8 @@
 """Matplotlib figures of measurements, studies and decoupled operators; drawing needs the extra `lab`.
 
 Every function takes the object that holds the numbers and returns a `matplotlib.figure.Figure`, which a notebook
-shows and `savefig` writes. With `ax=` it draws into axes of the caller.
+shows and `savefig` writes. With `ax=` it draws into axes of the caller. Angles, spectra, effects and learning curves
+are the pictures of the pages (:mod:`gonio.pages.pictures`), drawn by Matplotlib.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, MissingExtraError
 from gonio.escaping import shorten
-from gonio.geometry import marchenko_pastur, random_angle_density
+from gonio.pages import pictures
+from gonio.pages.picture import Area, Line, Picture
+from gonio.pages.tables import unit_of_difference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +30,8 @@ __all__ = ["angles", "angular", "depth", "effects", "learning_curves", "magnitud
 __dir__ = __all__.copy  # the public names alone
 
 Function = Callable[[Tensor], Tensor]
-_CHANCE: dict[str, Any] = {"color": "0.55", "linewidth": 1.2, "linestyle": "--", "label": "random weights"}
+_GREYS = {"base": "0.45", "band": "0.88", "ink": "0.35", "muted": "0.55", "rule": "0.8"}
+_SHAPES = {"dot": "o", "cross": "x", "left": "<", "right": ">"}
 
 
 # --- measurements ---------------------------------------------------------------------------------------
@@ -36,8 +40,8 @@ _CHANCE: dict[str, Any] = {"color": "0.55", "linewidth": 1.2, "linestyle": "--",
 def angles(row: Any, *, ax: Axes | None = None) -> Figure:
     r"""Histogram of the angles between a layer's filters, and the law of random directions.
 
-    The law is :math:`p(\theta) \propto \sin^{d-2} \theta`. The axis shows four standard deviations of it around
-    90 degrees, or more where the layer has angles beyond.
+    The law is :math:`p(\theta) \propto \sin^{d-2} \theta`, averaged over each bin. The axis shows four standard
+    deviations of it around 90 degrees, or of the layer's angles where they are wider.
 
     Args:
         row: a measured layer, such as `gonio.measure(model)["conv2"]`.
@@ -49,24 +53,10 @@ def angles(row: Any, *, ax: Axes | None = None) -> Figure:
         >>> gonio.plots.angles(m["0"]).axes[0].get_xlabel()
         'angle between filters [°]'
     """
-    counts = row.angle_histogram
-    if not counts or not row.pairs or not row.dim or row.dim < 2 or not row.angle_std_random:
+    picture = pictures.layer_angles(row)
+    if picture is None:
         raise _nothing("angles", row.path, "angles", "Choose a layer with at least two filters.")
-    axes = _axes(ax)
-    degrees = torch.arange(len(counts), dtype=torch.float64)
-    axes.bar(
-        degrees + 0.5, [count / row.pairs for count in counts], width=1.0, color="C0", alpha=0.75, label="this layer"
-    )
-    fine = torch.linspace(0, math.pi, 3601, dtype=torch.float64)
-    axes.plot(torch.rad2deg(fine), random_angle_density(fine, row.dim) * math.pi / 180, **_CHANCE)
-    seen = [i for i, count in enumerate(counts) if count]
-    reach = 4 * row.angle_std_random
-    axes.set(xlim=(min(90 - reach, seen[0] - 1), max(90 + reach, seen[-1] + 2)), ylabel="share of pairs per degree")
-    axes.set(
-        xlabel="angle between filters [°]", title=f"{shorten(row.path)}: {row.angle_mean:.1f} ± {row.angle_std:.1f}°"
-    )
-    axes.legend()
-    return _figure(axes)
+    return _drawn(picture, ax, f"{shorten(row.path)}: {row.angle_mean:.1f} ± {row.angle_std:.1f}°")
 
 
 def spectrum(row: Any, *, ax: Axes | None = None) -> Figure:
@@ -82,21 +72,10 @@ def spectrum(row: Any, *, ax: Axes | None = None) -> Figure:
         >>> gonio.plots.spectrum(m["0"]).axes[0].get_ylabel()
         'singular value'
     """
-    values = row.spectrum_quantiles
-    if not values or not row.filters or not row.dim or not row.frobenius:
+    picture = pictures.layer_spectrum(row)
+    if picture is None:
         raise _nothing("spectrum", row.path, "singular values", "Choose a layer whose `effective_rank` is not None.")
-    axes = _axes(ax)
-    share = torch.linspace(0, 1, len(values), dtype=torch.float64)
-    axes.plot(share, values, marker=".", label="this layer")
-    law = marchenko_pastur(
-        row.filters, row.dim, std=row.frobenius / math.sqrt((row.groups or 1) * row.filters * row.dim)
-    )
-    grid = torch.linspace(law.lower, law.upper, 4001, dtype=torch.float64)
-    mass = torch.cumulative_trapezoid(law.density(grid), grid)
-    axes.plot(mass / mass[-1], grid[1:], **_CHANCE)
-    axes.set(xlabel="share of the singular values", ylabel="singular value", title=shorten(row.path), ylim=(0, None))
-    axes.legend()
-    return _figure(axes)
+    return _drawn(picture, ax, shorten(row.path))
 
 
 def depth(rows: Iterable[Any], figure: str = "alignment", *, ax: Axes | None = None) -> Figure:
@@ -121,7 +100,8 @@ def depth(rows: Iterable[Any], figure: str = "alignment", *, ax: Axes | None = N
     by_chance = {"sigma_max": "sigma_random"}.get(figure, f"{figure}_random")
     chance = [1.0 if figure == "alignment" else getattr(row, by_chance, None) for row in shown]
     if any(value is not None for value in chance):
-        axes.plot([math.nan if value is None else value for value in chance], **_CHANCE)
+        known = [math.nan if value is None else value for value in chance]
+        axes.plot(known, color="0.55", linewidth=1.2, linestyle="--", label="random weights")
         axes.legend()
     axes.set(ylabel=figure.replace("_", " "), xlabel="layer, in the order of the model")
     axes.set_xticks(range(len(shown)), [shorten(row.path, longest=24) for row in shown], rotation=60, ha="right")
@@ -141,47 +121,30 @@ def effects(results: Any, *, ax: Axes | None = None) -> Figure:
 
     Example:
         >>> gonio.plots.effects(gonio.lab.showing.example()).axes[0].get_xlabel()
-        'difference from the baseline [%]'
+        'difference from the baseline, points'
     """
-    axes, plan = _axes(ax), results.plan
-    shown = [effect for effect in results.effects if effect.mean is not None]
-    axes.axvspan(-plan.sesoi, plan.sesoi, color="0.92", zorder=0)
-    axes.axvline(0, color="0.55", linewidth=1)
-    for at, effect in enumerate(reversed(shown)):
-        axes.plot(effect.differences, [at - 0.18] * len(effect.differences), ".", color=f"C{at}", alpha=0.45)
-        if effect.low is not None:
-            axes.plot([effect.low, effect.high], [at, at], color=f"C{at}", linewidth=2.5)
-        axes.plot([effect.mean], [at], "o", color=f"C{at}")
-    axes.set_yticks(range(len(shown)), [shorten(effect.recipe) for effect in reversed(shown)])
-    axes.set_xlabel(f"difference from the baseline{f' [{plan.unit}]' if plan.unit else ''}")
-    return _figure(axes)
+    plan = results.plan
+    return _drawn(pictures.effects(results.effects, unit=unit_of_difference(plan.unit), band=plan.sesoi), ax)
 
 
 def learning_curves(results: Any, *, key: str = "val_score", ax: Axes | None = None) -> Figure:
-    """The course of every run by recipe, one thin line per seed and a thick one for the median.
+    """The median over seeds of every recipe, and the range of all seeds.
 
     Args:
         results: of a study.
         key: `"val_score"` or `"train_loss"`.
 
+    Raises: InvalidArgumentError if no run has such a curve.
+
     Example:
         >>> gonio.plots.learning_curves(gonio.lab.showing.example(), key="train_loss").axes[0].get_ylabel()
         'train loss'
     """
-    axes = _axes(ax)
-    for at, entry in enumerate(results.plan.recipes):
-        curves = [run.curve.get(key) or [] for run in results.runs if run.recipe == entry.name]
-        curves = [[math.nan if value is None else value for value in curve] for curve in curves if curve]
-        for curve in curves:
-            axes.plot(range(1, len(curve) + 1), curve, color=f"C{at}", linewidth=0.7, alpha=0.35)
-        if curves:
-            whole = torch.tensor([curve for curve in curves if len(curve) == max(map(len, curves))])
-            axes.plot(
-                range(1, whole.shape[1] + 1), whole.nanmedian(0).values, color=f"C{at}", label=shorten(entry.name)
-            )
-    axes.set(xlabel="epoch", ylabel=key.replace("_", " "))
-    axes.legend()
-    return _figure(axes)
+    colors, label = pictures.colors(entry.name for entry in results.plan.recipes), key.replace("_", " ")
+    picture = pictures.learning_curves(results.runs, colors, key=key, label=label)
+    if picture is None:
+        raise _nothing("learning_curves", key, "values", "Choose 'val_score' or 'train_loss'.")
+    return _drawn(picture, ax)
 
 
 # --- decoupled operators --------------------------------------------------------------------------------
@@ -260,6 +223,32 @@ def _axes(ax: Axes | None) -> Axes:
     return panels()[1][0] if ax is None else ax
 
 
+def _drawn(picture: Picture, ax: Axes | None, title: str = "") -> Figure:
+    """A picture of the pages, by Matplotlib."""
+    axes = _axes(ax)
+    for mark in picture.marks:
+        color = _GREYS.get(mark.color) or f"C{int(mark.color[1:]) - 1}"
+        if isinstance(mark, Area):
+            lows, highs = ([math.nan if y is None else y for y in ys] for ys in (mark.lows, mark.highs))
+            axes.fill_between(mark.xs, lows, highs, color=color, alpha=mark.opacity, linewidth=0)
+            continue
+        ys = [math.nan if y is None else y for y in mark.ys]
+        if isinstance(mark, Line):
+            style = "--" if mark.dash else "-"
+            axes.plot(mark.xs, ys, style, color=color, linewidth=mark.width, label=mark.label or None)
+        else:
+            axes.plot(mark.xs, ys, _SHAPES[mark.shape], color=color, markersize=2 * mark.radius, alpha=mark.opacity)
+    for side, axis in (("x", picture.x), ("y", picture.y)):
+        limits = (axis.high, axis.low) if axis.down else (axis.low, axis.high)
+        axes.set(**{f"{side}scale": "log" if axis.log else "linear", f"{side}lim": limits, f"{side}label": axis.label})
+        if axis.ticks is not None:
+            getattr(axes, f"set_{side}ticks")([value for value, _ in axis.ticks], [text for _, text in axis.ticks])
+    axes.set_title(title)
+    if any(isinstance(mark, Line) and mark.label for mark in picture.marks):
+        axes.legend()
+    return _figure(axes)
+
+
 @cache
 def _picture() -> type[Figure]:
     try:
@@ -267,7 +256,7 @@ def _picture() -> type[Figure]:
     except ImportError as error:
         raise MissingExtraError("A plot", "matplotlib", "lab") from error
 
-    class Picture(Figure):
+    class Shown(Figure):
         """A figure that a notebook shows, also without pyplot."""
 
         def _repr_png_(self) -> bytes:
@@ -275,7 +264,7 @@ def _picture() -> type[Figure]:
             self.savefig(buffer, format="png", dpi=100)
             return buffer.getvalue()
 
-    return Picture
+    return Shown
 
 
 def _figure(axes: Axes) -> Figure:

@@ -69,7 +69,7 @@ def claimed() -> str:
     """The committed results of two claims."""
     data = json.loads((ROOT / "benchmarks" / "results" / "claims" / "quick.json").read_text(encoding="utf-8"))
     found = from_data(data)
-    return claims_html(replace(found, findings=found.findings[:2]))
+    return claims_html(replace(found, results=found.results[:2]))
 
 
 def large(layers: int = 1000) -> str:

@@ -92,6 +92,17 @@ def test_a_finding_links_to_its_row_and_back(page: Any) -> None:
 def test_the_keyboard_reaches_everything(page: Any) -> None:
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.type") == "search"
+    page.keyboard.type("body.3")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.textContent") == "body.3"
+    page.locator("#angles").get_by_role("searchbox").fill("head")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == "head"
+    assert page.locator(".detail").count() == 1
+    page.keyboard.press("/")
+    page.locator("#angles").get_by_role("searchbox").fill("")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
     page.locator(f"{FIRST} tbody button").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")

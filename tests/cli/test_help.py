@@ -28,7 +28,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS)])
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", SPY, *words], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "[]\n")
@@ -78,7 +78,7 @@ OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 def test_a_command_has_its_place_and_all_its_options(name: str) -> None:
     assert re.search(rf"^## .*\bgonio {name}\b", PAGE, flags=re.M)
     listed = invoke(name, "--help").stdout.partition("Options:")[2]
-    options = {word for line in listed.splitlines() for word in OPTION.findall(line.split("   ")[0])} - {"--help"}
+    options = {word for line in listed.splitlines() for word in OPTION.findall(line.split("   ")[0])} - {"--help", "-h"}
     assert options <= set(OPTION.findall(PAGE))
 
 

@@ -18,6 +18,7 @@ import torch
 import yaml
 from torch import nn
 
+import versions
 from docs.pages import ROOT
 
 ACTION = ROOT / ".github" / "actions" / "gonio-check"
@@ -84,6 +85,10 @@ def test_make_targets_of_workflows_exist() -> None:
     assert named >= {"arithmetic", "wheel", "site", "soak"}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     assert named <= targets, f"the Makefile lacks {named - targets}"
+
+
+def test_the_folders_that_make_versions_tests_exist() -> None:
+    assert not [name for name in versions.TESTED if not (ROOT / "tests" / name).exists()]
 
 
 def test_the_oldest_python_is_that_of_the_classifiers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gonio.lab import Plan, RunRecord, Training
+from gonio.lab import RunRecord, StudyPlan, TrainingConfig
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.running.engines import NodeLost
 from gonio.lab.running.training import execute_run
@@ -17,15 +17,15 @@ from gonio.lab.running.training import execute_run
 TINY, OWN = (str(Path(__file__).with_name(name)) for name in ("tiny.py", "own_training.py"))
 
 
-def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> Plan:
+def plan_of(*, recipes: int = 1, seeds: int = 8, **changes: object) -> StudyPlan:
     """A plan of the baseline and recipes r0, r1, …"""
     names = ["baseline", *(f"r{i}" for i in range(recipes))]
-    plan = Plan(
+    plan = StudyPlan(
         task="digits",
         model="digits-cnn",
         recipes=tuple(RecipeEntry(name, {"name": name}, name) for name in names),
         seeds=tuple(range(seeds)),
-        training=Training(epochs=1, batch_size=2, lr=0.1),
+        training=TrainingConfig(epochs=1, batch_size=2, lr=0.1),
         metric="accuracy",
         direction="max",
         unit="%",
@@ -48,7 +48,7 @@ def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
     return records
 
 
-def recorded(plan: Plan, entry: RecipeEntry, seed: int = 0) -> RunRecord:
+def recorded(plan: StudyPlan, entry: RecipeEntry, seed: int = 0) -> RunRecord:
     """A run of a plan in this process."""
     return RunRecord(**execute_run(plan, entry, seed)["record"])
 

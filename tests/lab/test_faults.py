@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gonio.errors import StudyError
-from gonio.lab import Plan, RunRecord, Study, make_script_plan, run
+from gonio.lab import RunRecord, Study, StudyPlan, make_script_plan, run
 from gonio.lab.running.scheduler import Quiet
 from gonio.lab.showing.page import write_text
 from lab.faults import KILLED, Layer, fail, faulty, kill
@@ -34,11 +34,11 @@ class Journal(Quiet):
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> StudyPlan:
     return make_script_plan(["scale-shift"], script=f"{OWN}:score_of_seed", seeds=2)
 
 
-def whole(plan: Plan, scratch: Path) -> None:
+def whole(plan: StudyPlan, scratch: Path) -> None:
     """A study from nothing to its page, then a seed more."""
     folder, watcher = scratch / "study", Journal(scratch / "journal")
     study = run(plan, folder, engine=Here(), watcher=watcher)
@@ -48,11 +48,11 @@ def whole(plan: Plan, scratch: Path) -> None:
     write_text(f"{len(more.results().runs)}\n", folder / "report.html")
 
 
-def three_seeds(plan: Plan) -> Plan:
+def three_seeds(plan: StudyPlan) -> StudyPlan:
     return replace(plan, seeds=(0, 1, 2))
 
 
-def check(plan: Plan, scratch: Path) -> None:
+def check(plan: StudyPlan, scratch: Path) -> None:
     """What was said to be done is there, and the same command ends the study without doing it again."""
     folder, journal = scratch / "study", scratch / "journal"
     said = journal.read_text().splitlines() if journal.exists() else []
@@ -68,14 +68,14 @@ def check(plan: Plan, scratch: Path) -> None:
     assert len(lines) == len(set(lines))
 
 
-def operations(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def operations(plan: StudyPlan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     layer = Layer(-1, fail)
     with faulty(layer, monkeypatch):
         whole(plan, folder)
     return layer.seen
 
 
-def with_failure(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_failure(plan: StudyPlan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     layer = Layer(at, fail)
     try:
@@ -87,7 +87,7 @@ def with_failure(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPa
     check(plan, folder)
 
 
-def with_kill(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_kill(plan: StudyPlan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
 
     def to_the_end() -> int:
@@ -102,7 +102,7 @@ def with_kill(plan: Plan, folder: Path, at: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("fault", [with_failure, with_kill])
 @pytest.mark.parametrize(("first", "step"), [(5, 101), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_operations_that_fail(
-    fault: Callable[..., None], first: int, step: int, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[..., None], first: int, step: int, plan: StudyPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "counted").mkdir()
     seen = operations(plan, tmp_path / "counted", monkeypatch)
@@ -113,7 +113,7 @@ def test_operations_that_fail(
 
 
 @pytest.mark.parametrize("step", [pytest.param(1024, marks=pytest.mark.slow), 20_000])
-def test_files_that_cannot_grow(plan: Plan, tmp_path: Path, step: int) -> None:
+def test_files_that_cannot_grow(plan: StudyPlan, tmp_path: Path, step: int) -> None:
     """A limit on the size of files cuts writes in the middle: of the plan, the log of the database, the page."""
     failures = 0
     for limit in range(300, 90_000, step):
@@ -126,7 +126,7 @@ def test_files_that_cannot_grow(plan: Plan, tmp_path: Path, step: int) -> None:
     assert failures >= 2
 
 
-def _limited(plan: Plan, folder: Path, limit: int) -> int:
+def _limited(plan: StudyPlan, folder: Path, limit: int) -> int:
     """In a process of its own: 3 if the study says that it cannot write, 0 if it was done."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does: the write fails then
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -151,7 +151,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk(plan: Plan, small_disk: Path) -> None:
+def test_a_full_disk(plan: StudyPlan, small_disk: Path) -> None:
     many = replace(plan, seeds=tuple(range(40)))
     with pytest.raises((StudyError, OSError), match=r"full|No space left|I/O error") as caught:
         run(many, small_disk / "study", engine=Here())
@@ -166,7 +166,7 @@ def test_a_full_disk(plan: Plan, small_disk: Path) -> None:
 # --- signals and clocks -------------------------------------------------------------------------------
 
 
-def test_a_clock_that_jumps_changes_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_changes_nothing(plan: StudyPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calm = run(plan, tmp_path / "calm", jobs=1).runs()
     jumps = iter([1e9, -1e9, 0.0] * 10_000)
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(jumps))

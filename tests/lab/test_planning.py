@@ -11,7 +11,7 @@ import torch
 
 from gonio.errors import InvalidArgumentError, PlanChangedError, UnknownNameError, UnmatchedRuleError
 from gonio.lab import dry_run, make_plan
-from gonio.lab.plan import Plan, RecipeEntry, Training, extended, seeds_of
+from gonio.lab.plan import RecipeEntry, StudyPlan, TrainingConfig, extended, seeds_of
 from gonio.lab.planning.planner import BUILT_IN_RECIPES
 from gonio.recipes import Recipe
 from lab.plans import TINY, plan_of
@@ -19,7 +19,7 @@ from lab.plans import TINY, plan_of
 
 def test_plan_survives_json() -> None:
     plan = plan_of(recipes=2, device="cuda", notes=("n",), history=({"seeds": [1], "recipes": [], "finished": 3},))
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert StudyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_grid_goes_seed_by_seed_with_the_baseline_first() -> None:
@@ -139,10 +139,14 @@ def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Pa
         ({"task": "digit"}, UnknownNameError, "no task named 'digit'"),
         ({"model": "digits"}, UnknownNameError, "no model named 'digits'. Did you mean digits-cnn"),
         ({"sesoi": -1.0}, InvalidArgumentError, "sesoi must be a positive number; found -1.0"),
-        ({"training": Training(epochs=0, batch_size=1, lr=1)}, InvalidArgumentError, "epochs must be a posit"),
-        ({"training": Training(epochs=1, batch_size=201, lr=1)}, InvalidArgumentError, "at most the 200 training"),
+        ({"training": TrainingConfig(epochs=0, batch_size=1, lr=1)}, InvalidArgumentError, "epochs must be a posit"),
         (
-            {"training": Training(epochs=1, batch_size=1, lr=1, optimizer="adam")},
+            {"training": TrainingConfig(epochs=1, batch_size=201, lr=1)},
+            InvalidArgumentError,
+            "at most the 200 training",
+        ),
+        (
+            {"training": TrainingConfig(epochs=1, batch_size=1, lr=1, optimizer="adam")},
             InvalidArgumentError,
             "one of sgd, adamw, muon; found 'adam'. Choose",
         ),

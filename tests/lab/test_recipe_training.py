@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, PendingRecipeError, UnmatchedRuleError
-from gonio.lab import Plan, Training, make_plan, make_script_plan, run
+from gonio.lab import StudyPlan, TrainingConfig, make_plan, make_script_plan, run
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.planning.planner import check_training
-from gonio.lab.running.training import Step, build, make_optimizer, make_schedule
+from gonio.lab.running.training import TrainingStep, build, make_optimizer, make_schedule
 from gonio.lab.running.tuning import Trial, propose, settled, space_of
 from gonio.lab.tasks import resolve
 from gonio.optim import Muon
@@ -27,7 +27,7 @@ HELD = {"name": "held", "hold": {"where": None, "norm": "filters", "step": "fixe
 TURNED = {"name": "turned", "optimizer": {"use": "muon", "lr": 0.02, "weight_decay": 0.1}}
 
 
-def plan_with(*recipes: dict[str, Any], **more: Any) -> Plan:
+def plan_with(*recipes: dict[str, Any], **more: Any) -> StudyPlan:
     return make_plan([Recipe.from_dict(each) for each in recipes], task=f"{TINY}:task", **{"seeds": 2, **more})
 
 
@@ -58,7 +58,7 @@ def test_the_optimizers_of_the_arms_are_the_named_ones() -> None:
     kinds = []
     for entry in plan.recipes:
         model, applied, _ = build(plan, task, entry, 0)
-        step = Step(model, task, plan.training_of(entry), applied.penalty, hold=applied.hold_)
+        step = TrainingStep(model, task, plan.training_of(entry), applied.penalty, hold=applied.hold_)
         kinds.append((type(step.optimizer), step_of_hold(model[0].weight)))
     assert kinds == [(torch.optim.SGD, None), (Muon, None), (torch.optim.SGD, "fixed")]
 
@@ -67,7 +67,7 @@ def test_a_step_without_the_hold_is_refused() -> None:
     """Negative control: the loop must hand its optimizer over."""
     plan, task = plan_with(HELD), resolve(f"{TINY}:task")
     model, applied, _ = build(plan, task, plan.recipes[1], 0)
-    step = Step(model, task, plan.trained, applied.penalty)
+    step = TrainingStep(model, task, plan.trained, applied.penalty)
     with pytest.raises(PendingRecipeError, match="the recipe 'held' acts on the optimizer's steps; found SGD"):
         step(*task.train.take(range(8)))
 
@@ -79,7 +79,7 @@ def test_norms_are_held_through_a_run_and_only_in_its_arm(more: dict[str, Any]) 
     for entry in plan.recipes:
         model, applied, _ = build(plan, task, entry, 0)
         before = model[0].weight.detach().flatten(1).norm(dim=1)
-        step = Step(model, task, plan.training_of(entry), hold=applied.hold_)
+        step = TrainingStep(model, task, plan.training_of(entry), hold=applied.hold_)
         schedule = make_schedule(step.optimizer, plan.trained, 4)
         for _ in range(6):
             step(*task.train.take(range(8)))
@@ -104,12 +104,12 @@ def test_a_study_that_was_cut_short_gives_the_same_rows(tmp_path: Path) -> None:
     run(replace(plan, seeds=(0,)), tmp_path / "cut", jobs=1)
     assert run(plan, tmp_path / "cut", jobs=2).runs() == whole.runs()
     assert {record.status for record in whole.runs()} == {"finished"}
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert StudyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_one_cycle_keeps_the_ratio_of_the_rates() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    training = Training(epochs=2, batch_size=2, lr=0.1, optimizer="muon", schedule="one-cycle", others_factor=0.2)
+    training = TrainingConfig(epochs=2, batch_size=2, lr=0.1, optimizer="muon", schedule="one-cycle", others_factor=0.2)
     optimizer = make_optimizer(model, training)
     schedule = make_schedule(optimizer, training, 10)
     for _ in range(12):
@@ -167,7 +167,7 @@ def test_a_hold_that_matches_nothing_is_found_by_the_plan() -> None:
 
 
 def test_a_training_option_that_no_optimizer_has() -> None:
-    task, plain = resolve(f"{TINY}:task"), Training(epochs=1, batch_size=8, lr=0.1)
+    task, plain = resolve(f"{TINY}:task"), TrainingConfig(epochs=1, batch_size=8, lr=0.1)
     with pytest.raises(InvalidArgumentError, match=r"optimizer must be one of sgd, adamw, muon; found 'lamb'"):
         check_training(replace(plain, optimizer="lamb"), task)
     check_training(replace(plain, optimizer="muon"), task)

@@ -32,17 +32,17 @@ def compare(differences: list[float | str | None], **options: object) -> Results
 @pytest.mark.parametrize(
     ("differences", "verdict", "reason"),
     [
-        ([1.5, 2.5, 2.0, 1.0, 3.0, 2.0, 1.5, 2.5], "helps", r"Better in 8 of 8 seeds, by \+2.00 on average"),
-        ([-1.5, -2.5, -2.0, -1.0, -3.0, -2.0, -1.5, -2.5], "hurts", "Worse in 8 of 8 seeds, by -2.00"),
-        ([0.2, 0.3, 0.2, 0.1, 0.3, 0.2, 0.1, 0.2], "helps", "real, but smaller than 1 point, the smallest"),
+        ([1.5, 2.5, 2.0, 1.0, 3.0, 2.0, 1.5, 2.5], "helps", r"Larger in 8 of 8 seeds, by 2 on average"),
+        ([-1.5, -2.5, -2.0, -1.0, -3.0, -2.0, -1.5, -2.5], "hurts", "Smaller in 8 of 8 seeds, by 2 on"),
+        ([0.2, 0.3, 0.2, 0.1, 0.3, 0.2, 0.1, 0.2], "no useful effect", "interest; the effect is real, but smaller"),
         ([0.5, -0.5, 0.4, -0.4, 0.3, -0.3, 0.2, -0.2], "no useful effect", "lies within ±1 point, the smal"),
-        ([0.0] * 8, "no useful effect", r"95 % interval \+0.00 to \+0.00 lies within"),
-        ([1.5, 0.3, 1.2, -0.2, 1.3, 0.2, 0.6, -0.1], "no evidence", "of 1 point would probably have been seen"),
-        ([5.0, -4.0, 3.0, -2.0, 4.0, -5.0, 1.0, 2.0], "underpowered", "Only effects from 4.* points on would"),
-        ([9.0, 9.5, 8.0, 8.5, 9.0], "underpowered", "With 5 pairs and 1 recipe, the smallest possible p .* 0.062"),
-        ([2.0], "underpowered", "There is one pair of runs"),
-        ([None, None], "underpowered", "There is no pair of runs"),
-        ([0.25, 0.25], "underpowered", "There are two pairs of runs"),
+        ([0.0] * 8, "no useful effect", "95 % interval lies within"),
+        ([1.5, 0.3, 1.2, -0.2, 1.3, 0.2, 0.6, -0.1], "undecided", "of 1 point would probably have been seen"),
+        ([5.0, -4.0, 3.0, -2.0, 4.0, -5.0, 1.0, 2.0], "undecided", "Only effects from 4.* points on would"),
+        ([9.0, 9.5, 8.0, 8.5, 9.0], "undecided", "With 5 seeds and 1 comparison the smallest p .* 0.062: use 6"),
+        ([2.0], "undecided", "There is 1 seed with all runs"),
+        ([None, None], "undecided", "There are 0 seeds"),
+        ([0.25, 0.25], "undecided", "There are 2 seeds"),
     ],
 )
 def test_verdicts(differences: list[float | str | None], verdict: str, reason: str) -> None:
@@ -58,7 +58,7 @@ def test_ties_are_neither_won_nor_lost() -> None:
 
 
 def test_a_loss_that_falls_helps() -> None:
-    effect = compare([-0.5] * 4 + [-0.4] * 4, direction="min", worst=None, unit="").effects[0]
+    effect = compare([-0.5] * 4 + [-0.4] * 4, direction="min", worst=None, unit="", sesoi=0.2).effects[0]
     assert (effect.verdict, effect.improvement) == ("helps", 1.0)
     assert effect.mean == pytest.approx(-0.45)
 
@@ -67,9 +67,9 @@ def test_more_recipes_make_every_one_of_them_harder() -> None:
     plan = plan_of(recipes=8)
     runs = runs_of("baseline", [*BASE]) + [r for i in range(8) for r in runs_of(f"r{i}", [b + 5 for b in BASE])]
     results = summarise(plan, runs, [], [])
-    assert {effect.verdict for effect in results.effects} == {"underpowered"}
-    assert "With 8 pairs and 8 recipes" in results.effects[0].reason
-    assert results.effects[0].reason.endswith("too few seeds to detect any effect. Use 9 or more.")
+    assert {effect.verdict for effect in results.effects} == {"undecided"}
+    assert "With 8 seeds and 8 comparisons" in results.effects[0].reason
+    assert "use 9 seeds or more" in results.effects[0].reason
 
 
 def test_diverged_counts_as_worst_and_is_stated() -> None:
@@ -273,8 +273,8 @@ def test_every_recipe_gets_both_ratios(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_without_a_smallest_effect_of_interest_none_is_too_small() -> None:
     effect = compare([0.5, -0.5, 0.4, -0.4, 0.3, -0.3, 0.2, -0.2], sesoi=0.0).effects[0]
-    assert effect.verdict == "no evidence"
-    assert "no smallest effect of interest was named" in effect.reason
+    assert effect.verdict == "undecided"
+    assert "no smallest effect of interest is named" in effect.reason
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_baseline_at_chance_level_is_said_first(scores: list[float | str], tra
     plan = plan_of(seeds=4, chance=10.0, splits={"train": 9, "validation": 9, "test": 1000})
     better = [score + 30 if isinstance(score, float) else 50.0 for score in scores]
     results = summarise(plan, runs_of("baseline", [*scores]) + runs_of("r0", [*better]), [], [])
-    assert (results.effects[0].verdict != "the baseline does not train") == trains
+    assert (results.effects[0].verdict != "not a fair test") == trains
     said = [number for number, note in enumerate(results.notes) if "does not train: its mean accuracy is" in note]
     assert said == ([] if trains else [0])
     assert "does not train" not in str(summarise(replace(plan, chance=None), results.runs, [], []).notes)
@@ -303,7 +303,7 @@ def test_where_less_is_better_chance_is_an_upper_bound() -> None:
         summarise(plan, runs_of("baseline", scores) + runs_of("r0", [3.0, 3.0]), [], []).effects[0].verdict
         for scores in ([8.0, 8.1], [8.1, 7.9])
     ]
-    assert verdicts == ["the baseline does not train", "underpowered"]
+    assert verdicts == ["not a fair test", "undecided"]
 
 
 def reference(filters: np.ndarray) -> tuple[list[float], list[int]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gonio.lab import AttackConfig, Split, Task, Training
+from gonio.lab import AttackConfig, Split, Task, TrainingConfig
 from gonio.lab.running.robustness import (
-    Ball,
+    AttackBall,
     attacked_split,
     fgsm,
     from_text,
@@ -64,7 +64,7 @@ def least_margin(model: nn.Linear, inputs: Tensor, targets: Tensor, epsilon: flo
 
 def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
     model, inputs, targets = linear()
-    ball = Ball(EPSILON)
+    ball = AttackBall(EPSILON)
     best = least_margin(model, inputs, targets, EPSILON)
     stepped = fgsm(model, inputs, targets, ball)
     torch.testing.assert_close(-margin(model(stepped), targets).detach(), best, **exact(torch.float64))
@@ -80,12 +80,12 @@ def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
 def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
     model, inputs, targets = linear(classes=5)
     best = least_margin(model, inputs, targets, EPSILON)
-    moved = pgd(model, inputs, targets, Ball(EPSILON), steps=40, restarts=6, generator=draw())
+    moved = pgd(model, inputs, targets, AttackBall(EPSILON), steps=40, restarts=6, generator=draw())
     standing = survive(model, moved, targets)
     assert bool((standing[best > 0]).all())  # nobody does better than the optimum
     missed = int((standing & (best < 0)).sum())
     assert missed <= 0.02 * len(inputs)  # ascending a sum over classes can end at the wrong one
-    once = survive(model, fgsm(model, inputs, targets, Ball(EPSILON)), targets)
+    once = survive(model, fgsm(model, inputs, targets, AttackBall(EPSILON)), targets)
     assert int(standing.sum()) <= int(once.sum())
 
 
@@ -93,7 +93,7 @@ def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
 def test_no_attack_leaves_its_ball(bounds: tuple[float | None, float | None]) -> None:
     model, inputs, targets = linear(classes=3)
     inputs = inputs.clamp(*bounds) if bounds[0] is not None else inputs
-    ball = Ball(EPSILON, *bounds)
+    ball = AttackBall(EPSILON, *bounds)
     for moved in (
         fgsm(model, inputs, targets, ball),
         noisy(inputs, ball, draw()),
@@ -147,7 +147,7 @@ def clouds(standardize: tuple[tuple[float, ...], tuple[float, ...]] | None = Non
     split = Split(inputs, targets)
     return Task(
         name="clouds", train=split, validation=split, test=split, model="-", sizes={}, sesoi=1.0,
-        training=Training(epochs=1, batch_size=2, lr=0.1), standardize=standardize,
+        training=TrainingConfig(epochs=1, batch_size=2, lr=0.1), standardize=standardize,
         threat=AttackConfig(epsilon=0.08, steps=10, restarts=2, examples=200),
     )  # fmt: skip
 

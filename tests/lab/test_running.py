@@ -21,12 +21,12 @@ from rich.console import Console
 
 from cli.shell import COMMAND, write_task
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError, StudyError
-from gonio.lab import Plan, Run, RunRecord, Study, make_plan, make_script_plan, run, watcher_for
+from gonio.lab import Run, RunRecord, Study, StudyPlan, make_plan, make_script_plan, run, watcher_for
 from gonio.lab.running import scheduler
 from gonio.lab.running.engines import Local
 from gonio.lab.running.engines.local import Worker, _alive
 from gonio.lab.running.scheduler import Bar, Lines, Quiet
-from gonio.lab.running.training import execute_run
+from gonio.lab.running.scripts import execute_script
 from lab.own_training import noisy
 from lab.plans import OWN, TINY, Here
 from lab.processes import alive, continue_study, patience, wait_for_runs, wait_for_silence
@@ -34,7 +34,7 @@ from lab.processes import alive, continue_study, patience, wait_for_runs, wait_f
 RECIPES = ["orthogonal-init", "switchable-norm"]
 
 
-def plan_of(model: str = "model", *, seeds: int = 2) -> Plan:
+def plan_of(model: str = "model", *, seeds: int = 2) -> StudyPlan:
     return make_plan(RECIPES, task=f"{TINY}:task", model=f"{TINY}:{model}", seeds=seeds)
 
 
@@ -134,9 +134,9 @@ def test_the_processes_of_a_run_end_with_it(
     assert not [pid for pid in pids if _alive(pid)]
 
 
-def _with_journal(journal: str, plan: Plan, folder: Path) -> dict[str, Any]:
+def _with_journal(journal: str, plan: StudyPlan, folder: Path) -> dict[str, Any]:
     os.environ["GONIO_TEST_JOURNAL"] = journal  # the fork server has the variables of its first use
-    return execute_run(plan, plan.baseline, plan.seeds[0], folder)
+    return execute_script(plan, plan.baseline, plan.seeds[0], folder)
 
 
 def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ class _Job:
 
 
 @pytest.fixture
-def noise_plan() -> Plan:
+def noise_plan() -> StudyPlan:
     return make_script_plan(["scale-shift"], script=f"{OWN}:score_of_seed", seeds=2)
 
 
@@ -315,7 +315,7 @@ def noise_plan() -> Plan:
     ],
 )
 def test_every_worker_is_stopped_whatever_comes_after(
-    noise_plan: Plan, first: signal.Signals, raised: type[BaseException], message: str, tmp_path: Path
+    noise_plan: StudyPlan, first: signal.Signals, raised: type[BaseException], message: str, tmp_path: Path
 ) -> None:
     engine = Impatient(first)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -326,7 +326,7 @@ def test_every_worker_is_stopped_whatever_comes_after(
     assert Study.create(tmp_path, noise_plan).missing() == list(noise_plan.grid)  # and the lock is free
 
 
-def test_who_ignores_ctrl_c_goes_on_ignoring_it(noise_plan: Plan, tmp_path: Path) -> None:
+def test_who_ignores_ctrl_c_goes_on_ignoring_it(noise_plan: StudyPlan, tmp_path: Path) -> None:
     """As in a shell's background job: the study goes on, and what else ends it is no Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -16,7 +16,7 @@ from torch import nn
 
 from gonio import Recipe
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
-from gonio.lab import Plan, Run, Study, make_script_plan, run
+from gonio.lab import Run, Study, StudyPlan, make_script_plan, run
 from gonio.lab.running.scheduler import Lines
 from gonio.lab.running.scripts import curve_of, run_script
 from gonio.lab.showing import html as html_of
@@ -25,7 +25,7 @@ from lab.plans import OWN
 DECAY = {"name": "decay", "penalty": [{"where": "*", "use": "L2", "strength": 0.5}]}
 
 
-def plan_of(function: str, *, seeds: int = 2, recipes: tuple[str, ...] = ("scale-shift",), **more: object) -> Plan:
+def plan_of(function: str, *, seeds: int = 2, recipes: tuple[str, ...] = ("scale-shift",), **more: object) -> StudyPlan:
     return make_script_plan(list(recipes), script=f"{OWN}:{function}", seeds=seeds, **more)  # type: ignore[arg-type]
 
 

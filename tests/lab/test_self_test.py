@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab import Plan, Results, RunRecord, make_plan, make_script_plan, run, self_test, self_test_plan
+from gonio.lab import Results, RunRecord, StudyPlan, make_plan, make_script_plan, run, self_test, self_test_plan
 from gonio.lab.judging.results import summarise
 from gonio.lab.judging.self_test import disjoint_verdicts, false_verdicts, rate_interval
 from gonio.lab.judging.statistics import holm, paired_t, sign_flip
@@ -123,13 +123,13 @@ def test_the_plan_draws_its_own_numbers_and_older_plans_keep_their_hash() -> Non
     plan = plan_of(recipes=0)
     test = self_test_plan(plan, size=3)
     assert test.hash != plan.hash
-    assert Plan.from_dict(test.to_dict()) == test
+    assert StudyPlan.from_dict(test.to_dict()) == test
     drawn = {test.seed_of(entry, seed) for entry, seed in test.grid}
     assert len(drawn) == len(test.grid)
     assert [plan.seed_of(entry, seed) for entry, seed in plan.grid] == list(plan.seeds)
     assert "self_test" in plan.to_dict()
     without = {key: value for key, value in plan.to_dict().items() if key != "self_test"}
-    assert Plan.from_dict(without).hash == plan.hash
+    assert StudyPlan.from_dict(without).hash == plan.hash
 
 
 def test_a_copy_differs_from_the_baseline_by_its_seed_alone() -> None:
@@ -139,7 +139,7 @@ def test_a_copy_differs_from_the_baseline_by_its_seed_alone() -> None:
     unmoved = replace(test, self_test=False)
     base, copy = test.recipes[:2]
 
-    def outcome(plan: Plan, entry: RecipeEntry, seed: int) -> tuple[object, ...]:
+    def outcome(plan: StudyPlan, entry: RecipeEntry, seed: int) -> tuple[object, ...]:
         record = recorded(plan, entry, seed)
         return record.status, record.score, record.best_epoch, record.curve, record.geometry
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gonio.lab import Task
-from gonio.lab.plan import Plan, Training
+from gonio.lab.plan import StudyPlan, TrainingConfig
 from gonio.lab.planning.planner import BUILT_IN_RECIPES, make_plan
 from gonio.lab.running.training import batches, build, evaluate, fit, make_optimizer, seed_everything
 from gonio.lab.tasks import resolve
@@ -18,7 +18,7 @@ from lab.plans import TINY, recorded
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> StudyPlan:
     return make_plan(["orthogonal-init"], task=f"{TINY}:task", seeds=2)
 
 
@@ -32,7 +32,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
 
 
-def test_a_run_does_not_depend_on_the_process_it_is_in(plan: Plan) -> None:
+def test_a_run_does_not_depend_on_the_process_it_is_in(plan: StudyPlan) -> None:
     first = recorded(plan, plan.recipes[1], 1)
     torch.manual_seed(99)
     torch.rand(7)
@@ -78,7 +78,7 @@ def test_untouched_layers_start_bit_equal_in_every_recipe(seed: int) -> None:
     assert equal["self-orthogonality"] == equal["scale-shift"] == set(reference)
 
 
-def test_the_training_noise_is_the_same_in_every_recipe(plan: Plan, task: Task) -> None:
+def test_the_training_noise_is_the_same_in_every_recipe(plan: StudyPlan, task: Task) -> None:
     # Dropout reads the global generator: it must not matter how much a recipe drew before.
     marks = []
     for draws in (0, 5):
@@ -110,7 +110,7 @@ def test_the_penalty_is_part_of_the_objective_and_not_of_the_curve(task: Task, m
     def penalty() -> torch.Tensor:
         return 100 * model[1].weight.square().sum()
 
-    training = Training(epochs=1, batch_size=32, lr=1e-9)
+    training = TrainingConfig(epochs=1, batch_size=32, lr=1e-9)
     plain = fit(model, task, training=training, seed=0)
     penalised = fit(model, task, training=training, seed=0, penalty=penalty)
     assert penalised.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-6)
@@ -141,7 +141,7 @@ def test_outputs_that_are_not_finite_in_evaluation_are_a_divergence(task: Task, 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_optimizers_take_every_parameter(name: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = make_optimizer(model, Training(epochs=1, batch_size=1, lr=0.1, optimizer=name))
+    optimizer = make_optimizer(model, TrainingConfig(epochs=1, batch_size=1, lr=0.1, optimizer=name))
     assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
 
 

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
-from gonio.lab import Metric, Split, Task, Training
-from gonio.lab.plan import Plan, extended
+from gonio.lab import Metric, Split, Task, TrainingConfig
+from gonio.lab.plan import StudyPlan, extended
 from gonio.lab.planning.planner import check_training, make_plan
 from gonio.lab.running.training import (
     SCHEDULES,
     Average,
-    Step,
+    TrainingStep,
     autocast,
     execute_run,
     fit,
-    judge,
     make_optimizer,
     make_schedule,
+    metrics_on,
 )
 from gonio.lab.tasks import resolve
 from lab.plans import TINY, plan_of
 
-PLAIN = Training(epochs=2, batch_size=8, lr=0.1)
+PLAIN = TrainingConfig(epochs=2, batch_size=8, lr=0.1)
 OPTIONS: dict[str, Any] = {
     "schedule": "step", "warm_up": 1.0, "decay": "weights", "clip": 1.0, "label_smoothing": 0.1, "ema": 0.9,
     "precision": "bf16", "accumulate": 2, "betas": (0.8, 0.95), "others_factor": 0.1,
@@ -48,9 +48,9 @@ def batch(count: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 1, 2, 2, generator=draw), torch.randint(0, 4, (count,), generator=draw)
 
 
-def stepped(task: Task, training: Training, **more: Any) -> list[Tensor]:
+def stepped(task: Task, training: TrainingConfig, **more: Any) -> list[Tensor]:
     model = net()
-    Step(model, task, training, **more)(*batch())
+    TrainingStep(model, task, training, **more)(*batch())
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -66,14 +66,14 @@ def test_a_plan_without_options_keeps_the_hash_that_it_had_before_there_were_any
     old["training"] = {name: old["training"][name] for name in list(asdict(PLAIN))[:6]}
     for name in ("device", "metrics", "workers"):
         del old[name]
-    assert Plan.from_dict(json.loads(json.dumps(old))) == plan
+    assert StudyPlan.from_dict(json.loads(json.dumps(old))) == plan
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(Training)][6:])
+@pytest.mark.parametrize("name", [each.name for each in fields(TrainingConfig)][6:])
 def test_every_option_is_part_of_the_plan_and_of_its_hash(name: str) -> None:
     changed = plan_of(training=replace(plan_of().trained, **{name: OPTIONS[name]}))
     assert changed.hash != plan_of().hash
-    assert Plan.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+    assert StudyPlan.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
     with pytest.raises(PlanChangedError, match=rf"training.{name} is .* in the study and"):
         extended(plan_of(), changed, path="s", finished=0)
 
@@ -85,7 +85,7 @@ def test_the_options_of_a_run_in_words() -> None:
     assert "autocast to bf16, each batch in 2 parts, betas (0.8, 0.95), 0.1 of the learning rate for what is" in text
 
 
-def rates(training: Training, steps: int) -> list[float]:
+def rates(training: TrainingConfig, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.lr)
     schedule, found = make_schedule(optimizer, training, steps), []
     for _ in range(training.epochs * steps):
@@ -135,7 +135,7 @@ def test_label_smoothing_is_that_of_cross_entropy(task: Task) -> None:
     with torch.no_grad():
         log = model(x).double().log_softmax(1)
         reference = -(0.8 * log.gather(1, y[:, None])[:, 0] + 0.2 * log.mean(1)).mean().item()
-    assert Step(model, task, replace(PLAIN, label_smoothing=0.2))(x, y)[0] == pytest.approx(reference, rel=1e-6)
+    assert TrainingStep(model, task, replace(PLAIN, label_smoothing=0.2))(x, y)[0] == pytest.approx(reference, rel=1e-6)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -189,18 +189,18 @@ def test_autocast_computes_outputs_in_its_precision_and_keeps_the_weights(task: 
     kinds = []
     model = net()
     model[1].register_forward_hook(lambda module, x, y: kinds.append(y.dtype))
-    Step(model, task, replace(PLAIN, precision=precision))(*batch())
+    TrainingStep(model, task, replace(PLAIN, precision=precision))(*batch())
     assert kinds == [{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     for a, b in zip(model.parameters(), stepped(task, PLAIN), strict=True):
         torch.testing.assert_close(a.detach(), b, rtol=0.05, atol=0.01)  # 8 bits of mantissa
-    judge(model, task, task.validation, [task.metric])
+    metrics_on(model, task, task.validation, [task.metric])
     assert kinds[1:] == [torch.float32]
 
 
 def test_a_scaled_loss_that_overflows_skips_the_step_and_does_not_end_the_run(task: Task) -> None:
     model = net()
-    step = Step(model, task, replace(PLAIN, precision="fp16"))
+    step = TrainingStep(model, task, replace(PLAIN, precision="fp16"))
     model[1].weight.register_hook(lambda gradient: gradient * torch.inf)
     before = model[3].weight.detach().clone()
     _, objective = step(*batch())

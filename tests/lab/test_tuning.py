@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gonio.errors import InvalidArgumentError, MissingExtraError, PlanChangedError
-from gonio.lab import Plan, RunRecord, Study, make_plan, run
+from gonio.lab import RunRecord, Study, StudyPlan, make_plan, run
 from gonio.lab.plan import TUNING_SEED
 from gonio.lab.running.scheduler import Quiet, trial_jobs
 from gonio.lab.running.training import execute_trial
@@ -23,7 +23,7 @@ from lab.plans import TINY, plan_of
 optuna = pytest.importorskip("optuna", reason="the extra `tune` is not installed")
 
 
-def tiny_plan(tune: int = 3, *, seeds: int = 2, recipes: tuple[str, ...] = ("scale-shift",)) -> Plan:
+def tiny_plan(tune: int = 3, *, seeds: int = 2, recipes: tuple[str, ...] = ("scale-shift",)) -> StudyPlan:
     return make_plan(recipes, task=f"{TINY}:task", seeds=seeds, tune=tune)
 
 
@@ -36,7 +36,7 @@ def objective(values: dict[str, float]) -> float:
     return 90.0 - 100 * abs(values["lr"] - 0.2)
 
 
-def history(plan: Plan, count: int, *, shuffle: int | None = None) -> list[Trial]:
+def history(plan: StudyPlan, count: int, *, shuffle: int | None = None) -> list[Trial]:
     """The trials of the first recipe after the baseline, made in whatever order is possible."""
     done: list[Trial] = []
     draw = random.Random(shuffle)
@@ -134,7 +134,7 @@ def test_a_diverged_trial_tells_the_sampler_to_stay_away_and_a_failed_one_nothin
 
 def test_the_plan_says_how_it_is_tuned_and_is_another_plan_for_it() -> None:
     plan = tiny_plan(3)
-    assert Plan.from_dict(plan.to_dict()) == plan
+    assert StudyPlan.from_dict(plan.to_dict()) == plan
     assert plan.hash != tiny_plan(4).hash != tiny_plan(0).hash
     assert tiny_plan(0).tuning is None
     with pytest.raises(InvalidArgumentError, match=r"must not be those of tuning and of attacks; found 1000003"):
@@ -147,7 +147,7 @@ def test_without_optuna_the_extra_is_named_before_anything_runs(monkeypatch: pyt
         tiny_plan(3)
 
 
-def tried(plan: Plan, *, lr: float) -> RunRecord:
+def tried(plan: StudyPlan, *, lr: float) -> RunRecord:
     found = execute_trial(plan, plan.recipes[1], TUNING_SEED, {"lr": lr, "penalty.1.strength": 0.2})
     return RunRecord(**found["record"])
 

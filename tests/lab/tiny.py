@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gonio.lab import Split, Task, Training
+from gonio.lab import Split, Task, TrainingConfig
 
 
 def task() -> Task:
@@ -31,7 +31,7 @@ def task() -> Task:
         test=split(128),
         model=f"{__file__}:model",
         sizes={"num_classes": 4, "in_channels": 1},
-        training=Training(epochs=4, batch_size=8, lr=0.1),
+        training=TrainingConfig(epochs=4, batch_size=8, lr=0.1),
         sesoi=5.0,
         augment=lambda x, generator: x + 0.1 * torch.randn(x.shape, generator=generator),
     )

@@ -74,8 +74,9 @@ def test_inits() -> None:
 
 
 def test_verbs() -> None:
+    ending = {"release_"}  # what `hold_` did, which needs the optimizer of that call
     for package in ("gonio.surgery", "gonio.nn", "gonio.optim"):
-        assert not missing(verbs(package), first_words(VERBS)), package
+        assert not missing(verbs(package) - ending, first_words(VERBS)), package
 
 
 @pytest.mark.parametrize("cases", [LAYERS, REGULARIZERS, PARAMETRIZATIONS, INITS, VERBS])

@@ -84,8 +84,7 @@ def _root(square: Tensor) -> Tensor:
 def _magnitude_of(layer: nn.Module, norm: Tensor, length: Tensor, dims: int) -> Tensor:
     groups, kind, weighted = norm.shape[1], layer.operator.magnitude, layer.operator.weighted
     learned = dict(layer.named_parameters())
-    if "log_radius" in learned:
-        learned["radius"] = learned["log_radius"].exp()
+    learned |= {name[4:]: values.exp() for name, values in learned.items() if name.startswith("log_")}
     filters = learned["weight"].shape[1] * groups if "Transpose" in type(layer).__name__ else len(learned["weight"])
     c = {}
     for each in dataclasses.fields(kind):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from gonio.lab import Run, Split, Task, Training
+from gonio.lab import Run, Split, Task, TrainingConfig
 from gonio.lab.tasks import fashion_mnist
 from gonio.models import digits_cnn
 
@@ -60,7 +60,7 @@ def task() -> Task:
         test=parts["test"],
         model="digits-cnn",
         sizes={"num_classes": 10, "in_channels": 1},
-        training=Training(epochs=EPOCHS, batch_size=BATCH, lr=RATE),
+        training=TrainingConfig(epochs=EPOCHS, batch_size=BATCH, lr=RATE),
         sesoi=1.0,
     )
 

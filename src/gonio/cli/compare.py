@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +14,13 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
-    from gonio.lab import Plan
+    from gonio.lab import StudyPlan
     from gonio.lab.running.engines import Devices, Engine
 
-# By the fields of gonio.lab.Training; without an option the task's own value is used.
+# By the fields of gonio.lab.TrainingConfig; without an option the task's own value is used.
 _TRAINING: dict[str, Any] = {
     "epochs": Annotated[int | None, typer.Option(help="Epochs of each run.", min=1)],
     "batch_size": Annotated[int | None, typer.Option(help="Examples per step of the optimizer.", min=1)],
@@ -260,7 +259,7 @@ def _command(recipes: list[str], given: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _show_plan(plan: Plan, study: Path, jobs: int | None) -> None:
+def _show_plan(plan: StudyPlan, study: Path, jobs: int | None) -> None:
     """What would be run, and the changes that each recipe would make to the model."""
     from gonio import lab
     from gonio.cli.inputs import build_model
@@ -287,13 +286,11 @@ def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, device
     return Local(jobs, devices)
 
 
-def _run(plan: Plan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:
+def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | None) -> None:
     """Run the study, show the verdicts and write the page; exit with 4 if runs failed or are missing."""
     from gonio import lab
     from gonio.lab.showing import text, write_html
 
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("the page of a study", "matplotlib", "lab")
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
     print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
     watcher = lab.watcher_for(sys.stderr)

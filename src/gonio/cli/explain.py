@@ -12,7 +12,7 @@ from gonio.cli.app import print_out
 from gonio.errors import UnknownNameError
 
 
-class Kind(StrEnum):
+class Listed(StrEnum):
     """What can be listed."""
 
     recipes = "recipes"
@@ -38,7 +38,7 @@ _OTHER_MODELS = (
 
 def list_names(
     kind: Annotated[
-        Kind | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns|claims]")
+        Listed | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns|claims]")
     ] = None,
 ) -> None:
     """List recipes, tasks and models by name, the rules of findings, the columns of tables and the claims of papers."""
@@ -49,15 +49,15 @@ def list_names(
     from gonio.models import BUILT_IN as MODELS
     from gonio.recipes import Recipe, built_in_names
 
-    listed: dict[Kind, Callable[[], list[tuple[str, str]]]] = {
-        Kind.recipes: lambda: [(name, Recipe.load(name).description) for name in built_in_names()],
-        Kind.tasks: lambda: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
-        Kind.models: lambda: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
-        Kind.rules: lambda: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
-        Kind.columns: lambda: [(column.title, column.explanation) for column in COLUMNS],
-        Kind.claims: lambda: [(claim.name, claim.claim) for claim in load_claims()],
+    listed: dict[Listed, Callable[[], list[tuple[str, str]]]] = {
+        Listed.recipes: lambda: [(name, Recipe.load(name).description) for name in built_in_names()],
+        Listed.tasks: lambda: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
+        Listed.models: lambda: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
+        Listed.rules: lambda: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
+        Listed.columns: lambda: [(column.title, column.explanation) for column in COLUMNS],
+        Listed.claims: lambda: [(claim.name, claim.claim) for claim in load_claims()],
     }
-    for shown in Kind if kind is None else [kind]:
+    for shown in Listed if kind is None else [kind]:
         if kind is None:
             print_out(f"{shown}:")
         rows = listed[shown]()
@@ -79,7 +79,7 @@ def explain(
     from gonio.measuring.showing.columns import COLUMNS
 
     if name is None:
-        list_names(Kind.rules)
+        list_names(Listed.rules)
         return
     word = name.strip().lower()
     columns = [c for c in COLUMNS if word in (c.title.lower(), getattr(c, "name", None))] or [

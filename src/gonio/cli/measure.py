@@ -111,10 +111,10 @@ def _changes(
 
     with progress("comparing") as update:
         found: Differences | Changes = measuring.measure(*sources, engine=engine, progress=update)
-    told = found.all_findings if isinstance(found, measuring.Changes) else found.findings
+    findings = found.all_findings if isinstance(found, measuring.Changes) else found.findings
     if _write(found, targets):
-        _summarise(told)
-    _fail(told, fail_on)
+        _summarise(findings)
+    _fail(findings, fail_on)
 
 
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:

@@ -35,7 +35,7 @@ Level = Literal["info", "warn", "error"]  # lowest first
 
 
 class Figure(StrEnum):
-    """Figures that are measured on request only; typer knows no list of literals."""
+    """Figures that are measured on request only; an Enum, because typer cannot parse list[Literal]."""
 
     operator_norm = "operator_norm"
 

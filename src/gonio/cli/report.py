@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
 
 if TYPE_CHECKING:
-    from gonio.lab import Plan, RunRecord
+    from gonio.lab import RunRecord, StudyPlan
 
 _SIGNS = {"finished": "+", "diverged": "!", "failed": "x", None: "."}
 
@@ -77,7 +77,7 @@ def _check_folder(study: Path) -> None:
         raise StudyError(str(study), "there is no such folder", "Check the path.")
 
 
-def _grid(plan: Plan, runs: tuple[RunRecord, ...]) -> str:
+def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:
     status = {(run.recipe, run.seed): run.status for run in runs}
     names = {recipe.name: plain(recipe.name) for recipe in plan.recipes}
     width = max(map(len, names.values()))

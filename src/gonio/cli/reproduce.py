@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
-from gonio.errors import InvalidArgumentError, MissingExtraError
+from gonio.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
@@ -134,8 +133,6 @@ def _run(
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("the page of the claims", "matplotlib", "lab")
     with users_code(chosen.task, chosen.model):
         found = try_claims(claims, output, options=chosen, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
     show(claims_text(found))

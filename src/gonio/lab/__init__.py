@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    **dict.fromkeys(("AttackConfig", "Plan", "Training"), "plan"),
+    **dict.fromkeys(("AttackConfig", "StudyPlan", "TrainingConfig"), "plan"),
     **dict.fromkeys(("make_plan", "make_script_plan"), "planning.planner"),
     "dry_run": "planning.dry_run",
     **dict.fromkeys(("run", "watcher_for"), "running.scheduler"),
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.judging.self_test import self_test as self_test
     from gonio.lab.judging.self_test import self_test_plan as self_test_plan
     from gonio.lab.plan import AttackConfig as AttackConfig
-    from gonio.lab.plan import Plan as Plan
-    from gonio.lab.plan import Training as Training
+    from gonio.lab.plan import StudyPlan as StudyPlan
+    from gonio.lab.plan import TrainingConfig as TrainingConfig
     from gonio.lab.planning.dry_run import dry_run as dry_run
     from gonio.lab.planning.planner import make_plan as make_plan
     from gonio.lab.planning.planner import make_script_plan as make_script_plan

@@ -36,7 +36,7 @@ _UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingConfig:
     """How every run is trained, whatever its recipe, unless that names an optimizer.
 
     Attributes:
@@ -163,7 +163,7 @@ class RecipeEntry:
 
     Attributes:
         setting: what differs from the plan for this recipe alone: `model` (arguments of the model's factory),
-            `training` (fields of :class:`Training`), `measure` (options of the plan's measure), `lsuv` (how many
+            `training` (fields of :class:`TrainingConfig`), `measure` (options of the plan's measure), `lsuv` (how many
             `examples` of the training split LSUV reads first). Empty for a recipe of a comparison, where everything but
             the recipe is equal.
     """
@@ -199,7 +199,7 @@ class RecipeEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StudyPlan:
     """Recipes × seeds on one task and model, all trained and judged in the same way.
 
     Attributes:
@@ -229,7 +229,7 @@ class Plan:
     model: str
     recipes: tuple[RecipeEntry, ...]
     seeds: tuple[int, ...]
-    training: Training | None
+    training: TrainingConfig | None
     metric: str
     direction: str
     unit: str
@@ -257,13 +257,13 @@ class Plan:
         return self.training is None
 
     @property
-    def trained(self) -> Training:
+    def trained(self) -> TrainingConfig:
         """The training settings; an error for a script, which trains by itself."""
         if self.training is None:
             raise ValueError(f"{self.task} trains by itself")
         return self.training
 
-    def training_of(self, entry: RecipeEntry) -> Training:
+    def training_of(self, entry: RecipeEntry) -> TrainingConfig:
         """The training settings of one recipe.
 
         If it names an optimizer, a learning rate or decay that it leaves out is the plan's; its other arguments are
@@ -317,13 +317,13 @@ class Plan:
         return {**asdict(self), "hash": self.hash}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, Any]) -> StudyPlan:
         """The inverse of :meth:`to_dict`; unknown keys are an error."""
         values = {key: value for key, value in data.items() if key != "hash"}
         values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
         training = dict(values["training"] or {})
         training |= {"betas": tuple(training["betas"])} if training.get("betas") else {}  # JSON has lists alone
-        values["training"] = Training(**training) if training else None
+        values["training"] = TrainingConfig(**training) if training else None
         for key, kind in (("tuning", Tuning), ("threat", AttackConfig), ("measure", Measure)):
             values[key] = kind(**values[key]) if values.get(key) else None
         for key in ("seeds", "notes", "history"):
@@ -362,7 +362,7 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
+def extended(old: StudyPlan, new: StudyPlan, *, path: str, finished: int) -> StudyPlan:
     """The plan of a study with plan `old` that is continued with plan `new`.
 
     Seeds and recipes may be added; everything else must be equal. If runs were finished, the addition is
@@ -384,7 +384,7 @@ def extended(old: Plan, new: Plan, *, path: str, finished: int) -> Plan:
     return replace(new, history=history, versions=old.versions)
 
 
-def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
+def _changes(old: StudyPlan, new: StudyPlan) -> list[tuple[str, str, str]]:
     before, after = _flat(old), _flat(new)
     keys = [*before, *(key for key in after if key not in before)]
     changes = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in keys]
@@ -398,7 +398,7 @@ def _changes(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
     return changes
 
 
-def _flat(plan: Plan) -> dict[str, str]:
+def _flat(plan: StudyPlan) -> dict[str, str]:
     """The fields that may not change, as text; nested keys as `training.lr`."""
     flat: dict[str, str] = {}
     for key, value in asdict(plan).items():

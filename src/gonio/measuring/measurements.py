@@ -19,7 +19,8 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, told
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
-from gonio.measuring.showing.table import Table, bare_table, markdown_table, number, reasons, tensor_table
+from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
+from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from gonio.geometry import matrix_view
 from gonio.measuring.exports import json_data
 from gonio.measuring.reading.entry import Entry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.measuring.showing.table import Table, bare_table
+from gonio.measuring.showing.table import Table
+from gonio.pages.tables import bare_table
 
 SCHEMA = "gonio.outline/1"
 

@@ -91,7 +91,7 @@ class LinearMap(ABC):
 
     def seen_norms(self, weight: Tensor, x: Tensor) -> Tensor:
         """‖w‖ as each output sees it, broadcastable in the grouped layout."""
-        return self.per_filter(self.filter_norms(weight))
+        return self.spread(self.filter_norms(weight))
 
     # Layouts, as they are for a linear layer; see Note [Grouped layout].
 
@@ -103,12 +103,8 @@ class LinearMap(ABC):
         """The inverse of `group`."""
         return y
 
-    def per_filter(self, values: Tensor) -> Tensor:
-        """A vector over filters, shaped to broadcast in the grouped layout."""
-        return values
-
-    def per_group(self, values: Tensor) -> Tensor:
-        """A vector over groups, shaped to broadcast in the grouped layout."""
+    def spread(self, values: Tensor) -> Tensor:
+        """A vector over filters or over groups, shaped to broadcast in the grouped layout."""
         return values
 
 
@@ -189,11 +185,8 @@ class ConvMap(LinearMap):
     def ungroup(self, y: Tensor) -> Tensor:
         return y.flatten(1, 2)
 
-    def per_filter(self, values: Tensor) -> Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         return values.reshape(self.groups, -1, *[1] * len(self.kernel))
-
-    def per_group(self, values: Tensor) -> Tensor:
-        return values.reshape(self.groups, 1, *[1] * len(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -350,14 +343,14 @@ class Decoupled(RunningStatistics):
         if self.blends or not self.operator.angular.is_cosine or not learned.keys() <= set(magnitude.positive):
             return False
         large = 0 if learned and magnitude.slope_and_elasticity is not None else kernels.LARGE
-        return product.numel() >= large and ordinary_eager(product)
+        return ordinary_eager(product) and product.numel() >= large  # a symbolic size must not be compared
 
     def _own_coefficients(self, dtype: torch.dtype, patches: LinearMap) -> dict[str, Number]:
         """The magnitude's coefficients, the learned ones shaped for the grouped layout."""
         magnitude = self.operator.magnitude
         found: dict[str, Number] = dict(magnitude.coefficients)
         for name in magnitude.learned:
-            found[name] = patches.per_filter(self._learned(name).to(dtype))
+            found[name] = patches.spread(self._learned(name).to(dtype))
         return found
 
     def _coefficients(self, norm: Tensor, x: Tensor, patches: LinearMap) -> dict[str, Number]:
@@ -367,7 +360,7 @@ class Decoupled(RunningStatistics):
         if weighted is not None and weighted != "linear":
             found = magnitude.with_lengths(weighted, patches.seen_norms(self.weight, x), found)
         if self.mean_norm is not None:
-            mean = patches.per_group(self._mean_norm(norm, self.mean_norm, patches))
+            mean = patches.spread(self._mean_norm(norm, self.mean_norm, patches))
             for name in magnitude.in_mean_norms:
                 found[name] = scaled(mean, found[name])
         return found

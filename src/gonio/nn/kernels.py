@@ -166,8 +166,6 @@ class _BoundedAsin(torch.autograd.Function):
 
 # --- switchable normalisation ---------------------------------------------------------------------
 
-Normalised = tuple[Tensor, Tensor, Tensor, "_FullMixture", Tensor | int]  # output; weights, pivot, mixture, count
-
 
 @dataclass(frozen=True)
 class _FullMixture(Mixture):
@@ -205,10 +203,19 @@ class _SwitchableNorm(torch.autograd.Function):
         running: Tensor | None,
         settings: Settings,
     ) -> tuple[Tensor, Tensor | None, Tensor | int]:
-        logits, affine = (mean_logits, var_logits), (gamma, beta)
-        out, weights, pivot, mixed, count = _normalised(widen(x), logits, affine, running, settings)
+        values, logits, dims = widen(x), (mean_logits, var_logits), tuple(range(2, x.dim()))
+        pivot = pivot_of(values)  # Note [Centred statistics]
+        out = values - spread(pivot, values)
+        mean_square = torch.linalg.vector_norm(out, dim=dims).square() / max(math.prod(x.shape[2:]), 1)
+        pair = moments(out.mean(dims), mean_square, pivot)
+        *shared, weights, count = joint_statistics(pair, logits, running, settings)
+        statistics = [torch.stack(each) for each in (pair, *shared)]
+        mean, var = sum(weight * each for weight, each in zip(weights, statistics, strict=False))
+        mixed = _FullMixture(mean, (var + settings.eps).rsqrt(), *statistics)
+        slope = slope_of(mixed, gamma)
+        _scale_(out, slope, value_at(pivot, mixed, slope, beta))
         ctx.settings, ctx.fixed, ctx.count = settings, running is not None, count
-        ctx.save_for_backward(x, *logits, *affine, weights, pivot, *vars(mixed).values())
+        ctx.save_for_backward(x, *logits, gamma, beta, weights, pivot, *vars(mixed).values())
         batch = None if ctx.fixed else mixed.batch
         ctx.mark_non_differentiable(*(b for b in (batch, count) if isinstance(b, Tensor)))
         ctx.set_materialize_grads(False)
@@ -244,27 +251,6 @@ class _SwitchableNorm(torch.autograd.Function):
         by_x = _scale_(centred, line[1], line[0].addcmul_(line[1], pivot))
         by_x.addcmul_(grad, spread(slope, by_x))
         return by_x.to(x.dtype), *parameters, None, None
-
-
-def _normalised(x: Tensor, logits: MixLogits, affine: Affine, running: Tensor | None, settings: Settings) -> Normalised:
-    """See Note [Centred statistics]."""
-    pivot = pivot_of(x)
-    out = x - spread(pivot, x)
-    dims = tuple(range(2, x.dim()))
-    mean_square = torch.linalg.vector_norm(out, dim=dims).square() / max(math.prod(x.shape[2:]), 1)
-    pair = moments(out.mean(dims), mean_square, pivot)
-    layer, batch, weights, count = joint_statistics(pair, logits, running, settings)
-    mixed = _mix(torch.stack(pair), torch.stack(layer), torch.stack(batch), weights, settings.eps)
-    slope = slope_of(mixed, affine[0])
-    return _scale_(out, slope, value_at(pivot, mixed, slope, affine[1])), weights, pivot, mixed, count
-
-
-def _mix(instance: Tensor, layer: Tensor, batch: Tensor, weights: Tensor, eps: float) -> _FullMixture:
-    of_instance, of_layer, *of_batch = weights
-    shared = of_layer * layer
-    shared = torch.addcmul(shared, of_batch[0], batch) if of_batch else shared
-    mean, var = torch.addcmul(shared, of_instance, instance)
-    return _FullMixture(mean, (var + eps).rsqrt(), instance, layer, batch)
 
 
 def _scale_(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

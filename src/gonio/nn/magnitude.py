@@ -109,8 +109,8 @@ class Magnitude(ABC):
         """The value divided by `norm`; `norm` must be positive."""
 
     def with_lengths(self, weighted: Weighted, length: Tensor, coefficients: dict[str, Number]) -> dict[str, Number]:
-        """The coefficients of an operator in which the filters' norms enter in another way than as a factor."""
-        raise NotImplementedError(f"{type(self).__name__} is not defined for weighted={weighted!r}")
+        """The coefficients with the filters' norms in them, for the `weightings` in which these are not a factor."""
+        return coefficients
 
     def plot(self, ax: Axes | None = None, *, angular: Angular | None = None) -> Figure:
         """Draw this function over the norm, or, with `angular`, the operator over the plane; needs the extra `lab`."""

@@ -11,36 +11,20 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.nn.conversion import check_plain
-from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
+from gonio.nn.switchable_norm import SwitchableNorm
 
 # A converter's annotation says which layers it takes, so each union leaves out what the converter makes.
 _Batch = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _Instance = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
-_Mixed = SwitchableNorm1d | SwitchableNorm2d | SwitchableNorm3d
 Norm = TypeVar("Norm", bound=nn.Module)
 
 _BATCH: dict[int, type[_Batch]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _INSTANCE: dict[int, type[_Instance]] = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
-# How many dimensions the positions of an input (N, C, *positions) may have, the commonest first; a layer norm's
-# shape tells its own.
-_RANKS: dict[type[nn.Module], tuple[int, ...]] = {
-    nn.BatchNorm1d: (1, 0),
-    nn.BatchNorm2d: (2,),
-    nn.BatchNorm3d: (3,),
-    nn.InstanceNorm1d: (1,),
-    nn.InstanceNorm2d: (2,),
-    nn.InstanceNorm3d: (3,),
-    SwitchableNorm1d: (1, 0),
-    SwitchableNorm2d: (2,),
-    SwitchableNorm3d: (3,),
-    nn.SyncBatchNorm: (0, 1, 2, 3),
-    nn.GroupNorm: (0, 1, 2, 3),
-    nn.LayerNorm: (),
-}
+_KINDS = (*_BATCH.values(), *_INSTANCE.values(), nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm, SwitchableNorm)
 
 
 def to_batch_norm(
-    norm: nn.SyncBatchNorm | _Instance | nn.LayerNorm | nn.GroupNorm | _Mixed, *, dims: int | None = None
+    norm: nn.SyncBatchNorm | _Instance | nn.LayerNorm | nn.GroupNorm | SwitchableNorm, *, dims: int | None = None
 ) -> _Batch:
     """A batch norm with the scale and shift of another norm.
 
@@ -76,7 +60,7 @@ def to_batch_norm(
 
 
 def to_instance_norm(
-    norm: _Batch | nn.SyncBatchNorm | nn.LayerNorm | nn.GroupNorm | _Mixed, *, dims: int | None = None
+    norm: _Batch | nn.SyncBatchNorm | nn.LayerNorm | nn.GroupNorm | SwitchableNorm, *, dims: int | None = None
 ) -> _Instance:
     """An instance norm, without running statistics, with the scale and shift of another norm.
 
@@ -103,7 +87,10 @@ def to_instance_norm(
 
 
 def to_group_norm(
-    norm: _Batch | nn.SyncBatchNorm | _Instance | nn.LayerNorm | _Mixed, *, groups: int = 32, dims: int | None = None
+    norm: _Batch | nn.SyncBatchNorm | _Instance | nn.LayerNorm | SwitchableNorm,
+    *,
+    groups: int = 32,
+    dims: int | None = None,
 ) -> nn.GroupNorm:
     """A group norm with the scale and shift of another norm.
 
@@ -139,7 +126,7 @@ def to_group_norm(
 
 
 def to_layer_norm(
-    norm: _Batch | nn.SyncBatchNorm | _Instance | nn.GroupNorm | _Mixed, *, positions: Sequence[int] = ()
+    norm: _Batch | nn.SyncBatchNorm | _Instance | nn.GroupNorm | SwitchableNorm, *, positions: Sequence[int] = ()
 ) -> nn.LayerNorm:
     """A layer norm over (C, *positions) with the scale and shift of another norm.
 
@@ -183,7 +170,7 @@ def _check(norm: nn.Module, *, verb: str) -> None:
     found = type(norm).__name__
     if any(is_lazy(tensor) for tensor in (*norm.parameters(), *norm.buffers())):
         raise NotApplicableError(verb, found, "it has no shape yet", "Run one batch through it first.")
-    kind = next((kind for kind in _RANKS if isinstance(norm, kind)), None)
+    kind = next((kind for kind in _KINDS if isinstance(norm, kind)), None)
     if kind is None:
         why = "it is no batch, layer, instance, group or switchable norm"
         raise NotApplicableError(verb, found, why, "Select layers of these types.")
@@ -191,17 +178,19 @@ def _check(norm: nn.Module, *, verb: str) -> None:
 
 
 def _ranks(norm: nn.Module) -> tuple[int, ...]:
-    """How many dimensions of positions the inputs may have, the commonest number first."""
+    """How many dimensions the positions of an input (N, C, *positions) may have, the commonest number first."""
     if isinstance(norm, nn.LayerNorm):
         return (len(norm.normalized_shape) - 1,)
-    return next(ranks for kind, ranks in _RANKS.items() if isinstance(norm, kind))
+    if isinstance(norm, SwitchableNorm):
+        return tuple(rank - 2 for rank in reversed(norm.ranks))
+    known = [dims for table in (_BATCH, _INSTANCE) for dims, kind in table.items() if isinstance(norm, kind)]
+    return tuple(reversed(known)) or (0, 1, 2, 3)
 
 
 def _dims(norm: nn.Module, dims: int | None, *, verb: str) -> int:
-    """How many dimensions of positions the inputs have, by the caller or, where it tells, by the layer."""
+    """How many dimensions the positions of an input have: from `dims`, or from the type of the layer."""
     ranks = _ranks(norm)
-    tells = ranks[0] > 0
-    if dims is None and tells:
+    if dims is None and ranks[0] > 0:  # the type tells
         return ranks[0]
     if dims is not None and dims in ranks:
         return dims

@@ -55,7 +55,10 @@ def switchable_norm(
     centred = values - spread(pivot, values)
     instance = moments(centred.mean(dims), (centred * centred).mean(dims), pivot)
     layer, batch, weights, count = joint_statistics(instance, logits, running, settings)
-    mean, var = (_mixture([each[i] for each in (instance, layer, batch)], weights[:, i]) for i in (0, 1))
+    mean, var = (
+        sum(weight * part[i] for weight, part in zip(weights[:, i], (instance, layer, batch), strict=False))
+        for i in (0, 1)
+    )
     mixed = Mixture(mean, (var + settings.eps).rsqrt())
     slope = slope_of(mixed, affine[0])
     out = centred * spread(slope, values) + spread(value_at(pivot, mixed, slope, affine[1]), values)
@@ -136,14 +139,6 @@ def joint_statistics(
         alone = mixing_weights(logits, (*settings.defined[:2], False), kind)
         weights = torch.where(torch.as_tensor(count == 1), alone, weights)
     return layer_statistics(instance), batch, weights, count
-
-
-def _mixture(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Of instance, layer and, if it has a weight, batch."""
-    found = parts[0] * weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=False):
-        found = torch.addcmul(found, part, weight)
-    return found
 
 
 def slope_of(mixed: Mixture, gamma: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,29 @@ def environment(package: str) -> Environment:
     style, script = (own.get_source(made, name)[0] for name in ("style.css", "script.js"))
     made.globals.update(style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain)
     return made
+
+
+def standalone(picture: str) -> str:
+    """A picture of a page as an SVG file: in the colours of the page for light, and in those for dark where it is dark.
+
+    The colours of the light page are attributes, for programs that read no style sheet.
+    """
+    from importlib.resources import files
+
+    style = files("gonio.pages").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"\.gonio \{\n(.*?)\}", style, flags=re.DOTALL)
+    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks[:2])
+    rules = [
+        f'[{what}="{light[name]}"]{{{what}:{dark[name]}}}'
+        for what, name in sorted(set(re.findall(r'(fill|stroke)="var\(--([\w-]+)\)"', picture)))
+    ]
+    coloured = re.sub(r'"var\(--([\w-]+)\)"', lambda match: f'"{light[match[1]]}"', picture)
+    head, _, body = coloured.partition(">")
+    title = re.search(r'aria-label="([^"]*)"', head)
+    head = re.sub(r' (class|style)="[^"]*"', "", head)
+    opening = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
+    sheet = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+    return f"{opening}>{f'<title>{title[1]}</title>' if title else ''}{sheet}{body}"
 
 
 def _policy(style: str, script: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError
 from gonio.nn.decoupled import Decoupled
-from gonio.surgery.steps import check_optimizer
+from gonio.surgery.steps import check_optimizer, watch
 
 _CONVERTED: weakref.WeakSet[Decoupled] = weakref.WeakSet()  # layers whose share an optimizer moves
 
@@ -128,9 +127,9 @@ def _count_steps_(optimizer: Optimizer, layers: Sequence[Decoupled], steps: int)
     left = missing()
 
     @torch.no_grad()
-    def after_step(*_: Any) -> None:
+    def after_step(_: Optimizer) -> None:
         nonlocal left
-        if left <= 0:  # ended: torch iterates over its hooks during a step, where none can be removed
+        if left <= 0:
             return
         for layer in layers:
             if layer.blend is not None:
@@ -140,11 +139,11 @@ def _count_steps_(optimizer: Optimizer, layers: Sequence[Decoupled], steps: int)
             for layer in layers:
                 layer.set_blend_(1.0, ended=True)
 
-    handle = optimizer.register_step_post_hook(after_step)
+    end_watch = watch(optimizer, after=after_step, verb="convert_gradually_")
     _CONVERTED.update(layers)
 
     def end() -> None:
-        handle.remove()
+        end_watch()
         _CONVERTED.difference_update(layers)
 
     return end

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from benchmarks.claims_agreement import Part, parts, table, tried, write
 
-from gonio.lab.claims import ClaimResult, ClaimResults, Judgement, load_claim
+from gonio.lab.claims import ClaimResult, ClaimResults, Evidence, load_claim
 from gonio.lab.claims.claim import read_claim
 
 CLAIM = load_claim("nothing-helps")
 
 
 def run(verdict: str) -> ClaimResults:
-    return ClaimResults((ClaimResult(CLAIM, Judgement(verdict, "", 12, 0.5)),), {}, "gonio reproduce")
+    seen = Evidence(values=(0.5,) * 12, direction="larger", sesoi=1.0, unit="%", verdict=verdict, mean=0.5)
+    return ClaimResults((ClaimResult(CLAIM, seen),), {}, "gonio reproduce")
 
 
 def test_sets_of_seeds_are_disjoint() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.lab import Plan
+from gonio.lab import StudyPlan
 from gonio.lab.claims import SEEDS, ClaimOptions, claim_names, load_claim, load_claims, plan_claim
 from gonio.lab.claims.claim import read_claim
 from gonio.lab.claims.experiment import FULL_SEEDS
@@ -86,7 +86,7 @@ def test_every_claim_of_the_catalogue_has_a_plan(name: str) -> None:
         plan = plan_claim(claim, ClaimOptions(full=full))
         assert len(plan.seeds) >= (FULL_SEEDS if full else 10)
         assert len({entry.hash for entry in plan.recipes}) == len(setting.arms)
-        again = Plan.from_dict(plan.to_dict())
+        again = StudyPlan.from_dict(plan.to_dict())
         assert (again, again.hash) == (plan, plan.hash)
         assert sum(setting.decisive.values()) == pytest.approx(0) or len(setting.decisive) == 1
         assert all(arm.level is not None for arm in setting.arms) or claim.picture != "levels"

@@ -41,7 +41,7 @@ def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) 
     assert first.stdout == second.stdout
     assert (tmp_path / "out" / "claims.html").is_file()
     data = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
-    assert len(data["claims"][0]["values"]) == 3
+    assert len(data["claims"][0]["evidence"]["values"]) == 3
     assert shell("report", str(tmp_path / "out" / "tiny"), "--json", "-").returncode == 0
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.plan import Measure, Training
+from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import FinishedRun, measures, spec_of
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import resolve
 from gonio.models import deep_cnn, deep_mlp, residual_mlp
 from gonio.nn import DecoupledConv2d
 
-TRAINING = Training(epochs=1, batch_size=50, lr=0.05)
+TRAINING = TrainingConfig(epochs=1, batch_size=50, lr=0.05)
 
 
 def subject(model: nn.Module, **fields: Any) -> FinishedRun:
@@ -39,7 +39,7 @@ def fixed_draws() -> None:
 def test_every_measure_says_in_one_sentence_what_it_is() -> None:
     for name, kind in measures().items():
         assert kind.summary.endswith("."), name
-        assert kind.unit or name == "largest_sigma"
+        assert kind.unit
     assert list(measures()) == sorted(measures())
 
 
@@ -181,7 +181,7 @@ def test_held_layers_turn_by_the_arctangent_and_free_ones_without_decay_have_no_
     assert math.isnan(free)
 
 
-def best_rate(training: Training, octaves: list[float], **options: Any) -> float:
+def best_rate(training: TrainingConfig, octaves: list[float], **options: Any) -> float:
     torch.manual_seed(0)
     model = deep_cnn(depth=2, width=8, norm="batch")
     return measures()["best_rate"].function(

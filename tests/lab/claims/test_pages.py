@@ -36,7 +36,7 @@ def test_a_changed_number_makes_a_page_stale(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in builder.RESULTS.glob("*.json"):
-        text = path.read_text(encoding="utf-8").replace('"verdict": "contradicted"', '"verdict": "reproduced"')
+        text = path.read_text(encoding="utf-8").replace('"direction": "smaller"', '"direction": "larger"')
         (tmp_path / path.name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(builder, "RESULTS", tmp_path)
     assert any(path.read_text(encoding="utf-8") != text for path, text in builder.pages().items())
@@ -55,7 +55,9 @@ def test_the_page_of_corrections_names_tests_and_claims_that_exist() -> None:
 
 def test_the_verdicts_follow_from_the_committed_contrasts(builder: ModuleType) -> None:
     whole = builder.from_data(json.loads((builder.RESULTS / "full.json").read_text(encoding="utf-8")))
-    assert builder.judged_together(whole.results) == list(whole.results)
+    stored = json.loads((builder.RESULTS / "full.json").read_text(encoding="utf-8"))["claims"]
+    assert [one.verdict for one in whole.results] == [row["judgement"]["verdict"] for row in stored]
+    assert all(list(one.values.values()) == pytest.approx(list(one.evidence.values)) for one in whole.tried)
 
 
 def test_a_claim_of_its_own_run_joins_the_full_run(
@@ -64,14 +66,14 @@ def test_a_claim_of_its_own_run_joins_the_full_run(
     text = (builder.RESULTS / "full.json").read_text(encoding="utf-8")
     whole = builder.from_data(json.loads(text))
     one = next(found for found in whole.results if found.verdict == "reproduced")
-    alone = replace(whole, findings=tuple(builder.judged_together([one])))
+    alone = builder.from_data(builder.as_data(replace(whole, results=(one,))))
     assert alone.results[0].evidence.p_holm < one.evidence.p_holm
     (tmp_path / "one.json").write_text(builder.claims_json(alone), encoding="utf-8")
-    rest = replace(whole, findings=tuple(builder.judged_together([f for f in whole.results if f is not one])))
+    rest = replace(whole, results=tuple(found for found in whole.results if found is not one))
     (tmp_path / "full.json").write_text(builder.claims_json(rest), encoding="utf-8")
     monkeypatch.setattr(builder, "RESULTS", tmp_path)
     builder.add(tmp_path / "one.json")
-    assert (tmp_path / "full.json").read_text(encoding="utf-8") == text
+    assert builder.from_data(json.loads((tmp_path / "full.json").read_text(encoding="utf-8"))) == whole
     (tmp_path / "one.json").write_text(builder.claims_json(replace(alone, versions={"torch": "1.0"})), encoding="utf-8")
     with pytest.raises(SystemExit, match="run the whole catalogue"):
         builder.add(tmp_path / "one.json")

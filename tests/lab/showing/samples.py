@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
-from gonio.lab.plan import BASELINE, Plan, RecipeEntry, Training
+from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
 
 
 def printed(shown: RenderableType, *, width: int) -> str:
@@ -67,7 +67,7 @@ def effect(recipe: str, *, mean: float | None = 0.6, half: float = 0.2, verdict:
     return Effect(recipe, **{**values, **changes})
 
 
-def plan(recipes: tuple[str, ...], seeds: int = 8, **changes: Any) -> Plan:
+def plan(recipes: tuple[str, ...], seeds: int = 8, **changes: Any) -> StudyPlan:
     entries = [RecipeEntry(BASELINE, {}, "0" * 64)]
     entries += [RecipeEntry(r, {"name": r, "init": [{"use": "orthogonal_"}]}, "ab12" * 16) for r in recipes]
     values: dict[str, Any] = {
@@ -80,10 +80,10 @@ def plan(recipes: tuple[str, ...], seeds: int = 8, **changes: Any) -> Plan:
         "unit": "percent",
         "data": "d4" * 32,
         "sesoi": 0.5,
-        "training": Training(epochs=30, batch_size=64, lr=0.1),
+        "training": TrainingConfig(epochs=30, batch_size=64, lr=0.1),
         "splits": {"train": 1078, "validation": 359, "test": 360},
     }
-    return Plan(**{**values, **changes})
+    return StudyPlan(**{**values, **changes})
 
 
 def results(
@@ -96,7 +96,7 @@ def results(
     plan_changes: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Results:
-    verdicts = ("no evidence", "helps", "hurts", "no useful effect", "underpowered")
+    verdicts = ("undecided", "helps", "hurts", "no useful effect", "not a fair test")
     if effects is None:
         means = (0.1, 0.6, -0.7, 0.0, 0.3)
         chosen = [(means[i % 5], verdicts[i % 5]) for i in range(len(recipes))]

@@ -101,6 +101,6 @@ def test_the_terminal_table_keeps_to_its_width_and_shows_every_name_whole(width:
     names = ("orthogonal-init", "[bold]x[/bold]", "\x1b[31mred\x1b[0m")
     shown = printed(text(results(names, missing=1)), width=width)
     assert max(map(len, shown.splitlines())) <= width
-    for said in ("orthogonal-init", "[bold]x[/bold]", "[31mred[0m", "no evidence", "▲ helps", "▼ hurts"):
+    for said in ("orthogonal-init", "[bold]x[/bold]", "[31mred[0m", "undecided", "▲ helps", "▼ hurts"):
         assert said in " ".join(shown.split())
     assert "\x1b[31m" not in shown

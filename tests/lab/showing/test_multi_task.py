@@ -57,7 +57,7 @@ def test_tasks_are_put_on_one_scale() -> None:
     assert found.iqm == pytest.approx(np.sort(scaled)[2:6].mean())
     assert found.improvement == 0.75
     assert found.effects == pytest.approx((np.mean(scaled[:4]), np.mean(scaled[4:])))
-    assert found.verdicts == ("underpowered", "underpowered")
+    assert found.verdicts == ("undecided", "undecided")
     assert found.profile == pytest.approx([np.mean([d > least for d in scaled]) for least in (-2, -1, 0, 1, 2)])
     assert found.iqm_low < found.iqm < found.iqm_high
     assert 0 <= found.improvement_low < 0.75 < found.improvement_high <= 1
@@ -115,7 +115,7 @@ def test_every_format_holds_the_same_numbers() -> None:
     markdown = MULTI_TASK_FORMATS["md"](found).splitlines()
     assert len({line.count("|") for line in markdown[2:5]}) == 1
     assert shown in markdown[4]
-    assert "| r0 | hard | 4 | +1.12 | underpowered |" in markdown
+    assert "| r0 | hard | 4 | +1.12 | undecided |" in markdown
     assert "| r0 | 100 % | 88 % | 75 % | 50 % | 12 % |" in markdown
     assert tex_cell(shown) in MULTI_TASK_FORMATS["tex"](found)
     on_terminal = printed(multi_task_text(both()), width=110)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
-from gonio.lab.plan import Measure, Training
+from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
@@ -42,7 +42,7 @@ def _known_optimizer(name: str) -> str:
 
 
 class _TrainingFields(BaseModel):
-    """Fields of :class:`Training`; those that are missing are the task's own."""
+    """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
 
     model_config = _CLOSED
     epochs: Annotated[int, Field(gt=0)] | None = None
@@ -54,9 +54,9 @@ class _TrainingFields(BaseModel):
     decay: Literal["all", "weights"] | None = None
     warm_up: Annotated[float, Field(ge=0)] | None = None
 
-    def override(self, training: Training) -> Training:
+    def override(self, training: TrainingConfig) -> TrainingConfig:
         """These values in place of those of `training`."""
-        return Training(**{**vars(training), **self.model_dump(exclude_none=True)})
+        return TrainingConfig(**{**vars(training), **self.model_dump(exclude_none=True)})
 
 
 class Arm(BaseModel):

@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.lab.claims.claim import Arm, Claim, Experiment, read_claim
 from gonio.lab.judging.results import RunRecord, scores_of
 from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, counted, judge
-from gonio.lab.plan import Measure, Plan, RecipeEntry, Tuning, installed_versions, seeds_of
+from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
 from gonio.lab.running.measures import spec_of
 from gonio.lab.running.scheduler import Quiet, Watcher, run
 from gonio.lab.running.study import Study
@@ -139,7 +139,7 @@ class ClaimResults:
 # --- the plan ---------------------------------------------------------------------------------------------
 
 
-def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> Plan:
+def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     """The plan of a claim's study.
 
     Raises:
@@ -167,7 +167,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> Plan:
     seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
     measure = Measure(claim.measure, dict(claim.options))
     measured = spec_of(measure)
-    plan = Plan(
+    plan = StudyPlan(
         task=spec,
         model=model,
         recipes=tuple(_entry(arm, setting, own=options.model is None) for arm in setting.arms),
@@ -273,7 +273,7 @@ def _judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
 def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
     """A claim's result before it is judged."""
     if claim.budget == "none" or not path.is_dir():
-        return ClaimResult(claim, _evidence(claim, verdict="not tried", reason=claim.not_tried or "Not run."))
+        return ClaimResult(claim, _not_tried(claim, claim.not_tried or "Not run."))
     study, setting = Study.open(path), claim.setting(full=full)
     plan, runs = study.plan, study.runs()
     scores = scores_of(plan, runs)
@@ -281,10 +281,8 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
     return ClaimResult(
         claim,
         _evidence(
-            claim,
-            values=tuple(contrasts(scores, setting.decisive, plan.seeds).values()),
-            unit=plan.unit,
-            obstacle=_obstacle(claim, setting, plan, scores),
+            claim, [*contrasts(scores, setting.decisive, plan.seeds).values()], plan.unit,
+            _obstacle(claim, setting, plan, scores),
         ),
         full=full,
         plan=plan.hash,
@@ -301,14 +299,20 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         diverged=statuses.count("diverged"),
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
         command=plan.command,
-    )
+    )  # fmt: skip
 
 
-def _evidence(claim: Claim, *, values: tuple[float, ...] = (), unit: str = "", **fields: str) -> Evidence:
-    return Evidence(values=values, direction=claim.direction, sesoi=claim.sesoi, unit=unit, **fields)
+def _evidence(claim: Claim, values: Sequence[float], unit: str, obstacle: str) -> Evidence:
+    return Evidence(
+        values=tuple(values), direction=claim.direction, sesoi=claim.sesoi, unit=unit, obstacle=obstacle
+    )  # fmt: skip
 
 
-def _obstacle(claim: Claim, setting: Experiment, plan: Plan, scores: Mapping[tuple[str, int], float]) -> str:
+def _not_tried(claim: Claim, reason: str) -> Evidence:
+    return replace(_evidence(claim, (), "", ""), verdict="not tried", reason=reason)
+
+
+def _obstacle(claim: Claim, setting: Experiment, plan: StudyPlan, scores: Mapping[tuple[str, int], float]) -> str:
     """If no arm of the contrast is better than guessing, their difference says nothing about the claim."""
     reached = [score for (arm, _), score in scores.items() if arm in setting.decisive]
     if claim.measure not in _SCORES or not reached:
@@ -372,14 +376,12 @@ def _result(row: Mapping[str, Any]) -> ClaimResult:
     known["scores"] = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
     if not row["plan"]:
         reason = row.get("evidence", row.get("judgement"))["reason"]
-        return ClaimResult(
-            **{**known, "claim": claim, "evidence": _evidence(claim, verdict="not tried", reason=reason)}
-        )
+        return ClaimResult(**{**known, "claim": claim, "evidence": _not_tried(claim, reason)})
     if "evidence" in row:
         stored = row["evidence"]
         values, unit, obstacle = stored["values"], stored["unit"], stored["obstacle"]
     else:
         values, unit, reason = row["values"].values(), row["unit"], row["judgement"]["reason"]
         obstacle = reason if reason.startswith("No arm trains") else ""
-    evidence = _evidence(claim, values=tuple(values), unit=unit, obstacle=obstacle)
+    evidence = _evidence(claim, values, unit, obstacle)
     return ClaimResult(**{**known, "claim": claim, "evidence": evidence})

@@ -17,7 +17,7 @@ import numpy as np
 
 from gonio.escaping import html_table
 from gonio.lab.judging.statistics import WORDS, Evidence, correlation, counted, improvement, judge, paired_t
-from gonio.lab.plan import ATTACKS, BASELINE, Plan, RecipeEntry
+from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Reach:
+class TimeToScore:
     """Time until a recipe reaches the baseline's last validation score.
 
     Attributes:
@@ -102,7 +102,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class RecipeTuning:
     """The tuning of one recipe.
 
     Attributes:
@@ -146,7 +146,7 @@ class Robust:
 
 
 @dataclass(frozen=True)
-class Further:
+class SecondaryMetric:
     """A metric that decides nothing, of one recipe's runs.
 
     Attributes:
@@ -210,7 +210,7 @@ class Effect:
     changes: tuple[str, ...] = ()
     parameters: Amount | None = None
     flops: Amount | None = None
-    reach: Reach | None = None
+    reach: TimeToScore | None = None
 
     @property
     def ties(self) -> int:
@@ -245,7 +245,7 @@ class Results:
         further: one entry per further metric and recipe, the baseline first; empty if there is no such metric.
     """
 
-    plan: Plan
+    plan: StudyPlan
     baseline_mean: float | None
     baseline_sd: float | None
     effects: tuple[Effect, ...]
@@ -255,9 +255,9 @@ class Results:
     notes: tuple[str, ...]
     missing: int = 0
     looks: tuple[int, ...] = ()
-    tuning: tuple[Tuned, ...] = ()
+    tuning: tuple[RecipeTuning, ...] = ()
     robustness: tuple[Robust, ...] = ()
-    further: tuple[Further, ...] = ()
+    further: tuple[SecondaryMetric, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON-able data."""
@@ -302,7 +302,7 @@ _Pairs = list[tuple[int, float, float]]
 
 
 def summarise(
-    plan: Plan,
+    plan: StudyPlan,
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
     used: Sequence[Mapping[str, str]],
@@ -346,7 +346,7 @@ def summarise(
     )
 
 
-def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
+def scores_of(plan: StudyPlan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], float]:
     """Score by recipe and seed; a diverged run has the worst score, a failed one none."""
     finished = [run.score for run in runs if run.score is not None]
     # for an unbounded metric a finished run may be worse than `worst`, the score of an uninformed model
@@ -356,7 +356,7 @@ def scores_of(plan: Plan, runs: Sequence[RunRecord]) -> dict[tuple[str, int], fl
     return {key: score for key, score in found.items() if score is not None}
 
 
-def untrained_baseline(plan: Plan, scores: Sequence[float]) -> str | None:
+def untrained_baseline(plan: StudyPlan, scores: Sequence[float]) -> str | None:
     """A sentence if the baseline is at chance level in every seed, else None; no recipe can then be judged.
 
     At chance level: no better than the best constant prediction, up to two standard errors of an accuracy on the
@@ -388,7 +388,7 @@ def _differences(pairs: _Pairs) -> tuple[float, ...]:
 
 
 def _effect(
-    plan: Plan,
+    plan: StudyPlan,
     entry: RecipeEntry,
     pairs: _Pairs,
     seen: Evidence,
@@ -431,7 +431,7 @@ def _ratio(costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Ratio | N
     return Ratio(median, low, high, len(found))
 
 
-def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
+def _script_costs(plan: StudyPlan, runs: Sequence[RunRecord]) -> list[CostRow]:
     """The ratios to the baseline, seed by seed, of what the runs of a script measured."""
     found = {(run.recipe, run.seed): run.costs for run in runs}
     return [
@@ -444,14 +444,14 @@ def _script_costs(plan: Plan, runs: Sequence[RunRecord]) -> list[CostRow]:
     ]
 
 
-def _amount(plan: Plan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
+def _amount(plan: StudyPlan, costs: Sequence[CostRow], entry: RecipeEntry, kind: str) -> Amount | None:
     found = {hash_: number for hash_, name, _, number in costs if name == kind}
     if entry.hash not in found or plan.baseline.hash not in found:
         return None
     return Amount(found[plan.baseline.hash], found[entry.hash])
 
 
-def reach_of(plan: Plan, recipe: str, runs: Sequence[RunRecord], step_time: float | None) -> Reach | None:
+def reach_of(plan: StudyPlan, recipe: str, runs: Sequence[RunRecord], step_time: float | None) -> TimeToScore | None:
     """Time until the recipe reaches the baseline's last validation score; None without a pair of curves.
 
     Args:
@@ -464,10 +464,10 @@ def reach_of(plan: Plan, recipe: str, runs: Sequence[RunRecord], step_time: floa
         return None
     middle = statistics.median(found)
     ratio = None if step_time is None or math.isinf(middle) else middle * step_time
-    return Reach(len(found), sum(map(math.isfinite, found)), ratio)
+    return TimeToScore(len(found), sum(map(math.isfinite, found)), ratio)
 
 
-def _epochs(plan: Plan, base: RunRecord, ours: RunRecord) -> float:
+def _epochs(plan: StudyPlan, base: RunRecord, ours: RunRecord) -> float:
     """Epochs until the baseline's last validation score, over the baseline's own; infinite if never."""
     scores = [score for score in base.curve.get("val_score", ()) if score is not None]
 
@@ -479,13 +479,13 @@ def _epochs(plan: Plan, base: RunRecord, ours: RunRecord) -> float:
     return first(ours) / first(base) if scores else math.inf
 
 
-def robust_of(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Robust, ...]:
+def robust_of(plan: StudyPlan, runs: Sequence[RunRecord]) -> tuple[Robust, ...]:
     """One entry per recipe, the baseline first; empty if the study attacks no model."""
     judged = {(run.recipe, run.seed): run for run in runs if run.status != "failed"}
     return tuple(_robust(plan, entry.name, judged) for entry in plan.recipes) if plan.threat else ()
 
 
-def _robust(plan: Plan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]) -> Robust:
+def _robust(plan: StudyPlan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]) -> Robust:
     mine = [judged[recipe, seed] for seed in plan.seeds if (recipe, seed) in judged]
     means = {
         name: statistics.fmean(float(run.robustness.get(name, 0.0)) for run in mine)
@@ -503,7 +503,7 @@ def _robust(plan: Plan, recipe: str, judged: Mapping[tuple[str, int], RunRecord]
 
 
 def _notes(
-    plan: Plan,
+    plan: StudyPlan,
     runs: Sequence[RunRecord],
     effects: Sequence[Effect],
     used: Sequence[Mapping[str, str]],
@@ -540,17 +540,17 @@ def _notes(
     return notes
 
 
-def _further(plan: Plan, runs: Sequence[RunRecord]) -> tuple[Further, ...]:
+def _further(plan: StudyPlan, runs: Sequence[RunRecord]) -> tuple[SecondaryMetric, ...]:
     """The metrics that decide nothing: the task's, or those that a script logged."""
     names = dict.fromkeys([*plan.metrics, *(name for run in runs for name in run.metrics)])
     return tuple(_further_of(plan, name, entry.name, runs) for name in names for entry in plan.recipes)
 
 
-def _further_of(plan: Plan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> Further:
+def _further_of(plan: StudyPlan, metric: str, recipe: str, runs: Sequence[RunRecord]) -> SecondaryMetric:
     values = {(run.recipe, run.seed): run.metrics.get(metric) for run in runs}
     known = {key: value for key, value in values.items() if value is not None}
     own = [known[recipe, seed] for seed in plan.seeds if (recipe, seed) in known]
-    found = Further(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
+    found = SecondaryMetric(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
     if recipe == BASELINE:
         return found
     differences = _differences(_paired(known, recipe, plan.seeds))

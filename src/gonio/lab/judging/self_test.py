@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gonio.errors import InvalidArgumentError
 from gonio.lab.judging.results import Results, scores_of
 from gonio.lab.judging.statistics import ALPHA, Array, enough, half_width, holm, require_scipy, sign_flip_rows
-from gonio.lab.plan import Plan, RecipeEntry, seeds_of
+from gonio.lab.plan import RecipeEntry, StudyPlan, seeds_of
 from gonio.recipes import Recipe
 
 _COPIES = 4  # recipes that do nothing; 8 seeds are enough to show something against so many
@@ -73,7 +73,7 @@ class SelfTest:
         )
 
 
-def self_test_plan(plan: Plan, *, size: int) -> Plan:
+def self_test_plan(plan: StudyPlan, *, size: int) -> StudyPlan:
     """The plan in which 4 recipes change nothing and draw their own random numbers, with 4 · `size` seeds.
 
     Args:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -168,12 +169,12 @@ def _simulated_power(pairs: int, alpha: float, studies: int) -> Callable[[float]
     return power
 
 
-def _t_power(pairs: int, alpha: float) -> Callable[[float], float]:
-    """Power of the two-sided t test as a function of the effect."""
+def _t_power(pairs: int | NDArray[np.int64], alpha: float) -> Callable[[float], Any]:
+    """Power of the two-sided t test as a function of the effect, for one number of pairs or several."""
     stats = require_scipy()
     bound = stats.t.ppf(1 - alpha / 2, pairs - 1)
     # The other tail adds nothing to the power of an effect worth detecting.
-    return lambda effect: float(stats.nct.sf(bound, pairs - 1, effect * np.sqrt(pairs)))
+    return lambda effect: stats.nct.sf(bound, pairs - 1, effect * np.sqrt(pairs))
 
 
 def require_scipy() -> ModuleType:
@@ -314,7 +315,7 @@ def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -
     same_sign = sum(mean * value > 0 for value in seen.values)
     found = (
         f"{'Larger' if mean > 0 else 'Smaller'} in {same_sign} of {seen.n} seeds, by {abs(mean):.3g} on average "
-        f"(95 % interval {low:+.3g} to {high:+.3g}; {_p_text(seen)})"
+        f"(95 % interval {_interval(low, high)}; {_p_text(seen)})"
     )
     if (mean > 0) != (seen.direction == "larger"):
         return "contradicted", f"{found}."
@@ -336,7 +337,7 @@ def _same(seen: Evidence, mean: float, low: float, high: float, size: int) -> tu
 
 def _undecided(seen: Evidence, low: float, high: float, size: int) -> str:
     """Which effects the study could have seen."""
-    found = f"95 % interval {low:+.3g} to {high:+.3g}, {_p_text(seen)}"
+    found = f"95 % interval {_interval(low, high)}, {_p_text(seen)}"
     if least_p(seen.n) * size >= ALPHA or seen.mde is None:
         least = f"{min(1.0, least_p(seen.n) * size):.2g}"
         family = f"{counted(seen.n, 'seed')} and {counted(size, 'comparison')}"
@@ -354,11 +355,16 @@ def _remedy(seen: Evidence, size: int) -> str:
     """The number of seeds with which an effect of sesoi is found in 80 % of studies, by the t test."""
     if not seen.sesoi:
         return ""
-    spread, alpha = statistics.stdev(seen.values), ALPHA / size
-    for n in (*range(seen.n + 1, 33), *range(40, _MOST_SEEDS, 20)):
-        if least_p(n) < alpha and _t_power(n, alpha)(seen.sesoi / max(spread, 1e-300)) >= _POWER:
-            return f" About {n} seeds would decide."
-    return f" More than {_MOST_SEEDS} seeds would be needed."
+    effect, alpha = seen.sesoi / max(statistics.stdev(seen.values), 1e-300), ALPHA / size
+    seeds = np.array([*range(seen.n + 1, 33), *range(40, _MOST_SEEDS, 20)])
+    found = seeds[(2.0 ** (1 - seeds) < alpha) & (_t_power(seeds, alpha)(effect) >= _POWER)]
+    return (
+        f" About {found[0]} seeds would decide." if len(found) else f" More than {_MOST_SEEDS} seeds would be needed."
+    )
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{low:+.3g} to {high:+.3g}".replace("-", "−").replace("e−", "e-")
 
 
 def _p_text(seen: Evidence) -> str:

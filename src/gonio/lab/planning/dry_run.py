@@ -7,7 +7,7 @@ import math
 import torch
 
 from gonio.lab.judging.statistics import ALPHA, counted, detectable, enough, least_p, points
-from gonio.lab.plan import Plan, RecipeEntry
+from gonio.lab.plan import RecipeEntry, StudyPlan
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.training import build, evaluate, prepare_process
@@ -19,7 +19,7 @@ _START = 0.2  # seconds to fork a run's process, load its data and store its row
 _COSTS = 10.0  # seconds to measure the costs afterwards
 
 
-def dry_run(plan: Plan, *, jobs: int) -> str:
+def dry_run(plan: StudyPlan, *, jobs: int) -> str:
     """The plan as text: grid, training, estimated time, and statistical power.
 
     Trains a few steps of each recipe, in a process of its own, to estimate the time.
@@ -53,7 +53,7 @@ def dry_run(plan: Plan, *, jobs: int) -> str:
     return "\n".join([*lines, _power(plan), *(f"note: {note}" for note in plan.notes)])
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: StudyPlan) -> list[str]:
     """The task, the training and the metric."""
     better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
     if plan.scripted:
@@ -65,7 +65,7 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-def _tuned(plan: Plan) -> list[str]:
+def _tuned(plan: StudyPlan) -> list[str]:
     """The budget and the search space of tuning."""
     if plan.tuning is None:
         return []
@@ -82,7 +82,7 @@ def _tuned(plan: Plan) -> list[str]:
     return [head, *spaces]
 
 
-def _power(plan: Plan) -> str:
+def _power(plan: StudyPlan) -> str:
     """The smallest effect that so many seeds can detect."""
     comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
     if comparisons == 0:
@@ -104,14 +104,14 @@ def _power(plan: Plan) -> str:
     return f"{head}; {seen}, so {points(plan.sesoi, plan.unit)} if their standard deviation is at most {most}"
 
 
-def _seconds(plan: Plan, jobs: int) -> float:
+def _seconds(plan: StudyPlan, jobs: int) -> float:
     found = call_apart(run_seconds, plan)
     trials = plan.tuning.trials if plan.tuning else 0
     runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
     return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
 
 
-def run_seconds(plan: Plan) -> list[tuple[float, float]]:
+def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
     """Estimated seconds of the training and of the attacks of one run of each recipe.
 
     From three training steps and one validation. Meant for a process of its own.
@@ -121,7 +121,7 @@ def run_seconds(plan: Plan) -> list[tuple[float, float]]:
     return [_run_seconds(plan, task, entry) for entry in plan.recipes]
 
 
-def _run_seconds(plan: Plan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
+def _run_seconds(plan: StudyPlan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
     step = training_step(plan, task, entry)
     model, _, _ = build(plan, task, entry, plan.seeds[0])
     device = torch.device(plan.device)

@@ -15,9 +15,9 @@ from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.lab.plan import (
     BASELINE,
     AttackConfig,
-    Plan,
     RecipeEntry,
-    Training,
+    StudyPlan,
+    TrainingConfig,
     Tuning,
     installed_versions,
     seeds_of,
@@ -44,14 +44,14 @@ def make_plan(
     task: str = "digits",
     model: str | None = None,
     seeds: int | Sequence[int] = 8,
-    training: Training | Mapping[str, Any] | None = None,
+    training: TrainingConfig | Mapping[str, Any] | None = None,
     sesoi: float | None = None,
     tune: int = 0,
     robust: bool = False,
     device: str = "cpu",
     workers: int | None = None,
     command: str = "gonio compare",
-) -> Plan:
+) -> StudyPlan:
     """Plan a comparison: recipes × seeds on one task and model, the baseline included.
 
     Every recipe is planned on the model here, so a rule that matches no layer is an error before the first run.
@@ -82,7 +82,7 @@ def make_plan(
     """
     data, found = resolve_task(task), seeds_of(seeds)
     spec = model or data.model
-    chosen = training if isinstance(training, Training) else replace(data.training, **training or {})
+    chosen = training if isinstance(training, TrainingConfig) else replace(data.training, **training or {})
     check_training(chosen, data, device=device)
     workers = data.workers if workers is None else workers
     _check_paired(data, chosen, workers)
@@ -98,7 +98,7 @@ def make_plan(
         for each in entries
         if len(each.changes) > 1
     ]
-    plan = Plan(
+    plan = StudyPlan(
         task=task,
         model=spec,
         recipes=tuple(entries),
@@ -137,7 +137,7 @@ def make_script_plan(
     epsilon: float | None = None,
     device: str = "cpu",
     command: str = "gonio compare",
-) -> Plan:
+) -> StudyPlan:
     """Plan a comparison that calls `script` for every run.
 
     The script runs here up to its `run.apply_`, in a process of its own, and every recipe is planned on the
@@ -183,7 +183,7 @@ def make_script_plan(
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
     fitting = [recipe for recipe in loaded if recipe.name not in unfit]
-    return Plan(
+    return StudyPlan(
         task=script,
         model="",
         recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)),
@@ -204,7 +204,7 @@ def make_script_plan(
     )
 
 
-def _own_trainings(plan: Plan) -> list[str]:
+def _own_trainings(plan: StudyPlan) -> list[str]:
     """A note on each recipe that names its optimizer."""
     own = [(entry.name, plan.training_of(entry)) for entry in plan.recipes if entry.content.get("optimizer")]
     usual = f"{plan.trained.optimizer} with {plan.trained.lr:g}"
@@ -315,7 +315,7 @@ def _check_further(task: Task, *, robust: bool, tune: int) -> None:
         require_optuna()
 
 
-def check_training(training: Training, task: Task, *, device: str = "cpu") -> None:
+def check_training(training: TrainingConfig, task: Task, *, device: str = "cpu") -> None:
     """Refuse a training that cannot be done on this task and device.
 
     Raises:
@@ -364,7 +364,7 @@ def _check_precision(device: str, precision: str) -> None:
         raise InvalidArgumentError(needs, found, "Choose bf16 or fp32, or another --device.") from error
 
 
-def _check_paired(task: Task, training: Training, workers: int) -> None:
+def _check_paired(task: Task, training: TrainingConfig, workers: int) -> None:
     if not paired(task.train, training.batch_size, workers=workers):
         raise InvalidArgumentError(
             f"the training examples of {task.name!r} must be the same for all recipes of a seed",

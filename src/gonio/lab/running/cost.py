@@ -20,8 +20,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from gonio.lab.judging.results import CostRow
-from gonio.lab.plan import Plan, RecipeEntry
-from gonio.lab.running.training import Step, batches, build, make_optimizer, prepare_process
+from gonio.lab.plan import RecipeEntry, StudyPlan
+from gonio.lab.running.training import TrainingStep, batches, build, make_optimizer, prepare_process
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task
 
@@ -41,7 +41,7 @@ _ATTENTION = {
 }
 
 
-def measure_costs(plan: Plan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
+def measure_costs(plan: StudyPlan, entries: Sequence[RecipeEntry]) -> list[CostRow]:
     """Time and memory of one training step of each recipe over the baseline's, and the sizes of both.
 
     A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Memory is the peak of the
@@ -81,11 +81,11 @@ def _silent_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def training_step(plan: Plan, task: Task, entry: RecipeEntry) -> Callable[[], None]:
+def training_step(plan: StudyPlan, task: Task, entry: RecipeEntry) -> Callable[[], None]:
     """A function that runs one training step of a warmed-up model of the recipe."""
     seed, training = plan.seeds[0], plan.training_of(entry)
     model, applied, _ = build(plan, task, entry, seed)
-    taken = Step(model, task, training, applied.penalty, hold=applied.hold_)
+    taken = TrainingStep(model, task, training, applied.penalty, hold=applied.hold_)
     batch = next(batches(task, training.batch_size, seed=seed, epoch=0, training=training))
     model.train()
 

@@ -66,9 +66,9 @@ def attacked(
     answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig, transferred: Tensor | None
 ) -> dict[str, Any]:
     """The figures of :func:`robustness` for a function and the examples that are attacked."""
-    ball = Ball.of(config)
+    ball = AttackBall.of(config)
 
-    def ascended(name: str, ball: Ball, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
+    def ascended(name: str, ball: AttackBall, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
         draw = generator(config.seed, name)
         return pgd(
             answer, inputs, targets, ball,
@@ -87,7 +87,7 @@ def attacked(
     found: dict[str, Any] = {"clean": _percent(clean)}
     found |= {name: _percent(right[name]) for name in ATTACKS if name in right}
     found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
-    further = [Ball(factor * config.epsilon, config.low, config.high) for factor in _RADII]
+    further = [AttackBall(factor * config.epsilon, config.low, config.high) for factor in _RADII]
     found["radii"] = [
         {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, ascended("radii", far), targets))}
         for far in further
@@ -122,7 +122,7 @@ def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:
     """The examples, disturbed to mislead this model; other models see them in the transfer attack."""
     inputs, targets = attacked_split(task, config)
     return pgd(
-        answer_of(model, task), inputs, targets, Ball.of(config), steps=config.steps,
+        answer_of(model, task), inputs, targets, AttackBall.of(config), steps=config.steps,
         restarts=config.restarts, generator=generator(config.seed, "transfer"),
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def from_text(data: Mapping[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ball:
+class AttackBall:
     """The inputs that an attack may use: within `epsilon` of the original in every number, and in the valid range."""
 
     epsilon: float
@@ -151,7 +151,7 @@ class Ball:
     high: float | None = None
 
     @classmethod
-    def of(cls, config: AttackConfig) -> Ball:
+    def of(cls, config: AttackConfig) -> AttackBall:
         """The ball of an attack's configuration."""
         return cls(config.epsilon, config.low, config.high)
 
@@ -189,7 +189,7 @@ def survive(answer: Answer, inputs: Tensor, targets: Tensor) -> Tensor:
         return torch.cat([margin(answer(x), y) < 0 for x, y in _chunks(inputs, targets)])
 
 
-def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: Ball) -> Tensor:
+def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: AttackBall) -> Tensor:
     """One step of the full length along the sign of the cross-entropy's gradient.
 
     References:
@@ -199,7 +199,7 @@ def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: Ball) -> Tensor:
     return ball.project(inputs + ball.epsilon * gradient.sign(), inputs)
 
 
-def noisy(inputs: Tensor, ball: Ball, generator: Generator) -> Tensor:
+def noisy(inputs: Tensor, ball: AttackBall, generator: Generator) -> Tensor:
     """A uniformly random input of the ball."""
     shift = 2 * torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) - 1
     return ball.project(inputs + ball.epsilon * shift, inputs)
@@ -209,7 +209,7 @@ def pgd(
     answer: Answer,
     inputs: Tensor,
     targets: Tensor,
-    ball: Ball,
+    ball: AttackBall,
     *,
     steps: int,
     restarts: int,
@@ -255,7 +255,7 @@ def _ascend(
     start: Tensor,
     inputs: Tensor,
     targets: Tensor,
-    ball: Ball,
+    ball: AttackBall,
     steps: int,
 ) -> Tensor:
     """Steps along the sign of the slope; an example that is misled stays as it is."""

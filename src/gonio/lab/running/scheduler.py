@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gonio.errors import Interrupted, InvalidArgumentError
 from gonio.lab.judging.results import RunRecord
 from gonio.lab.judging.statistics import require_scipy
-from gonio.lab.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Tuning, installed_versions
+from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
 from gonio.lab.running.scripts import execute_script
@@ -39,7 +39,7 @@ _LOSSES = 3  # lost nodes after which a job counts as failed; the next command t
 
 
 def run(
-    plan: Plan,
+    plan: StudyPlan,
     path: str | Path,
     *,
     jobs: int | None = None,
@@ -70,7 +70,7 @@ def run(
 
     Example:
         >>> import tempfile
-        >>> training = gonio.lab.Training(epochs=1, batch_size=50, lr=0.05)
+        >>> training = gonio.lab.TrainingConfig(epochs=1, batch_size=50, lr=0.05)
         >>> plan = gonio.lab.make_plan([], seeds=2, training=training)  # the baseline alone
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     study = gonio.lab.run(plan, folder, jobs=2)

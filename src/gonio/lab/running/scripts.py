@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.lab.judging.results import RunRecord
-from gonio.lab.plan import AttackConfig, Plan, RecipeEntry
+from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan
 from gonio.lab.running.cost import Gauge
 from gonio.lab.running.engines.local import die_with_parent
 from gonio.lab.running.filter_summary import filter_summary
@@ -262,7 +262,7 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def execute_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | None = None) -> dict[str, Any]:
+def execute_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path | None = None) -> dict[str, Any]:
     """One run of the user's function, in a process of its own.
 
     Args:
@@ -273,7 +273,7 @@ def execute_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path | Non
         return guarded(RunRecord(entry.name, seed, "failed"), lambda: _run_script(plan, entry, seed, own))
 
 
-def _run_script(plan: Plan, entry: RecipeEntry, seed: int, folder: Path) -> RunRecord:
+def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) -> RunRecord:
     """Call the user's function and take its score; its exceptions are passed on."""
     folder.mkdir(exist_ok=True)  # without parents: a study that was moved is not made again
     plan_file, outcome, attack = folder / _PLAN, folder / _OUTCOME, folder / _ATTACKED

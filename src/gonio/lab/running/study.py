@@ -20,8 +20,8 @@ from typing import Any
 
 from gonio.errors import StudyError, StudyLockedError
 from gonio.escaping import plain
-from gonio.lab.judging.results import CostRow, Results, RunRecord, Tuned, summarise
-from gonio.lab.plan import Plan, RecipeEntry, extended
+from gonio.lab.judging.results import CostRow, RecipeTuning, Results, RunRecord, summarise
+from gonio.lab.plan import RecipeEntry, StudyPlan, extended
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
 
 DATABASE, VERSION = "study.db", 3
@@ -61,13 +61,13 @@ class Study:
         (4, True)
     """
 
-    def __init__(self, path: Path, plan: Plan, discarded: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, plan: StudyPlan, discarded: Sequence[str] = ()) -> None:
         self.path = path
         self.plan = plan
         self.discarded = tuple(discarded)
 
     @classmethod
-    def create(cls, path: str | Path, plan: Plan) -> Study:
+    def create(cls, path: str | Path, plan: StudyPlan) -> Study:
         """A new study, or the existing one if its plan equals `plan` or is extended by it.
 
         Raises:
@@ -80,7 +80,7 @@ class Study:
             return cls.create_locked(folder, plan)
 
     @classmethod
-    def create_locked(cls, folder: Path, plan: Plan) -> Study:
+    def create_locked(cls, folder: Path, plan: StudyPlan) -> Study:
         """:meth:`create` for a caller that holds the folder's lock."""
         prepare(folder)
         problem = _repaired(folder)
@@ -201,7 +201,7 @@ class Study:
 class Trials:
     """The trials of a study, and the values chosen once, after the last trial of a recipe, for all of its runs."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: StudyPlan) -> None:
         self._folder, self._plan = folder, plan
 
     def of(self, entry: RecipeEntry) -> list[Trial]:
@@ -246,15 +246,15 @@ class Trials:
             return 0
         return sum(self._plan.tuning.trials - len(self.of(e)) for e in self._plan.recipes if self.chosen(e) is None)
 
-    def summary(self) -> tuple[Tuned, ...]:
+    def summary(self) -> tuple[RecipeTuning, ...]:
         """The tuning of each recipe, the baseline included; empty without tuning."""
         return tuple(self._tuned(entry) for entry in self._plan.recipes) if self._plan.tuning else ()
 
-    def _tuned(self, entry: RecipeEntry) -> Tuned:
+    def _tuned(self, entry: RecipeEntry) -> RecipeTuning:
         trials = self.of(entry)
         statuses = [trial.record.status for trial in trials]
         winner, first = best(self._plan, trials), next((t for t in trials if t.number == 0), None)
-        return Tuned(
+        return RecipeTuning(
             recipe=entry.name,
             trials=len(trials),
             failed=statuses.count("failed"),
@@ -436,10 +436,10 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _read_plan(folder: Path) -> Plan:
+def _read_plan(folder: Path) -> StudyPlan:
     try:
         data: dict[str, Any] = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
-        plan = Plan.from_dict(data)
+        plan = StudyPlan.from_dict(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{_PLAN} cannot be read: {error}"
         raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
@@ -449,7 +449,7 @@ def _read_plan(folder: Path) -> Plan:
     return plan
 
 
-def _write_plan(folder: Path, plan: Plan) -> None:
+def _write_plan(folder: Path, plan: StudyPlan) -> None:
     """Replace the plan atomically: a crash leaves the old or the new one."""
     text = json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n"
     path, draft = folder / _PLAN, folder / f"{_PLAN}.new"

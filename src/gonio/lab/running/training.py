@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from gonio.lab.judging.results import RunRecord
-from gonio.lab.plan import BASELINE, AttackConfig, Plan, RecipeEntry, Training, installed_versions
+from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.running.filter_summary import filter_summary
 from gonio.lab.running.measures import FinishedRun, spec_of
 from gonio.lab.running.robustness import device_of, from_text, robustness, to_text, transferable
@@ -61,7 +61,7 @@ def prepare_process(device: str = "cpu") -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def build(plan: Plan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
+def build(plan: StudyPlan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
     """The model of one run with its recipe applied, and the recipe's plan as text.
 
     The model's factory reads generators that depend on the seed alone, and the recipe draws from its
@@ -107,7 +107,7 @@ def fit(
     model: nn.Module,
     task: Task,
     *,
-    training: Training,
+    training: TrainingConfig,
     seed: int,
     penalty: Callable[[], Tensor] | None = None,
     hold: Callable[[Optimizer], object] | None = None,
@@ -123,7 +123,7 @@ def fit(
         hold: is given the optimizer before its schedule is built, e.g. `applied.hold_` of a recipe.
         workers: processes that load the items of a data set.
     """
-    step = Step(model, task, training, penalty, hold=hold)
+    step = TrainingStep(model, task, training, penalty, hold=hold)
     average = Average(model, training.ema)
     schedule = make_schedule(step.optimizer, training, _steps(task, training))
     done = Fit()
@@ -159,7 +159,7 @@ def _validate(model: nn.Module, task: Task, done: Fit, epoch: int, workers: int)
     scores.append(score)
 
 
-class Step:
+class TrainingStep:
     """One step of training: forward, loss and penalty, backward, clipping, optimizer.
 
     A batch is processed in `accumulate` parts, each weighted by its share of the examples, so without batch statistics
@@ -170,7 +170,7 @@ class Step:
         self,
         model: nn.Module,
         task: Task,
-        training: Training,
+        training: TrainingConfig,
         penalty: Callable[[], Tensor] | None = None,
         *,
         hold: Callable[[Optimizer], object] | None = None,
@@ -266,7 +266,7 @@ SCHEDULES = ("cosine", "constant", "step", "one-cycle")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_optimizer(model: nn.Module, training: Training) -> Optimizer:
+def make_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
     """The optimizer over all parameters of the model, those of its recipe included.
 
     Raises:
@@ -277,7 +277,7 @@ def make_optimizer(model: nn.Module, training: Training) -> Optimizer:
     return OPTIMIZERS[training.optimizer](model, **given)
 
 
-def make_schedule(optimizer: Optimizer, training: Training, steps: int) -> LRScheduler:
+def make_schedule(optimizer: Optimizer, training: TrainingConfig, steps: int) -> LRScheduler:
     """The learning rate of each step; it is advanced once per step.
 
     Args:
@@ -303,18 +303,18 @@ def make_schedule(optimizer: Optimizer, training: Training, steps: int) -> LRSch
 # --- data -----------------------------------------------------------------------------------------------
 
 
-def _smallest(training: Training | None) -> int:
+def _smallest(training: TrainingConfig | None) -> int:
     """Examples that a batch needs: two in each part, because batch normalisation cannot train on one."""
     return 2 * training.accumulate if training else 2
 
 
-def _steps(task: Task, training: Training) -> int:
+def _steps(task: Task, training: TrainingConfig) -> int:
     """Batches of one epoch."""
     return task.train.steps(training.batch_size, smallest=min(_smallest(training), training.batch_size))
 
 
 def batches(
-    task: Task, size: int, *, seed: int, epoch: int, training: Training | None = None, workers: int = 0
+    task: Task, size: int, *, seed: int, epoch: int, training: TrainingConfig | None = None, workers: int = 0
 ) -> Iterator[Batch]:
     """The training split in this epoch's order, augmented, in batches of `size`.
 
@@ -352,7 +352,7 @@ def metrics_on(
 
 
 def execute_run(
-    plan: Plan,
+    plan: StudyPlan,
     entry: RecipeEntry,
     seed: int,
     settings: Mapping[str, float] | None = None,
@@ -380,7 +380,7 @@ def execute_run(
     return guarded(record, run)
 
 
-def execute_trial(plan: Plan, entry: RecipeEntry, seed: int, values: Mapping[str, float]) -> dict[str, Any]:
+def execute_trial(plan: StudyPlan, entry: RecipeEntry, seed: int, values: Mapping[str, float]) -> dict[str, Any]:
     """Build and train with other values; the score is the best of the validation split, the test split is not used."""
     record = RunRecord(entry.name, seed, "failed", settings=values)
 
@@ -395,7 +395,7 @@ def execute_trial(plan: Plan, entry: RecipeEntry, seed: int, values: Mapping[str
     return guarded(record, trial)
 
 
-def execute_transfer(plan: Plan, config: AttackConfig) -> dict[str, Any]:
+def execute_transfer(plan: StudyPlan, config: AttackConfig) -> dict[str, Any]:
     """Examples that mislead another baseline, as the record's `robustness`."""
     record = RunRecord(BASELINE, config.seed, "failed")
 
@@ -421,7 +421,7 @@ def guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, A
     return {"record": record.to_dict(), "versions": dict(installed_versions())}
 
 
-def _trained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, Fit, RunRecord]:
+def _trained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, Fit, RunRecord]:
     """The model after its last epoch, and the record so far: status `diverged`, with an error only if it did."""
     prepare_process(plan.device)
     task = resolve_task(plan.task)
@@ -448,7 +448,7 @@ def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task, workers:
     return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=geometry, metrics=shown)
 
 
-def _untrained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
+def _untrained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
     """The model as it starts, and a record without a score."""
     prepare_process(plan.device)
     task = resolve_task(plan.task)
@@ -457,7 +457,7 @@ def _untrained(plan: Plan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Mo
     return model, task, replace(record, status="finished", plan=text, geometry=filter_summary(model))
 
 
-def _measured(plan: Plan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
+def _measured(plan: StudyPlan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
     """The record with the number of the plan's measure as its score."""
     if plan.measure is None or record.status != "finished":
         return record

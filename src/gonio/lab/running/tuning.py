@@ -10,7 +10,7 @@ from typing import Any
 
 from gonio.errors import import_extra
 from gonio.lab.judging.results import RunRecord, scores_of
-from gonio.lab.plan import Plan, RecipeEntry
+from gonio.lab.plan import RecipeEntry, StudyPlan
 from gonio.seeding import derive_seed
 
 LEARNING_RATE = "lr"
@@ -32,7 +32,7 @@ class Dimension:
     high: float
 
 
-def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
+def space_of(plan: StudyPlan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     """The search space of one recipe: the learning rate first, then its strengths in order.
 
     The range of the learning rate is as wide for each recipe, around the recipe's own one if it names one. A strength
@@ -48,12 +48,12 @@ def space_of(plan: Plan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     return tuple(Dimension(name, value, value / factor, value * factor) for name, value, factor in found)
 
 
-def defaults_of(plan: Plan, entry: RecipeEntry) -> dict[str, float]:
+def defaults_of(plan: StudyPlan, entry: RecipeEntry) -> dict[str, float]:
     """The default values of one recipe's search space."""
     return {dimension.name: dimension.default for dimension in space_of(plan, entry)}
 
 
-def settled(plan: Plan, entry: RecipeEntry, values: Mapping[str, float]) -> tuple[Plan, RecipeEntry]:
+def settled(plan: StudyPlan, entry: RecipeEntry, values: Mapping[str, float]) -> tuple[StudyPlan, RecipeEntry]:
     """The plan and recipe with these values in place of their defaults; the recipe keeps its hash."""
     if not values:
         return plan, entry
@@ -85,7 +85,7 @@ class Trial:
     record: RunRecord
 
 
-def ready(plan: Plan, done: Sequence[Trial]) -> list[int]:
+def ready(plan: StudyPlan, done: Sequence[Trial]) -> list[int]:
     """The numbers of a recipe's trials that can run now, because the trials that they depend on are done."""
     numbers = {trial.number for trial in done}
     waiting = [number for number in range(plan.tuning.trials if plan.tuning else 0) if number not in numbers]
@@ -97,7 +97,7 @@ def _looked_at(number: int) -> int:
     return 0 if number < _RANDOM else _RANDOM + (number - _RANDOM) // _ROUND * _ROUND
 
 
-def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) -> dict[str, float]:
+def propose(plan: StudyPlan, entry: RecipeEntry, number: int, done: Sequence[Trial]) -> dict[str, float]:
     """The values of one trial; they depend only on the plan and on the trials before it.
 
     So a killed tuning proposes the same values again when it is resumed, with any number of runs at a time. The
@@ -132,7 +132,7 @@ def propose(plan: Plan, entry: RecipeEntry, number: int, done: Sequence[Trial]) 
         optuna.logging.set_verbosity(before)
 
 
-def best(plan: Plan, trials: Sequence[Trial]) -> Trial | None:
+def best(plan: StudyPlan, trials: Sequence[Trial]) -> Trial | None:
     """The trial with the best validation score, of equal ones the first; None if none finished."""
     finished = [trial for trial in trials if trial.record.score is not None]
     return max(finished, key=lambda t: (plan.sign * (t.record.score or 0.0), -t.number), default=None)

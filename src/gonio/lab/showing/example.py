@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
-from gonio.lab.plan import BASELINE, Plan, RecipeEntry, Training
+from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
 
 RECIPES = {"orthogonal-init": 0.1, "decoupled-tanh": 0.9}
 SEEDS = tuple(range(8))
@@ -23,10 +23,10 @@ def example() -> Results:
     """
     names = (BASELINE, *RECIPES)
     entries = tuple(RecipeEntry(name, {"name": name} if name != BASELINE else {}, "0" * 64) for name in names)
-    plan = Plan(
+    plan = StudyPlan(
         task="example", model="example", recipes=entries, seeds=SEEDS, metric="accuracy", direction="max", unit="%",
-        training=Training(epochs=20, batch_size=64, lr=0.05), splits={"train": 600, "validation": 200, "test": 200},
-        data="0" * 64, sesoi=0.5,
+        training=TrainingConfig(epochs=20, batch_size=64, lr=0.05), data="0" * 64, sesoi=0.5,
+        splits={"train": 600, "validation": 200, "test": 200},
     )  # fmt: skip
     return Results(
         plan=plan,

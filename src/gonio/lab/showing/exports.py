@@ -6,17 +6,17 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import csv_table, markdown_cell, markdown_table, redact, tex_cell
+from gonio.escaping import csv_table, markdown_cell, redact, tex_cell
 from gonio.lab.judging.multi_task import PROFILE, Across, across
 from gonio.lab.judging.results import Ratio, Results, Robust
 from gonio.lab.plan import BASELINE
-from gonio.lab.showing.tables import ATTACKS, Scale, Table, headline, partial, rich_table, tables
+from gonio.lab.showing.tables import ATTACKS, Scale, headline, partial, tables
+from gonio.pages.tables import TextTable
 
 SCHEMA = "gonio.results/1"
 
@@ -99,15 +99,9 @@ def to_markdown(results: Results) -> str:
     if partial(results):
         lines += [markdown_cell(partial(results)), ""]
     for i, table in enumerate(tables(results)):
-        lines += _markdown_table(table)[0 if i else 2 :]
+        lines += table.markdown()[0 if i else 2 :]
     lines += [f"- {markdown_cell(note)}" for note in results.notes]
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _markdown_table(table: Table) -> list[str]:
-    """Title, table and notes."""
-    lines = [f"{markdown_cell(table.title)}:", "", *markdown_table(table.head, table.rows), ""]
-    return [*lines, *(f"- {markdown_cell(note)}" for note in table.notes), ""] if table.notes else lines
 
 
 def to_latex(results: Results) -> str:
@@ -117,18 +111,9 @@ def to_latex(results: Results) -> str:
         >>> print(gonio.lab.showing.to_latex(gonio.lab.showing.example()).splitlines()[6])
         orthogonal-init & $+$0.10 & $+$0.00 to $+$0.20 & 0.50 & no useful effect & $\times$1.03 & $\times$1.00 \\
     """
-    lines = [line for table in tables(results) for line in _latex_table(table)]
+    lines = [line for table in tables(results) for line in table.latex()]
     notes = [f"% {tex_cell(note)}" for note in (headline(results), *results.notes)]
     return "\n".join([*lines, *notes]) + "\n"
-
-
-def _latex_table(table: Table) -> list[str]:
-    """Title, table and notes; columns of numbers are right-aligned."""
-    columns = "".join("r" if i in table.numbers else "l" for i in range(len(table.head)))
-    first, *rest = [" & ".join(map(tex_cell, row)) + r" \\" for row in (table.head, *table.rows)]
-    begin = ["% needs \\usepackage{booktabs}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", first, r"\midrule"]
-    title, *notes = [f"% {tex_cell(text)}" for text in (table.title, *table.notes)]
-    return [title, *begin, *rest, r"\bottomrule", r"\end{tabular}", *notes]
 
 
 # --- several tasks ---------------------------------------------------------------------------------------------------
@@ -140,7 +125,7 @@ _NOTE = (
 )
 
 
-def _multi_task_tables(found: Sequence[Across]) -> list[Table]:
+def _multi_task_tables(found: Sequence[Across]) -> list[TextTable]:
     """Over all tasks, task by task, and the distribution of the pairs."""
     over_all = [
         (
@@ -159,9 +144,9 @@ def _multi_task_tables(found: Sequence[Across]) -> list[Table]:
     head = ("recipe", "tasks", "pairs", "IQM", "95 % interval", "P(better)", "95 % interval")
     least = ("recipe", *(f"{value:+g}" for value in PROFILE))
     return [
-        Table("Over all tasks", head, tuple(over_all), notes=(_NOTE,)),
-        Table("Task by task", ("recipe", "task", "pairs", "effect", "verdict"), tuple(single), (0, 1, 4)),
-        Table("Share of the pairs with an effect above", least, tuple(profiles)),
+        TextTable("Over all tasks", head, tuple(over_all), notes=(_NOTE,)),
+        TextTable("Task by task", ("recipe", "task", "pairs", "effect", "verdict"), tuple(single), (0, 1, 4)),
+        TextTable("Share of the pairs with an effect above", least, tuple(profiles)),
     ]
 
 
@@ -174,7 +159,7 @@ def multi_task_text(studies: Sequence[Results]) -> RenderableType:
     parts: list[RenderableType] = []
     for table in _multi_task_tables(across(studies)):
         notes = [Text(note, style="dim") for note in table.notes]
-        parts += [Text(table.title, style="bold"), rich_table(table), *notes, Text("")]
+        parts += [Text(table.title, style="bold"), table.rich(), *notes, Text("")]
     return Group(*parts[:-1])
 
 
@@ -183,6 +168,6 @@ MULTI_TASK_FORMATS: Mapping[str, Callable[[Sequence[Across]], str]] = {
         {"schema": "gonio.across/1", "note": _NOTE, "profile": PROFILE, "recipes": [asdict(one) for one in found]}
     ),
     "csv": lambda found: csv_table(Across.__dataclass_fields__, (asdict(one).values() for one in found)),
-    "md": lambda found: "\n".join(chain(*map(_markdown_table, _multi_task_tables(found)))).rstrip("\n") + "\n",
-    "tex": lambda found: "\n".join(chain(*map(_latex_table, _multi_task_tables(found)))) + "\n",
+    "md": lambda found: "\n".join(line for t in _multi_task_tables(found) for line in t.markdown()).rstrip("\n") + "\n",
+    "tex": lambda found: "\n".join(line for t in _multi_task_tables(found) for line in t.latex()) + "\n",
 }

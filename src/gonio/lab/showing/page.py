@@ -17,13 +17,12 @@ from gonio.escaping import plain
 from gonio.lab.judging.results import Results
 from gonio.lab.plan import BASELINE
 from gonio.lab.showing import tables
-from gonio.lab.showing.figures import Layer, angle_chart, cost_chart, forest, layers, learning_curves, norm_chart
-from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning
+from gonio.lab.showing.figures import cost_chart, curves, forest, layer_pictures, layers
+from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning, verdicts
+from gonio.pages.pictures import colors as colors_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
 
 
 def html(results: Results) -> str:
@@ -37,48 +36,34 @@ def html(results: Results) -> str:
     Names, errors and notes come from other people's files: every value is escaped, without control and
     bidirectional characters, home directories and credentials in URLs.
 
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
-
     Example:
         >>> page = gonio.lab.showing.html(gonio.lab.showing.example())
         >>> "decoupled-tanh helps" in page, "http:" in page, len(page) < 200_000
         (True, False, True)
     """
-    colors = {effect.recipe: f"c{i % 7 + 1}" for i, effect in enumerate(results.effects)}
+    colors = colors_of([BASELINE, *(effect.recipe for effect in results.effects)])
+    table, found = verdicts(results), layers(results.runs)
+    notes = [f"{row[1]}  {effect.verdict}" for row, effect in zip(table.rows, results.effects, strict=True)]
     page = {
         "results": results,
         "plan": results.plan,
         "scale": Scale.of(results),
-        "colors": {BASELINE: "base"} | colors,
+        "colors": colors,
+        "verdicts": list(zip(results.effects, table.rows, strict=True)),
         "evidence": evidence(results),
         "further": further(results),
         "costs": costs(results),
         "tuning": tuning(results),
         "attacks": attacks(results),
         "hidden_gradients": hidden_gradients(results),
-        "forest_wide": forest(results, colors, narrow=False),
-        "forest_narrow": forest(results, colors, narrow=True),
+        "forests": [forest(results, notes, narrow=narrow) for narrow in (False, True)],
         "time_chart": cost_chart(results, colors, "step_time"),
         "memory_chart": cost_chart(results, colors, "memory"),
-        "curves": learning_curves(results, colors),
-        **_layer_figures(results, {BASELINE: "base"} | colors),
+        "curves": curves(results, colors),
+        "layers": list(layer_pictures(found, colors)),
+        "all_layers": len(found),
     }
     return environment().get_template("page.html.j2").render(page, whole=True)
-
-
-def _layer_figures(results: Results, colors: dict[str, str]) -> dict[str, Any]:
-    """The layers that a recipe changed most, in the order of the model, each with its two charts."""
-    found = layers(results.runs)
-    kept = sorted(found, key=lambda layer: -layer.moved)[:_SHOWN_LAYERS]
-
-    def charts(i: int, layer: Layer) -> tuple[Layer, Any, Any]:
-        named = {recipe: color for recipe, color in colors.items() if recipe in layer.recipes}
-        recipes = {recipe: color for recipe, color in named.items() if recipe != BASELINE}
-        return layer, angle_chart(layer, recipes, name=f"a{i}"), norm_chart(layer, named, name=f"n{i}")
-
-    shown = [layer for layer in found if any(layer is one for one in kept)]
-    return {"layers": [charts(i, layer) for i, layer in enumerate(shown)], "all_layers": len(found)}
 
 
 def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
@@ -122,13 +107,13 @@ def environment() -> Environment:
     """The templates of all pages, with the words, colours and recipes that pages of studies show."""
     from markupsafe import Markup
 
-    def key(color: str, *, dotted: bool = False) -> Markup:
+    def key(color: str, *, dashed: bool = False) -> Markup:
         """The line with the colour of a recipe; decoration, the name stands beside it."""
-        dash = Markup(' stroke-dasharray="2 2"') if dotted else ""
+        dash = Markup(' stroke-dasharray="4 3"') if dashed else ""
         return Markup(
             '<svg class="key" viewBox="0 0 24 10" aria-hidden="true"><line x1="1" y1="5" x2="23" y2="5" '
             'stroke="var(--{})" stroke-width="{}"{}/></svg>'
-        ).format(plain(color), "2" if dotted else "4.5", dash)
+        ).format(plain(color), "2" if dashed else "4.5", dash)
 
     made = pages.environment("gonio.lab.showing")
     made.globals.update(key=key, say=tables, asdict=asdict, BASELINE=BASELINE, yaml_of=_yaml_of)

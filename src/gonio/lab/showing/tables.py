@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import plain
-from gonio.lab.judging.results import Amount, Effect, Further, Ratio, Reach, Results, Robust, Tuned
+from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.judging.statistics import counted
 from gonio.lab.plan import BASELINE
+from gonio.pages.tables import TextTable, unit_of_difference
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {
@@ -51,7 +51,7 @@ class Scale:
         unit = plain(results.plan.unit)
         grain = abs(results.plan.sesoi) or results.baseline_sd or 0.0  # a script may have no effect of interest
         decimals = 1 - math.floor(math.log10(grain / 2)) if grain > 0 and math.isfinite(grain) else 2
-        return cls("points" if unit in ("percent", "%", "points") else unit, min(max(decimals, 0), 6))
+        return cls(unit_of_difference(unit), min(max(decimals, 0), 6))
 
     def score(self, value: float | None) -> str:
         """A score or a width, without a sign for positive values."""
@@ -83,7 +83,7 @@ def rho(effect: Effect) -> str:
     return "–" if effect.rho is None else f"{effect.rho:.2f}".replace("-", "−")
 
 
-def lost(runs: Effect | Tuned) -> list[str]:
+def lost(runs: Effect | RecipeTuning) -> list[str]:
     """The numbers of failed and of diverged runs, where there are any."""
     return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
 
@@ -120,7 +120,7 @@ def added(amount: Amount | None) -> str:
     return f"{number}{share}".replace("-", "−")
 
 
-def reached(reach: Reach | None) -> str:
+def reached(reach: TimeToScore | None) -> str:
     """Time to the baseline's last validation score."""
     if reach is None:
         return "–"
@@ -244,34 +244,13 @@ ATTACKS = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """One table; the first column names the recipe.
-
-    Attributes:
-        texts: columns of words; the others are numbers.
-        notes: remarks that a reader needs.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    texts: tuple[int, ...] = (0,)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Columns of numbers."""
-        return tuple(i for i in range(len(self.head)) if i not in self.texts)
-
-
-def tables(results: Results) -> tuple[Table, ...]:
+def tables(results: Results) -> tuple[TextTable, ...]:
     """The tables of every export, the verdicts first; without those that have no row."""
     optional = (further(results), attacks(results))
     return (verdicts(results), evidence(results), *(table for table in optional if table.rows))
 
 
-def verdicts(results: Results) -> Table:
+def verdicts(results: Results) -> TextTable:
     """Effect, interval, p, verdict and cost of each recipe."""
     scale = Scale.of(results)
 
@@ -280,10 +259,10 @@ def verdicts(results: Results) -> Table:
         return (e.recipe, *numbers, verdict_text(e), ratio(e.step_time), ratio(e.memory))
 
     head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
-    return Table("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
+    return TextTable("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
 
 
-def evidence(results: Results) -> Table:
+def evidence(results: Results) -> TextTable:
     """The evidence of each verdict: pairs, lost runs, correlation of the pairs and minimum detectable effect."""
     scale = Scale.of(results)
 
@@ -292,13 +271,13 @@ def evidence(results: Results) -> Table:
 
     detectable = f"detectable effect, {scale.unit}"
     head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
-    return Table("Evidence", head, tuple(map(row, results.effects)))
+    return TextTable("Evidence", head, tuple(map(row, results.effects)))
 
 
-def further(results: Results) -> Table:
+def further(results: Results) -> TextTable:
     """The metrics that decide nothing, each with the baseline first; without rows if there are none."""
 
-    def row(one: Further) -> tuple[str, ...]:
+    def row(one: SecondaryMetric) -> tuple[str, ...]:
         largest = max(abs(other.score or 0.0) for other in results.further if other.metric == one.metric)
         digits = 3 - math.floor(math.log10(largest)) if largest > 0 else 3  # four of the largest mean
         shown = Scale(one.unit, min(max(digits, 0), 6))
@@ -308,10 +287,10 @@ def further(results: Results) -> Table:
 
     head = ("recipe", "metric", "mean", "difference", "95 % interval")
     remark = "Differences are paired by seed and not corrected for the number of recipes: no verdict."
-    return Table("Further metrics", head, tuple(map(row, results.further)), (0, 1), (remark,))
+    return TextTable("Further metrics", head, tuple(map(row, results.further)), (0, 1), (remark,))
 
 
-def attacks(results: Results) -> Table:
+def attacks(results: Results) -> TextTable:
     """Accuracy on disturbed inputs, the baseline first; without rows if no model was attacked."""
     made = [name for name in ATTACKS if any(name in robust.means for robust in results.robustness)]
     points = Scale("points", 1)
@@ -325,7 +304,7 @@ def attacks(results: Results) -> Table:
     remark = "The difference is in points, paired by seed and not corrected for the number of recipes: no verdict."
     signs = [f"{recipe}: {sign}" for recipe, found in hidden_gradients(results).items() for sign in found]
     rows = tuple(map(row, results.robustness)) if made else ()
-    return Table("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
+    return TextTable("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
 
 
 def hidden_gradients(results: Results) -> dict[str, list[str]]:
@@ -337,7 +316,7 @@ def hidden_gradients(results: Results) -> dict[str, list[str]]:
     }
 
 
-def costs(results: Results) -> Table:
+def costs(results: Results) -> TextTable:
     """Parameters, FLOPs, time to the baseline's score and CPU time; without rows if nothing was measured."""
 
     def row(e: Effect) -> tuple[str, ...]:
@@ -348,10 +327,10 @@ def costs(results: Results) -> Table:
 
     head = ("recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score")
     measured = any(e.parameters or e.flops or e.reach for e in results.effects)
-    return Table("Costs", (*head, "CPU time of the study"), tuple(map(row, results.effects)) if measured else ())
+    return TextTable("Costs", (*head, "CPU time of the study"), tuple(map(row, results.effects)) if measured else ())
 
 
-def tuning(results: Results) -> Table:
+def tuning(results: Results) -> TextTable:
     """The settings that tuning chose, the baseline first; without rows if there was no tuning."""
     scale, rows = Scale.of(results), []
     for t in results.tuning:
@@ -361,7 +340,7 @@ def tuning(results: Results) -> Table:
         values = (_values(t.defaults), _values(t.chosen) or "not yet")
         rows.append((t.recipe, trials, *values, *scores, duration(t.seconds)))
     head = ("recipe", "trials", "defaults", "chosen", "validation, defaults", "validation, chosen", "CPU time")
-    return Table("Tuning", head, tuple(rows), (0, 2, 3))
+    return TextTable("Tuning", head, tuple(rows), (0, 2, 3))
 
 
 def _values(values: Mapping[str, float]) -> str:
@@ -377,7 +356,7 @@ TABLE_WIDTH = 92  # columns below which a table would break words
 def text(results: Results) -> RenderableType:
     """The headline, missing runs and every recipe; print it with a rich Console or `rich.print`.
 
-    A table if the terminal is wide enough, otherwise three lines per recipe. Nothing in a name acts as markup or as
+    A table if the terminal is wide enough, otherwise a paragraph per recipe. Nothing in a name acts as markup or as
     an escape sequence.
 
     Example:
@@ -400,52 +379,23 @@ class _Verdicts:
         sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
         yield from (Text(said, style=style) for sentence, style in sentences if (said := sentence(results)))
         yield Text("")
+        table, marked, seen_ = verdicts(results), [_verdict(effect) for effect in results.effects], evidence(results)
         if options.max_width >= TABLE_WIDTH:
-            table = verdicts(results)
             head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
-            yield rich_table(table, head=head, verdicts=[_verdict(effect) for effect in results.effects])
-            yield Text("")
-            yield rich_table(evidence(results))
+            yield from (table.rich(head=head, verdicts=marked), Text(""), seen_.rich())
         else:
-            for effect in results.effects:
-                yield from _lines(effect, scale)
+            for verdict, row, evident in zip(marked, table.rows, seen_.rows, strict=True):
+                yield Text.assemble((plain(row[0]), "bold"), "  ", verdict)
+                cells = [*zip(table.head, row, strict=True), *zip(seen_.head, evident, strict=True)]
+                shown = [f"{title} {cell}" for title, cell in cells if cell not in ("", "–")]
+                yield Text(f"  {', '.join(said for said in shown if not said.startswith(('recipe ', 'verdict ')))}")
         for table in (further(results), attacks(results)):
             if table.rows:
-                yield from (Text(""), Text(table.title, style="dim"), rich_table(table))
+                yield from (Text(""), Text(table.title, style="dim"), table.rich())
         for recipe, signs in hidden_gradients(results).items():
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
         yield Text(_baseline(results, scale), style="dim")
-
-
-def rich_table(table: Table, *, head: Sequence[str] = (), verdicts: Sequence[Text] = ()) -> RichTable:
-    """A table for a rich Console.
-
-    Args:
-        head: other titles of the columns.
-        verdicts: coloured cells of the column `verdict`, by row.
-    """
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, title in enumerate(head or table.head):
-        number = i in table.numbers
-        made.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number and bool(head))
-    for at, row in enumerate(table.rows):
-        cells = [Text(plain(cell)) for cell in row]
-        if verdicts:
-            cells[table.head.index("verdict")] = verdicts[at]
-        made.add_row(*cells)
-    return made
-
-
-def _lines(e: Effect, scale: Scale) -> Iterator[Text]:
-    """One recipe on a narrow terminal."""
-    yield Text.assemble((plain(e.recipe), "bold"), "  ", _verdict(e))
-    interval = scale.interval(e.low, e.high)
-    effect = f"{scale.signed(e.mean)} {scale.unit}" + (f" ({interval})" if interval else "")
-    yield Text(f"  {effect}, Holm p {p_value(e.p_holm)}, time {ratio(e.step_time)}, memory {ratio(e.memory)}")
-    correlation = "" if e.rho is None else f", correlation {rho(e)}"
-    detectable = "" if e.mde is None else f", detectable effect {scale.score(e.mde)} {scale.unit}"
-    yield Text(f"  {counted(e.n, 'pair')}{correlation}{detectable}")
 
 
 def _verdict(e: Effect) -> Text:

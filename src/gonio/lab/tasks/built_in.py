@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
-from gonio.lab.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.images import fashion_mnist, image_folder, torchvision_dataset
 from gonio.lab.tasks.task import Metric, Split, Task, stratified
 from gonio.models.by_name import is_user_code, load_function
@@ -110,7 +110,7 @@ def digits() -> Task:
         test=test,
         model="digits-cnn",
         sizes={"num_classes": 10, "in_channels": 1},
-        training=Training(epochs=40, batch_size=25, lr=0.05),
+        training=TrainingConfig(epochs=40, batch_size=25, lr=0.05),
         sesoi=1.0,
         augment=shifted,
         threat=AttackConfig(epsilon=0.1, low=0.0, high=1.0),  # a tenth of white: PGD misleads about two in three
@@ -239,7 +239,7 @@ def points() -> Task:
         test=_clouds(120, "test"),
         model="pointnet",
         sizes={"num_classes": len(SOLIDS), "in_channels": 3},
-        training=Training(epochs=25, batch_size=20, lr=0.02),
+        training=TrainingConfig(epochs=25, batch_size=20, lr=0.02),
         sesoi=1.0,
         augment=turned,
         threat=AttackConfig(epsilon=0.02),
@@ -341,7 +341,7 @@ def bytes_() -> Task:
         test=test,
         model="byte-transformer",
         sizes={"num_classes": 256},
-        training=Training(epochs=4, batch_size=16, lr=3e-3, optimizer="adamw", weight_decay=0.01),
+        training=TrainingConfig(epochs=4, batch_size=16, lr=3e-3, optimizer="adamw", weight_decay=0.01),
         sesoi=0.02,
         metric=BITS_PER_BYTE,
         loss=next_byte_loss,

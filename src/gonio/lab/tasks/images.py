@@ -25,7 +25,7 @@ from gonio.errors import (
     UnreadableFileError,
     import_extra,
 )
-from gonio.lab.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, stratified
 from gonio.models.by_name import unusable
 from gonio.seeding import generator
@@ -114,7 +114,7 @@ def image_task(name: str, parts: Sequence[Images]) -> Task:
             "num_classes": max(int(part.targets.max()) for part in found) + 1,
             "in_channels": inputs.shape[1],
         },
-        training=Training(epochs=10, batch_size=min(64, len(train)), lr=0.05),
+        training=TrainingConfig(epochs=10, batch_size=min(64, len(train)), lr=0.05),
         sesoi=1.0,
         standardize=(tuple(mean.tolist()), tuple(std.tolist())),
         threat=AttackConfig(epsilon=8 / 255, low=0.0, high=1.0),
@@ -350,7 +350,7 @@ def fashion_mnist(folder: str = FASHION_FOLDER) -> Task:
         test=_halved(tested[:_FASHION_TEST], answers[:_FASHION_TEST]),
         model="digits-cnn",
         sizes={"num_classes": 10, "in_channels": 1},
-        training=Training(epochs=10, batch_size=50, lr=0.05),
+        training=TrainingConfig(epochs=10, batch_size=50, lr=0.05),
         sesoi=0.5,
         threat=AttackConfig(epsilon=0.05, low=0.0, high=1.0),
         notes=(

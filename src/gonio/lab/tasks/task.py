@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.plan import AttackConfig, Training
+from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.seeding import derive_seed, generator
 
 Batch = tuple[Tensor, Tensor]
@@ -440,7 +440,7 @@ class Task:
     test: Examples
     model: str
     sizes: Mapping[str, int]
-    training: Training
+    training: TrainingConfig
     sesoi: float
     metric: Metric = ACCURACY
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy

@@ -24,7 +24,8 @@ from gonio.measuring.findings.rules import Finding, markdown_findings, told
 from gonio.measuring.reading.entry import Entry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, figures, markdown_table, number, reasons, tensor_table
+from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
+from gonio.pages.tables import number
 
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")  # up to the first number: `model.layers.3`
 

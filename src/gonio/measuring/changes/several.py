@@ -24,7 +24,8 @@ from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, told, worst_first
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, bare_table, markdown_table, number, tensor_table
+from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.pages.tables import bare_table, number
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.showing.table import Column, figures, number
+from gonio.measuring.showing.table import Column, figures
+from gonio.pages.tables import number
 
 
 def _norm(t: TensorMeasurement) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
-from gonio.measuring.showing.sparks import angle_spark, norm_sparks, spectrum_spark
 from gonio.measuring.showing.table import Column
 from gonio.pages import render as rendered
-from gonio.pages.charts import Drawn, Lane, depth_lane, marks, stages
+from gonio.pages.charts import DrawnLane, Lane, depth_lane, marks, stages
+from gonio.pages.picture import spark
+from gonio.pages.pictures import layer_angles, layer_norms, layer_spectrum
 
 More = tuple[str, str, str, Callable[[Any], Any]]  # title, explanation, class and cell of a column that only a page has
 
@@ -55,10 +56,9 @@ class LayerMap:
     order: Mapping[str, int]
     rules: tuple[RuleFindings, ...]
     codes: Mapping[str, list[tuple[str, str, str]]]
-    lanes: tuple[Drawn, ...]
-    marks: Mapping[str, str]
+    lanes: tuple[DrawnLane, ...]
+    marks: Any
     stages: Sequence[tuple[str, int]]
-    counts: str
 
 
 def render(template: str, *, whole: bool, **values: Any) -> str:
@@ -86,9 +86,10 @@ def layer_map(tensors: Sequence[Any], findings: Sequence[Finding], lanes: Sequen
         rules=rules,
         codes=codes,
         lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels)) is not None) if levels else (),
-        marks=marks(levels) if any(levels) else {},
+        marks=marks(levels, f"findings over depth: {len(levels)} layers, worst level of each: {flagged}")
+        if flagged
+        else "",
         stages=stages([tensor.path for tensor in tensors]),
-        counts=f"findings over depth: {len(levels)} layers, worst level of each: {flagged or 'none'}",
     )
 
 
@@ -198,20 +199,23 @@ def agreement_lanes(tensors: Sequence[Any]) -> list[Lane]:
 
 def angle_columns(tensors: Sequence[TensorMeasurement]) -> tuple[More, ...]:
     """The columns of norms and angles that only a page has."""
-    norms = norm_sparks(tensors)
+    norms = [value for t in tensors for value in t.norm_quantiles or () if value > 0]
+
+    def box(t: TensorMeasurement) -> Any:
+        return spark(layer_norms(t.norm_quantiles, min(norms), max(norms)) if norms and t.norm_quantiles else None)
 
     def closest(t: TensorMeasurement) -> str:
         return "–" if t.closest is None else "{}, {}".format(*t.closest)
 
-    box = "minimum, quartiles and maximum of the norms, all layers on one scale"
+    boxes = "minimum, quartiles and maximum of the norms, all layers on one scale"
     histogram = "histogram on ±4 standard deviations of chance, wider where the layer is; the line: random directions"
     return (
         ("closest", "the two filters with the largest |cos|", "", closest),
-        ("norms", box, "spark", lambda t: norms.get(t.name)),
-        ("angles", histogram, "spark", angle_spark),
+        ("norms", boxes, "spark", box),
+        ("angles", histogram, "spark", lambda t: spark(layer_angles(t))),
         ("type", "of the layer", "text", lambda t: t.kind),
     )
 
 
 _EXPLAINED = "all singular values in increasing order; the line: those of a random matrix (Marchenko–Pastur)"
-SPECTRUM_COLUMNS: tuple[More, ...] = (("spectrum", _EXPLAINED, "spark", spectrum_spark),)
+SPECTRUM_COLUMNS: tuple[More, ...] = (("spectrum", _EXPLAINED, "spark", lambda t: spark(layer_spectrum(t))),)

@@ -15,6 +15,7 @@ from rich.text import Text
 from gonio import escaping
 from gonio.errors import UnknownNameError, import_extra
 from gonio.escaping import csv_table, plain, printed, shorten
+from gonio.pages.tables import bare_table, number
 
 Subject = TypeVar("Subject")
 
@@ -51,22 +52,6 @@ def figures(form: str, *names: str) -> Callable[[Any], str]:
         return "–" if None in values else form.format(*values)
 
     return text
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A figure with `digits` significant digits, two below 1; a dash for None."""
-    if value is None:
-        return "–"
-    size = abs(value)
-    if value == 0:
-        text = "0"
-    elif not 1e-3 <= size < 1e5:
-        text = f"{value:.1e}"
-    elif size < 1:
-        text = f"{value:.2f}" if size >= 0.1 else f"{value:.2g}"
-    else:
-        text = f"{value:.{max(0, digits - len(str(int(size))))}f}"
-    return text.replace("-", "−")
 
 
 class Named(Protocol):
@@ -162,15 +147,6 @@ def markdown_table(name: str, tensors: Sequence[Any], columns: Sequence[Column[A
     """The lines of a markdown table: one per tensor."""
     rows = ((tensor.path, *(column.cell(tensor) for column in columns)) for tensor in tensors)
     return escaping.markdown_table([name, *(column.title for column in columns)], rows)
-
-
-def bare_table(first: str, titles: Sequence[str], **options: Any) -> RichTable:
-    """An empty table without borders: names on the left, figures on the right."""
-    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(first, no_wrap=True, **options)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
 
 
 def tensor_table(

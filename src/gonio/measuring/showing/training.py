@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gonio.measuring.showing.page import More, layer_map, render
-from gonio.measuring.showing.sparks import Spark, training_line
-from gonio.measuring.showing.table import Column, figures, number
+from gonio.measuring.showing.table import Column, figures
 from gonio.measuring.training.advice import LayerRotation, advice
 from gonio.pages.charts import Lane
+from gonio.pages.picture import spark
+from gonio.pages.pictures import course
+from gonio.pages.tables import number
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class TrainingRow:
     predicted: float | None
     ratio: float | None
     reason: str
-    curve: Spark
+    curve: Any
 
 
 COLUMNS: tuple[Column[TrainingRow], ...] = (
@@ -64,10 +66,8 @@ def training_page(rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotat
 
 
 def _row(layer: LayerRotation, low: float, high: float) -> TrainingRow:
-    label = f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
-    ends = f"first step|rotation per step, {number(low)} to {number(high)} rad|last step"
-    course, law = (training_line(values, low, high) for values in (layer.rotations, layer.predictions))
-    curve, path = Spark(label, ends, dots=course, law=law), layer.layer
+    title = f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
+    curve, path = spark(course(layer.rotations, layer.predictions, low, high, title=title)), layer.layer
     return TrainingRow(path, path, layer.rotation, layer.predicted, layer.ratio, layer.reason, curve)
 
 

@@ -94,6 +94,14 @@
       tools.append(this.status);
       if (table.classList.contains("opens")) tools.append(make("span", {}, make("kbd", {}, "/"), " search ", make("kbd", {}, "↑"), make("kbd", {}, "↓"), " rows ", make("kbd", {}, "Enter"), " open"));
       this.search.addEventListener("input", () => this.filter());
+      this.search.addEventListener("keydown", (event) => {
+        const first = this.tables[0].body.querySelector("tr.open:not([hidden]) > th > button");
+        if (event.key === "Escape") return this.search.blur();
+        if (!first || (event.key !== "ArrowDown" && event.key !== "Enter")) return;
+        event.preventDefault();
+        first.focus();
+        if (event.key === "Enter") first.click();
+      });
       table.closest(".scroll").before(tools);
     }
 

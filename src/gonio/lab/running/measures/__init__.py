@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.lab.plan import Measure, Training
+from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.tasks.task import Task
 
 
@@ -34,7 +34,7 @@ class FinishedRun:
 
     model: nn.Module
     task: Task
-    training: Training
+    training: TrainingConfig
     seed: int
     curve: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     robustness: Mapping[str, Any] = field(default_factory=dict)
