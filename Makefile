@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow distributed test-cuda matrix soak versions sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix soak versions wheel sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -35,6 +35,24 @@ test-cuda: $(VENV)/.dev
 	then $(BIN)/pytest -q -m cuda tests/laws; \
 	else echo "there is no CUDA device: the laws on real accelerators were not run"; fi
 
+# The tests and the claims under the arithmetic of other processors: kernels without vectors, with AVX2, and more threads.
+VECTORS := "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE" \
+	"ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE"
+ARITHMETIC ?= tests
+arithmetic: $(VENV)/.dev
+	@failed=; folder=$$(mktemp -d); \
+	for setting in $(VECTORS) "OMP_NUM_THREADS=1" "OMP_NUM_THREADS=2" "OMP_NUM_THREADS=4"; do \
+		echo "== $$setting"; \
+		env $$setting $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARITHMETIC) || failed="$$failed [tests: $$setting]"; \
+		env $$setting $(BIN)/gonio reproduce -o "$$folder/$$setting" || failed="$$failed [claims: $$setting]"; \
+	done; \
+	rm -rf "$$folder"; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+# Write tests/interface.txt anew: every public name with its signature.
+interface: $(VENV)/.dev
+	$(BIN)/python tests/interface.py
+
 # Every method in every setting of training: run the tests, write the page from their results.
 matrix: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/pytest -q -p laws.matrix -m matrix --matrix docs/matrix.json -n $(WORKERS) --dist loadfile tests/laws
@@ -44,9 +62,16 @@ matrix: $(VENV)/.dev
 soak: $(VENV)/.dev
 	GONIO_THREADS_SECONDS=600 GONIO_DAMAGES=1000 GONIO_KILLS=2000 $(BIN)/pytest -q -m slow tests/slow
 
-# The methods' tests under the oldest and the newest torch; downloads about 6 GB.
+# The tests of the library and of its commands with the oldest and the newest packages; downloads about 7 GB each.
 versions:
 	$(PYTHON) tests/versions.py
+
+# The distributions, checked and installed into empty environments; about five minutes. dist/ keeps them.
+wheel: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) tests/wheel.py dist/*
 
 # Models of timm through all of the library; about an hour on one core. Goes on where it stopped.
 SWEEP ?= 332
@@ -96,5 +121,9 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 	$(INSTALL) -e . --group docs
 	touch $@ $(VENV)/.dev $(VENV)/.lab
 
+$(VENV)/.release: pyproject.toml constraints.txt
+	$(INSTALL) -e . --group release
+	touch $@
+
 clean:
-	rm -rf $(VENV) site jupyter_execute docs/reference gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist site jupyter_execute docs/reference gonio-study gonio-claims .mypy_cache .pytest_cache .ruff_cache

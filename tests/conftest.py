@@ -1,7 +1,8 @@
-"""What every test shares: one thread, fixed seeds, the `slow` marker."""
+"""What every test shares: one thread (or OMP_NUM_THREADS), fixed seeds, the `slow` marker, a probe of the compiler."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -14,10 +15,12 @@ import numpy
 import pytest
 import torch
 
+THREADS = int(os.environ["OMP_NUM_THREADS"])
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # of a shell's background job, whose programs would ignore Ctrl-C as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
+torch.set_num_threads(THREADS)
 logging.getLogger("torch.__trace").propagate = False  # hundreds of empty records per compiled graph
 
 
@@ -26,6 +29,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix(setting): fills cells of docs/matrix.md; recorded by `make matrix`")
     config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
     config.addinivalue_line("markers", "processes: needs several; run by `make distributed`")
+    config.addinivalue_line("markers", "inductor: needs torch's own compiler; skipped where a probe cannot compile")
+
+
+@functools.cache
+def failure_of_inductor() -> str | None:
+    """Why torch's own compiler does not work here; it can lack a compiler, or kernels for the processor's settings."""
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        return (x.softmax(1).log().abs() + x * x.sign()).sum()
+
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.compile(probe, fullgraph=True)(torch.ones(8, 67, dtype=dtype, requires_grad=True)).backward()
+    except Exception as error:  # whatever a C++ compiler, its cache and torch can raise
+        return f"torch's compiler fails on a small function: {type(error).__name__}"
+    finally:
+        torch._dynamo.reset()
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("inductor") and (reason := failure_of_inductor()):
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,6 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _fixed_seeds() -> None:
     """The global generators start equal in each test, so no test depends on its neighbours."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # benchmarks of whole steps set their own
+    torch.set_num_threads(THREADS)  # benchmarks of whole steps set their own
     random.seed(0)
     numpy.random.seed(0)  # noqa: NPY002  the legacy global state is the one that foreign code reads

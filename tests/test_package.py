@@ -83,3 +83,13 @@ def test_an_error_of_another_process_arrives_whole(error: errors.GonioError) -> 
     assert type(again) is type(error)
     assert (str(again), vars(again)) == (str(error), vars(error))
     assert getattr(again, "name", None) == getattr(error, "name", None)
+
+
+def test_a_renamed_name_warns_at_the_line_that_uses_it() -> None:
+    def old() -> None:
+        errors.warn_renamed("gonio.old_", "gonio.new_", since="0.3")
+
+    message = r"^gonio\.old_ is deprecated since gonio 0\.3 .*; use gonio\.new_$"
+    with pytest.warns(DeprecationWarning, match=message) as said:
+        old()
+    assert said[0].filename == __file__

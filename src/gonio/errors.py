@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import difflib
 import importlib
+import warnings
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -133,10 +134,11 @@ class MissingExtraError(GonioError, ImportError):
     """
 
     def __init__(self, what: str, package: str, extra: str | None) -> None:
-        target = package if extra is None else f"'gonio[{extra}]'"
+        command = f"pip install {package}"
+        if extra is not None:  # double quotes, because Windows' own shell takes single ones for a part of the name
+            command = f'pip install "gonio[{extra}]" (in a clone: pip install -e ".[{extra}]")'
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed. Install it with: pip install {target}",
-            name=package,
+            f"{what} needs the package {package!r}, which is not installed. Install it with: {command}", name=package
         )
 
 
@@ -146,6 +148,20 @@ def import_extra(module: str, what: str, *, package: str, extra: str | None) -> 
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(what, package, extra) from error
+
+
+def warn_renamed(old: str, new: str, *, since: str) -> None:
+    """Say at the line that called the caller that a public name has a successor (docs/releasing.md, Deprecation).
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always")
+        ...     warn_renamed("gonio.old_", "gonio.new_", since="0.3")
+        >>> print(said[0].message)
+        gonio.old_ is deprecated since gonio 0.3 and goes in the next minor version; use gonio.new_
+    """
+    message = f"{old} is deprecated since gonio {since} and goes in the next minor version; use {new}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _first(problems: Sequence[str], count: int = 50) -> list[str]:

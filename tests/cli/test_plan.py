@@ -32,5 +32,5 @@ def test_a_model_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_library_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     result = invoke("plan", "scale-shift", "--model", "timm:resnet18")
-    assert "pip install 'gonio[models]'" in result.stderr
+    assert 'pip install "gonio[models]" (in a clone: pip install -e ".[models]")' in result.stderr
     assert result.exit_code == 3

@@ -1,7 +1,9 @@
 """The code blocks of a markdown page, executed in order in one folder, by sybil.
 
 - ```python blocks and {code-cell}s of a page share one namespace, which is empty at first;
-- a ```text block directly below another block is what that block prints; `…` stands for any text;
+- a ```text block directly below another block is what that block prints; `…` stands for any text. Two marks before a
+  number stand for figures that depend on the processor's arithmetic: `≈98%` is near what was printed, also where a
+  whole number would have to be equal, and `<1e-12` is above it;
 - lines of ```console and ```bash blocks that start with `gonio` (after an optional `$ `) run as
   commands and must succeed, or exit with the code that a trailing `# exits N` states;
 - `make` lines are held against the Makefile by `make -n`; other commands (pip, git, cd) are not run.
@@ -32,7 +34,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 from foreign import timm, torchvision, transformers
 
-NUMBER = re.compile(r"[+\-−]?(?<![\w.])\d[\d,]*\.?\d*(?:e[+-]?\d+)?(?![\w])")
+NUMBER = re.compile(r"([≈<]?)([+\-−]?(?<![\w.])\d[\d,]*\.?\d*(?:e[+-]?\d+)?)(?![\w])")
 OPTION = re.compile(r"^:[\w-]+:.*", flags=re.M)  # of a {code-cell}
 Output = Callable[[Example, str], None]
 
@@ -92,12 +94,20 @@ def agrees(shown: str, printed: str) -> bool:
     return same and all(map(_near, numbers, NUMBER.findall(printed)))
 
 
-def _near(shown: str, printed: str) -> bool:
-    """Within 2 % and two units of the last digit; small whole numbers are counts and must be equal."""
-    a, b = (float(text.replace("−", "-").replace(",", "")) for text in (shown, printed))
-    if "." not in shown and abs(a) < 200:
+def _near(shown: tuple[str, str], printed: tuple[str, str]) -> bool:
+    """Within 2 % and two units of the last digit; small whole numbers are counts and must be equal.
+
+    `≈` lifts the rule for counts, `<` makes the number a bound of an absolute value.
+    """
+    mark, text = shown
+    a, b = (float(number.replace("−", "-").replace(",", "")) for number in (text, printed[1]))
+    if printed[0] not in ("", mark):
+        return False
+    if mark == "<" and not printed[0]:
+        return abs(b) < a
+    if "." not in text and "e" not in text and abs(a) < 200 and mark != "≈":
         return a == b
-    mantissa, _, power = shown.partition("e")
+    mantissa, _, power = text.partition("e")
     unit = 10.0 ** (int(power or 0) - len(mantissa.partition(".")[2]))
     return abs(a - b) <= 2 * unit + 0.02 * abs(a)
 

@@ -140,6 +140,17 @@ def test_a_command_may_say_that_it_fails(tmp_path: Path) -> None:
         ("conv1: 0.5", "conv2: 0.5", False),
         ("first … last", "first 17 words last", True),
         ("True", "False", False),
+        ("≈98%", "99%", True),
+        ("98%", "99%", False),
+        ("≈98%", "92%", False),
+        ("≈98%", "about 98%", False),
+        ("error=<1e-12", "error=0", True),
+        ("error=<1e-12", "error=-4.44e-16", True),
+        ("error=<1e-12", "error=2e-12", False),
+        ("error=<1e-12", "error=nan", False),
+        ("p <0.001", "p <0.001", True),
+        ("p 0.001", "p <0.001", False),
+        ("4e-16", "9e-16", False),
     ],
 )
 def test_which_outputs_agree(shown: str, printed: str, same: bool) -> None:

@@ -112,6 +112,7 @@ def check_autocast_keeps(value: Tensor, expected: Tensor) -> None:
 test_compile = pytest.mark.matrix("compile")(law(check_compiled, MODULES, by=split_slow))
 
 
+@pytest.mark.inductor
 @pytest.mark.slow
 @over([*MODULES[:1], *MODULES[-1:]])  # a layer and a parametrization: each costs the code generator's time
 def test_inductor(case: ModuleCase) -> None:

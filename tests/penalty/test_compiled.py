@@ -16,7 +16,7 @@ from tolerances import close
 
 SHAPES = ((512, 64), (64, 128), (7, 5), (1024, 32))
 PENALTY = R.ScaleShift(0.5, direction_strength=0.25, floor=0.1)
-BACKENDS = (None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
+BACKENDS = (None, "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor]))
 
 
 def layers_of(dtype: torch.dtype, *, flat: bool) -> nn.ModuleList:
