@@ -18,6 +18,7 @@ from gonio.geometry.chance import (
     random_angle_density,
     welch_bound,
 )
+from gonio.geometry.certified import nonnegative_norm, operator_norm_bound
 from gonio.geometry.conv_norm import (
     conv_spectral_norm,
     conv_spectral_norm_bound,
@@ -84,7 +85,9 @@ __all__ = [
     "match",
     "matrix_view",
     "near_duplicates",
+    "nonnegative_norm",
     "normalize",
+    "operator_norm_bound",
     "operator_matrix",
     "orthogonality_defect",
     "principal_angles",
