@@ -10,6 +10,7 @@ from gonio.geometry.angles import (
     sign_hash,
     sign_similarity,
 )
+from gonio.geometry.certified import nonnegative_norm, operator_norm_bound
 from gonio.geometry.chance import (
     MarchenkoPastur,
     alignment_deviation,
@@ -18,7 +19,6 @@ from gonio.geometry.chance import (
     random_angle_density,
     welch_bound,
 )
-from gonio.geometry.certified import nonnegative_norm, operator_norm_bound
 from gonio.geometry.conv_norm import (
     conv_spectral_norm,
     conv_spectral_norm_bound,
@@ -87,8 +87,8 @@ __all__ = [
     "near_duplicates",
     "nonnegative_norm",
     "normalize",
-    "operator_norm_bound",
     "operator_matrix",
+    "operator_norm_bound",
     "orthogonality_defect",
     "principal_angles",
     "random_angle_density",

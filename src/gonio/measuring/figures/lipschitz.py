@@ -27,13 +27,17 @@ _FRESH = _STACKS | {"add", "sub", "mul", "div", "truediv"}  # they return new me
 _SHAPES = frozenset(("size", "dim", "numel", "is_floating_point"))
 _ATTRIBUTES = frozenset(("shape", "ndim", "dtype", "device", "is_cuda"))
 # Functions that select entries, each at most once, or that change nothing but the dtype.
-_SELECTING = frozenset("""sort topk amax amin max min clamp clamp_ clamp_min clamp_max clip clone contiguous detach float
-    double to type_as""".split())
+_SELECTING = frozenset(
+    """sort topk amax amin max min clamp clamp_ clamp_min clamp_max clip clone contiguous detach float
+    double to type_as""".split()
+)
 # Linear functions with entries ≥ 0: their norm is measured on the shape at hand.
-_COPYING = frozenset("""flatten reshape view permute transpose squeeze unsqueeze movedim swapaxes t T mT unflatten chunk split
+_COPYING = frozenset(
+    """flatten reshape view permute transpose squeeze unsqueeze movedim swapaxes t T mT unflatten chunk split
     unbind narrow select index_select getitem expand repeat repeat_interleave roll flip mean sum pad interpolate dropout
     dropout_ dropout1d dropout2d dropout3d unfold pixel_shuffle pixel_unshuffle avg_pool1d avg_pool2d avg_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d""".split())
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d""".split()
+)
 # Functions that the module of torch with the same arguments computes.
 _AS_MODULES = {
     "leaky_relu": nn.LeakyReLU,
