@@ -87,7 +87,7 @@ class Certificate:
 
     @torch.no_grad()
     def _judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.network(x.to(_reference(self.network)))
+        logits = self.network(x.to(_reference(self.network), copy=True))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[1] < 2:
             found = f"an output of shape {tuple(getattr(logits, 'shape', ()))}"
             raise InvalidArgumentError("radius() needs outputs (n, classes)", found, "Certify a classifier.")
@@ -179,8 +179,8 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
         raise NotApplicableError("certify", "", why, "Wrap it in a module that takes one.", action="bound")
     with run_eagerly(network), torch.random.fork_rng(devices=[]):
         bounds = UpperBounds(graph)
-        outputs = bounds.run(points[:1])
-        if not torch.allclose(_flat(outputs), _flat(network(points[:1])), rtol=1e-6, atol=1e-9, equal_nan=True):
+        outputs = bounds.run(points[:1].clone())
+        if not torch.allclose(_flat(outputs), _flat(network(points[:1].clone())), rtol=1e-6, atol=1e-9, equal_nan=True):
             why = "its traced graph has another output than the model, which may have hooks or random parts"
             raise NotApplicableError("certify", "", why, "Remove them, or certify a part of it.", action="bound")
         x, y, lower = _widest_pair(network, points, steps, seed)
@@ -224,15 +224,18 @@ class _Distances(fx.Interpreter):
 
     def between(self, x: Tensor, y: Tensor) -> dict[fx.Node, float]:
         """‖h(x) − h(y)‖ / ‖x − y‖ for the value h of each node."""
-        self.run(x)
+        self.run(x.clone())
         before, self.values = self.values, {}
-        self.run(y)
+        self.run(y.clone())
         return {node: float((before[node] - value).norm() / (x - y).norm()) for node, value in self.values.items()}
 
 
 def _flat(outputs: Any, examples: int | None = None) -> Tensor:
     """All floating-point tensors in the outputs as one vector, or one row per example."""
     leaves = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not leaves or any(x.numel() % (examples or 1) for x in leaves):
+        found = f"outputs of shapes {[tuple(x.shape) for x in leaves]}"
+        raise InvalidArgumentError("certify() needs outputs for each example", found, "Leave out a loss or a mean.")
     return torch.cat([x.reshape(-1) if examples is None else x.reshape(examples, -1) for x in leaves], -1)
 
 
@@ -244,7 +247,7 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
         return torch.linalg.vector_norm(x, dim=tuple(dims), keepdim=True)
 
     def output(x: Tensor) -> Tensor:
-        return _flat(network(x), count)
+        return _flat(network(x.clone()), count)  # a model may change its input in place
 
     x = points.clone()
     length = _PAIRS * size(x).mean().clamp(min=1e-3)
@@ -271,5 +274,5 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
         apart = by_change if by_change is not None and bool(by_change.any()) else apart
     a, b = found
     with torch.no_grad():
-        quotient = float((_flat(network(a)) - _flat(network(b))).norm() / (a - b).norm())
+        quotient = float((_flat(network(a.clone())) - _flat(network(b.clone()))).norm() / (a - b).norm())
     return a, b, quotient * (1 - 1e-9)

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, prod, sqrt
+from math import gcd, inf, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -294,7 +294,7 @@ def _each(size: Any, dims: int) -> tuple[Any, ...]:
 _POOLS = ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
 # The largest slope of each activation, rounded up; "gelu" covers the form with tanh.
 SLOPES = {
-    **dict.fromkeys(("relu", "relu6", "tanh", "softplus", "abs", "neg", "sin", "cos", "softsign", "logsigmoid"), 1.0),
+    **dict.fromkeys(("relu", "relu6", "tanh", "abs", "neg", "sin", "cos", "softsign", "logsigmoid"), 1.0),
     "sigmoid": 0.25,
     "hardsigmoid": 0.16667,
     "hardswish": 1.5,
@@ -324,10 +324,12 @@ _STATED: dict[type[nn.Module], Facts] = {
         homogeneous=True, acts_on="entries", lipschitz=lambda act, x: max(1.0, float(act.weight.abs().max()))
     ),
     nn.ReLU6: Facts(activation="relu", lipschitz=1.0),
+    # it jumps at its threshold, by rounding if that is large
+    nn.Softplus: Facts(activation="softplus", lipschitz=lambda act, x: 1.0 if act.threshold >= 15 else inf),
     nn.ELU: Facts(activation="elu", lipschitz=lambda act, x: max(1.0, abs(act.alpha))),
     **{
         getattr(nn, name): Facts(activation=name.lower(), lipschitz=SLOPES[name.lower()])
-        for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "SELU", "Softplus", "Hardswish")
+        for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "SELU", "Hardswish")
     },
     **dict.fromkeys((nn.Hardtanh, nn.CELU, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink), _SHRINKS),
     nn.Hardsigmoid: Facts(lipschitz=SLOPES["hardsigmoid"]),

@@ -27,21 +27,24 @@ _FRESH = _STACKS | {"add", "sub", "mul", "div", "truediv"}  # they return new me
 _SHAPES = frozenset(("size", "dim", "numel", "is_floating_point"))
 _ATTRIBUTES = frozenset(("shape", "ndim", "dtype", "device", "is_cuda"))
 # Functions that select entries, each at most once, or that change nothing but the dtype.
-_SELECTING = frozenset(
-    """sort topk amax amin max min clamp clamp_ clamp_min clamp_max clip clone contiguous detach float
-    double to type_as""".split()
-)
+_SELECTING = frozenset((
+    "sort", "topk", "amax", "amin", "max", "min", "clamp", "clamp_", "clamp_min", "clamp_max", "clip",
+    "clone", "contiguous", "detach", "float", "double", "to", "type_as",
+))  # fmt: skip
 # Linear functions with entries ≥ 0: their norm is measured on the shape at hand.
-_COPYING = frozenset(
-    """flatten reshape view permute transpose squeeze unsqueeze movedim swapaxes t T mT unflatten chunk split
-    unbind narrow select index_select getitem expand repeat repeat_interleave roll flip mean sum pad interpolate dropout
-    dropout_ dropout1d dropout2d dropout3d unfold pixel_shuffle pixel_unshuffle avg_pool1d avg_pool2d avg_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d""".split()
-)
+_COPYING = frozenset((
+    "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "movedim", "swapaxes", "t",
+    "T", "mT", "unflatten", "chunk", "split", "unbind", "narrow", "select", "index_select", "getitem",
+    "expand", "repeat", "repeat_interleave", "roll", "flip", "mean", "sum", "pad", "interpolate", "dropout",
+    "dropout_", "dropout1d", "dropout2d", "dropout3d", "unfold", "pixel_shuffle", "pixel_unshuffle",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+))  # fmt: skip
 # Functions that the module of torch with the same arguments computes.
 _AS_MODULES = {
     "leaky_relu": nn.LeakyReLU,
     "elu": nn.ELU,
+    "softplus": nn.Softplus,
     "celu": nn.CELU,
     "hardtanh": nn.Hardtanh,
     "softmax": nn.Softmax,
@@ -103,7 +106,7 @@ class UpperBounds(fx.Interpreter):
             self.upper[n] = 1.0
         elif (terms := [term for term in _inputs(n) if term in self.upper]) and not _reads_shape(n):
             if n.op == "output":
-                self.upper[n] = sqrt(sum(self.upper[term] ** 2 for term in terms))
+                self.upper[n] = sqrt(sum(self.upper[term] ** 2 for term in terms)) * (1 + ROUNDING)
             elif n.op == "call_module":
                 self.upper[n] = self._layer(n, terms)
             else:
@@ -248,6 +251,9 @@ class UpperBounds(fx.Interpreter):
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None
+        if base in _AS_MODULES:
+            options = {key: value for key, value in kwargs.items() if key not in ("_stacklevel", "dtype")}
+            return self._stated(node, _AS_MODULES[base](*args[1:], **options), _inputs(node)[0])
         if base in SLOPES:
             return SLOPES[base]
         if name in _SELECTING or (name == "getitem" and not isinstance(args[0], Tensor)):
@@ -258,9 +264,6 @@ class UpperBounds(fx.Interpreter):
             run = lambda x: getattr(self, node.op)(node.target, (x, *args[1:]), kwargs)  # noqa: E731
             found = nonnegative_norm(run, args[0])
             return found if found < inf else None
-        if base in _AS_MODULES:
-            options = {key: value for key, value in kwargs.items() if key not in ("_stacklevel", "dtype")}
-            return self._stated(node, _AS_MODULES[base](*args[1:], **options), _inputs(node)[0])
         return None
 
 
