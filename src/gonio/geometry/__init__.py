@@ -10,6 +10,7 @@ from gonio.geometry.angles import (
     sign_hash,
     sign_similarity,
 )
+from gonio.geometry.certified import nonnegative_norm, operator_norm_bound
 from gonio.geometry.chance import (
     MarchenkoPastur,
     alignment_deviation,
@@ -84,8 +85,10 @@ __all__ = [
     "match",
     "matrix_view",
     "near_duplicates",
+    "nonnegative_norm",
     "normalize",
     "operator_matrix",
+    "operator_norm_bound",
     "orthogonality_defect",
     "principal_angles",
     "random_angle_density",

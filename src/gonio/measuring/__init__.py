@@ -1,5 +1,6 @@
 """Measure the norms, angles and spectra of a model's weights, each beside its value for random weights."""
 
+from gonio.measuring.certificate import Certificate, Factor, certify
 from gonio.measuring.changes.difference import DepthChange, Differences, difference
 from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.several import Agreement, Changes, changes
@@ -16,10 +17,12 @@ from gonio.measuring.widths import Widths, WidthScaling, widths
 
 __all__ = [
     "Agreement",
+    "Certificate",
     "Changes",
     "DepthChange",
     "Differences",
     "Equilibrium",
+    "Factor",
     "Finding",
     "Measurements",
     "Outline",
@@ -32,6 +35,7 @@ __all__ = [
     "Tracker",
     "WidthScaling",
     "Widths",
+    "certify",
     "changes",
     "difference",
     "equilibrium",

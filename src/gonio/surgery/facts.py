@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd, inf, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
+from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -51,6 +53,8 @@ class Facts:
         mixture: gives the shares of the statistics of a norm that mixes several.
         fused: child layers (or own tensors) that compute several of queries, keys and values at once, and how many; 0
             for as many as the layer has times more outputs than inputs.
+        lipschitz: a Lipschitz constant in l2 in evaluation mode, or a function that gives it for the layer and an input
+            of the shape for which it holds.
     """
 
     removes_scale: bool | None = None
@@ -64,6 +68,7 @@ class Facts:
     joins: Callable[[Any], bool] | None = None
     mixture: Callable[[Any], dict[str, dict[str, float]]] | None = None
     fused: Mapping[str, int] = field(default_factory=dict)
+    lipschitz: float | Callable[[Any, Tensor], float] | None = None
 
 
 UNKNOWN = Facts()
@@ -253,33 +258,83 @@ def _without_statistics(norm: nn.Module) -> str | None:
 _BATCH = Facts(removes_scale=True, removes_shift=True, why_not_affine=_without_statistics)
 _INSTANCE = Facts(removes_scale=True, removes_shift=True)
 _ACROSS = Facts(removes_scale=True, removes_shift=False)
-_PASS = Facts(homogeneous=True, linear=True)
+_PASS = Facts(homogeneous=True, linear=True, lipschitz=nonnegative_norm)
 _EACH_ENTRY = replace(_PASS, acts_on="entries")
 _EACH_CHANNEL = Facts(homogeneous=True, acts_on="channels")
+_COPIES = Facts(homogeneous=True, lipschitz=nonnegative_norm)
+_SHRINKS = Facts(lipschitz=1.0)
 
 
 def _of_pools() -> dict[type[nn.Module], Facts]:
-    kinds = [(getattr(nn, f"{kind}Pool{dims}d"), "Avg" in kind) for kind in _POOLS for dims in (1, 2, 3)]
-    return {kind: replace(_EACH_CHANNEL, linear=average) for kind, average in kinds}
+    bounds = {"Max": _of_max_pool, "AdaptiveMax": _of_adaptive_max_pool}
+    kinds = [(getattr(nn, f"{kind}Pool{dims}d"), kind) for kind in _POOLS for dims in (1, 2, 3)]
+    return {
+        pool: replace(_EACH_CHANNEL, linear="Avg" in kind, lipschitz=bounds.get(kind, nonnegative_norm))
+        for pool, kind in kinds
+    }
+
+
+def _of_max_pool(pool: Any, x: Tensor) -> float:
+    """√(the largest number of windows with one entry), as every output is one entry."""
+    dims = int(type(pool).__name__[-2]) if type(pool) in _STATED else x.dim() - 2
+    kernel, stride, dilation = (_each(size, dims) for size in (pool.kernel_size, pool.stride, pool.dilation))
+    return sqrt(prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel, stride, dilation, strict=True)))
+
+
+def _of_adaptive_max_pool(pool: Any, x: Tensor) -> float:
+    dims = int(type(pool).__name__[-2]) if type(pool) in _STATED else x.dim() - 2
+    sizes = zip(x.shape[-dims:], _each(pool.output_size, dims), strict=True)
+    return sqrt(prod(1 if out is None or n % out == 0 else -(-out // n) + 1 for n, out in sizes))
+
+
+def _each(size: Any, dims: int) -> tuple[Any, ...]:
+    return tuple(size) if isinstance(size, (tuple, list)) else (size,) * dims
 
 
 _POOLS = ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
+# The largest slope of each activation, rounded up; "gelu" covers the form with tanh.
+SLOPES = {
+    **dict.fromkeys(("relu", "relu6", "tanh", "abs", "neg", "sin", "cos", "softsign", "logsigmoid"), 1.0),
+    "sigmoid": 0.25,
+    "hardsigmoid": 0.16667,
+    "hardswish": 1.5,
+    "gelu": 1.129,
+    "silu": 1.09984,
+    "mish": 1.0885,
+    "selu": 1.7581,
+}
 _STATED: dict[type[nn.Module], Facts] = {
     **dict.fromkeys(_BATCH_NORMS, _BATCH),
     **dict.fromkeys(_INSTANCE_NORMS, _INSTANCE),
     **dict.fromkeys((nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), _ACROSS),
     **dict.fromkeys((nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), _EACH_ENTRY),
     **dict.fromkeys((nn.Flatten, nn.Unflatten), _PASS),
-    **dict.fromkeys((nn.AlphaDropout, nn.FeatureAlphaDropout), Facts(linear=True)),
+    **dict.fromkeys((nn.AlphaDropout, nn.FeatureAlphaDropout), Facts(linear=True, lipschitz=nonnegative_norm)),
+    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle), _COPIES),
+    **dict.fromkeys((nn.Upsample, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d), _COPIES),
     **_of_pools(),
-    nn.ReLU: Facts(homogeneous=True, acts_on="entries", activation="relu"),
-    nn.LeakyReLU: Facts(homogeneous=True, acts_on="entries", activation="leaky_relu"),
-    nn.PReLU: Facts(homogeneous=True, acts_on="entries"),
-    nn.ReLU6: Facts(activation="relu"),
+    nn.ReLU: Facts(homogeneous=True, acts_on="entries", activation="relu", lipschitz=1.0),
+    nn.LeakyReLU: Facts(
+        homogeneous=True,
+        acts_on="entries",
+        activation="leaky_relu",
+        lipschitz=lambda act, x: max(1.0, abs(act.negative_slope)),
+    ),
+    nn.PReLU: Facts(
+        homogeneous=True, acts_on="entries", lipschitz=lambda act, x: max(1.0, float(act.weight.abs().max()))
+    ),
+    nn.ReLU6: Facts(activation="relu", lipschitz=1.0),
+    # it jumps at its threshold, by rounding if that is large
+    nn.Softplus: Facts(activation="softplus", lipschitz=lambda act, x: 1.0 if act.threshold >= 15 else inf),
+    nn.ELU: Facts(activation="elu", lipschitz=lambda act, x: max(1.0, abs(act.alpha))),
     **{
-        getattr(nn, name): Facts(activation=name.lower())
-        for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "ELU", "SELU", "Softplus", "Hardswish")
+        getattr(nn, name): Facts(activation=name.lower(), lipschitz=SLOPES[name.lower()])
+        for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "SELU", "Hardswish")
     },
+    **dict.fromkeys((nn.Hardtanh, nn.CELU, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink), _SHRINKS),
+    nn.Hardsigmoid: Facts(lipschitz=SLOPES["hardsigmoid"]),
+    nn.Softmax: Facts(lipschitz=0.5),
+    nn.LogSoftmax: Facts(lipschitz=lambda act, x: sqrt(x.shape[1 if act.dim is None else act.dim])),
     nn.MultiheadAttention: Facts(fused={"in_proj_weight": 3}),
 }
 ACTIVATIONS = frozenset(facts.activation for facts in _STATED.values() if facts.activation)
@@ -348,7 +403,7 @@ _GELU = ("GELUActivation", "NewGELUActivation", "GELUTanh", "FastGELUActivation"
 _FOREIGN: dict[str, Facts] = _attentions() | {
     "timm.layers.norm_act.BatchNormAct2d": _WITH_ACTIVATION,
     "timm.layers.norm_act.SyncBatchNormAct": _WITH_ACTIVATION,
-    **{f"timm.layers.activations.{kind}": Facts(activation=name) for kind, name in _OF_TIMM},
-    **{f"transformers.activations.{kind}": Facts(activation="gelu") for kind in _GELU},
-    "transformers.activations.SiLUActivation": Facts(activation="silu"),
+    **{f"timm.layers.activations.{kind}": Facts(activation=name, lipschitz=SLOPES[name]) for kind, name in _OF_TIMM},
+    **{f"transformers.activations.{kind}": Facts(activation="gelu", lipschitz=SLOPES["gelu"]) for kind in _GELU},
+    "transformers.activations.SiLUActivation": Facts(activation="silu", lipschitz=SLOPES["silu"]),
 }
