@@ -17,7 +17,7 @@ TASK = """
 import time
 import torch
 from torch import nn
-from gonio.lab.plan import Training
+from gonio.lab.plan import TrainingConfig
 from gonio.lab.tasks.task import Split, Task
 
 
@@ -31,7 +31,7 @@ def tiny():
 
     return Task(
         name="tiny", train=split(24), validation=split(12), test=split(30), model="digits-cnn",
-        sizes={"num_classes": 3, "in_channels": 1}, training=Training(epochs=1, batch_size=12, lr=0.05), sesoi=1.0,
+        sizes={"num_classes": 3, "in_channels": 1}, training=TrainingConfig(epochs=1, batch_size=12, lr=0.05), sesoi=1.0,
     )
 
 

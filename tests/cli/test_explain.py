@@ -9,7 +9,7 @@ import pytest
 
 from cli.shell import COMMAND, invoke
 from gonio import models
-from gonio.cli.explain import Kind
+from gonio.cli.explain import Listed
 from gonio.lab import tasks
 from gonio.recipes import built_in_names
 
@@ -25,7 +25,7 @@ def test_every_name_is_listed() -> None:
     assert set(tasks.BUILT_IN) < set(names("tasks"))
     assert set(models.BUILT_IN) < set(names("models"))
     whole = invoke("list").stdout
-    assert [line for line in whole.splitlines() if not line.startswith(" ")] == [f"{kind}:" for kind in Kind]
+    assert [line for line in whole.splitlines() if not line.startswith(" ")] == [f"{kind}:" for kind in Listed]
     assert invoke("list", "layers").exit_code == 2
 
 

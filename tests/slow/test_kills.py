@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gonio.lab import Plan, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.lab import StudyPlan, RunRecord, Study, make_plan, make_script_plan, run
 from lab.plans import OWN, TINY, Here
 from lab.processes import exit_code, forked
 
@@ -22,7 +22,7 @@ KILLS = int(os.environ.get("GONIO_KILLS", "60"))
 KINDS = ("built-in", "tuned", "script")
 
 
-def plan_of(kind: str) -> Plan:
+def plan_of(kind: str) -> StudyPlan:
     tiny = f"{TINY}:task"
     if kind == "built-in":
         return make_plan(["orthogonal-init"], task=tiny, seeds=3)
@@ -38,7 +38,7 @@ def rows(folder: Path) -> dict[tuple[str, int], RunRecord]:
     return {(record.recipe, record.seed): record for record in study.runs()}
 
 
-def begun(plan: Plan, folder: Path) -> int:
+def begun(plan: StudyPlan, folder: Path) -> int:
     """Start or continue a study in a process of its own, which this process forks; its number."""
 
     def to_its_end() -> int:
@@ -48,7 +48,7 @@ def begun(plan: Plan, folder: Path) -> int:
     return forked(to_its_end)
 
 
-def killed(plan: Plan, folder: Path, after: float) -> bool:
+def killed(plan: StudyPlan, folder: Path, after: float) -> bool:
     """Continue a study and kill it after so many seconds; False if it ended before."""
     child = begun(plan, folder)
     time.sleep(after)
@@ -58,7 +58,7 @@ def killed(plan: Plan, folder: Path, after: float) -> bool:
     return code != 0
 
 
-def ended(plan: Plan, folder: Path) -> dict[tuple[str, int], RunRecord]:
+def ended(plan: StudyPlan, folder: Path) -> dict[tuple[str, int], RunRecord]:
     """The rows of a study that is run to its end."""
     assert exit_code(begun(plan, folder)) == 0, "the study raised"
     return rows(folder)
