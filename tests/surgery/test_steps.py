@@ -17,8 +17,8 @@ from torch import nn
 import foreign
 import gonio
 from gonio import parametrizations as P
+from gonio.editing.steps import real_optimizers, watch
 from gonio.errors import InvalidArgumentError
-from gonio.surgery.steps import real_optimizers, watch
 
 Optimizer = torch.optim.Optimizer
 
@@ -175,7 +175,7 @@ def test_steps_are_measured_and_ticked_in_every_wrapper(wrapper: str) -> None:
     model = network()
     gonio.parametrize_(model, P.SpectralNorm(), where="0")
     optimizer = WRAPPERS[wrapper](model)
-    ticking = gonio.surgery.tick_on_step(optimizer, model)
+    ticking = P.tick_on_step(optimizer, model)
     tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
     vector = model[0].weight_parametrization.v.clone()
     train(model, optimizer, 2)
@@ -192,7 +192,7 @@ def test_steps_are_measured_and_ticked_in_every_wrapper(wrapper: str) -> None:
     [
         gonio.hold_,
         lambda m, o: gonio.Tracker(m, optimizer=o),
-        lambda m, o: gonio.surgery.tick_on_step(o, gonio.parametrize_(m, P.SpectralNorm()) and m),
+        lambda m, o: P.tick_on_step(o, gonio.parametrize_(m, P.SpectralNorm()) and m),
     ],
     ids=["hold_", "Tracker", "tick_on_step"],
 )

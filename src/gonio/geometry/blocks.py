@@ -25,7 +25,7 @@ and the row numbers in the matrix of the filters from `start` on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class StoredDifference:
     """after − before of two stored tensors of one shape and dtype: computed where it is read, in float32 at least."""
 
     before: Tensor
@@ -44,8 +44,8 @@ class Change:
         return self.before.device
 
     @property
-    def mT(self) -> Change:
-        return Change(self.before.mT, self.after.mT)
+    def mT(self) -> StoredDifference:
+        return StoredDifference(self.before.mT, self.after.mT)
 
     def stride(self, dim: int) -> int:
         return self.before.stride(dim)
@@ -53,12 +53,12 @@ class Change:
     def numel(self) -> int:
         return self.before.numel()
 
-    def flatten(self, start: int = 0, end: int = -1) -> Change:
+    def flatten(self, start: int = 0, end: int = -1) -> StoredDifference:
         """Some dimensions in one, of both tensors."""
-        return Change(self.before.flatten(start, end), self.after.flatten(start, end))
+        return StoredDifference(self.before.flatten(start, end), self.after.flatten(start, end))
 
-    def unsqueeze(self, dim: int) -> Change:
-        return Change(self.before.unsqueeze(dim), self.after.unsqueeze(dim))
+    def unsqueeze(self, dim: int) -> StoredDifference:
+        return StoredDifference(self.before.unsqueeze(dim), self.after.unsqueeze(dim))
 
     def __len__(self) -> int:
         return len(self.before)
@@ -68,12 +68,12 @@ class Change:
         before, after = self.before[index], self.after[index]
         return after - before if after.dtype == self.dtype else after.to(self.dtype).sub_(before)
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[StoredDifference]:
         """The change of each matrix of a stack."""
-        return (Change(before, after) for before, after in zip(self.before, self.after, strict=True))
+        return (StoredDifference(before, after) for before, after in zip(self.before, self.after, strict=True))
 
 
-Stored = Tensor | Change
+Stored = Tensor | StoredDifference
 """What can be read in blocks."""
 
 
@@ -89,9 +89,9 @@ def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, 
     for top in range(0, n, height):
         for left in range(0, d, width):
             place = slice(top, top + height), slice(left, left + width)
-            part = (matrix.after if isinstance(matrix, Change) else matrix)[place]
+            part = (matrix.after if isinstance(matrix, StoredDifference) else matrix)[place]
             tile = buffer[: part.numel()].view(part.shape).copy_(part)
-            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, Change) else tile
+            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, StoredDifference) else tile
 
 
 def row_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:

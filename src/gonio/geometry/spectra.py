@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import Change, GramMatrix, Stored, frobenius_norm, row_blocks, safe_scale
+from gonio.geometry.blocks import (
+    GramMatrix,
+    Stored,
+    StoredDifference,
+    frobenius_norm,
+    row_blocks,
+    safe_scale,
+)
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import (
     Array,
@@ -261,7 +268,7 @@ def spectrum_estimate(
     """
     small = min(matrices.shape[1:])
     if _affordable(matrices):
-        held = matrices[...] if isinstance(matrices, Change) else matrices
+        held = matrices[...] if isinstance(matrices, StoredDifference) else matrices
         values = _all_values(held, gram or shared_gram(held))
     elif deep or small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices]).sort().values

@@ -6,7 +6,7 @@ from gonio.parametrizations.mechanism import attach, detach, is_parametrized, pa
 from gonio.parametrizations.orthogonal import Orthogonal
 from gonio.parametrizations.orthogonal_conv import OrthogonalConv
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.spectral_norm import SpectralNorm, tick_
+from gonio.parametrizations.spectral_norm import SpectralNorm, tick_, tick_on_step
 from gonio.parametrizations.weight_standardization import WeightStandardization
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "parametrization_of",
     "plain_state_dict",
     "tick_",
+    "tick_on_step",
     "weight_by_hook",
 ]
 
