@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gonio.lab import StudyPlan, RunRecord, Study, make_plan, make_script_plan, run
+from gonio.lab import RunRecord, Study, StudyPlan, make_plan, make_script_plan, run
 from lab.plans import OWN, TINY, Here
 from lab.processes import exit_code, forked
 

@@ -105,9 +105,7 @@ class SpectralNorm(Parametrization):
             self.register_buffer(name, None)
         self.view_impl: SpectralView | None = None
         self._adopted = False
-        self._advanced_at: int | None = (
-            None  # of the trained tensor when the vectors advanced; None: when it is next seen
-        )
+        self._followed: int | None = None  # of the trained tensor when the vectors advanced; None: when it is next seen
         self._evaluated: tuple[int, Mapping[str, Tensor]] | None = None  # a version, and the vectors computed for it
 
     @torch.no_grad()
@@ -121,7 +119,7 @@ class SpectralNorm(Parametrization):
 
     def rebind_(self, weight: Tensor) -> None:
         super().rebind_(weight)
-        self._advanced_at = None
+        self._followed = None
 
     def forward(self, raw: Tensor) -> Tensor:
         if self._buffers["u"] is not None and not self._unset:
@@ -206,23 +204,18 @@ class SpectralNorm(Parametrization):
         current = self._is_current()
         count_fused_steps()
         super().track(raw)
-        self._advanced_at = (None if raw is None else _version_of(raw)) if current else STALE_VERSION
+        self._followed = (None if raw is None else _version(raw)) if current else STALE_VERSION
 
     def train(self, mode: bool = True) -> Self:
-        if (
-            self.training
-            and not mode
-            and not self._unset
-            and self.trained is not None
-            and not is_sharded(self.trained)
-            and not self._is_current()
-        ):
-            self.tick_(self.trained)  # the end of a phase of training
+        raw = self.trained
+        ends = self.training and not mode and not self._unset  # a phase of training
+        if ends and raw is not None and not is_sharded(raw) and not self._is_current():
+            self.tick_(raw)
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         version = None if self._is_current() else STALE_VERSION
-        return {**super().__getstate__(), "_advanced_at": version, "_evaluated": None}
+        return {**super().__getstate__(), "_followed": version, "_evaluated": None}
 
     def _described(self) -> dict[str, Any]:
         return {**super()._described(), **({"adopted": True} if self._adopted else {})}
@@ -230,13 +223,13 @@ class SpectralNorm(Parametrization):
     def set_extra_state(self, state: Tensor) -> None:
         super().set_extra_state(state)
         keeps = describe(state).get("adopted", False) or self._belongs_to(self.trained)
-        self._advanced_at = None if keeps else STALE_VERSION
+        self._followed = None if keeps else STALE_VERSION
         self.track(self.trained)
 
     def _is_current(self) -> bool:
         """Whether the vectors belong to the present values of the trained Parameter."""
         raw = self.trained
-        return self._advanced_at is None or (raw is not None and self._advanced_at == _version_of(raw))
+        return self._followed is None or (raw is not None and self._followed == _version(raw))
 
     @torch.no_grad()
     def _belongs_to(self, raw: Tensor | None) -> bool:
@@ -254,28 +247,26 @@ class SpectralNorm(Parametrization):
             if self.training:
                 self.tick_(raw)
             return
-        trained, stored = self.trained, self._buffers["u"]
+        trained = self.trained
         if trained is None and type(raw) is nn.Parameter:  # it has replaced another, as in `to_empty()`
             self.track(raw)
             trained = raw
-        if (
-            trained is None
-            or not (raw is trained or is_sharded(trained))
-            or stored is None
-            or not ordinary_eager(stored)
-        ):
+        vectors = self._buffers["u"]
+        if trained is None or vectors is None or not (raw is trained or is_sharded(trained)):
             return  # a functional call with other values
+        if not ordinary_eager(vectors):
+            return
         state = self.__dict__  # itself: `nn.Module.__setattr__` is a slow search
-        now = _version_of(trained)
-        if state["_advanced_at"] is None:
-            state["_advanced_at"] = now
-        if state["_advanced_at"] == now:
+        now = _version(trained)
+        if state["_followed"] is None:
+            state["_followed"] = now
+        if state["_followed"] == now:
             state["_evaluated"] = None
         elif state["training"]:
             self.tick_(raw)
         elif state["_evaluated"] is None or state["_evaluated"][0] != now:
             if self._belongs_to(raw):  # overwritten with its own values, as by a verb that restores a model
-                state["_advanced_at"], state["_evaluated"] = now, None
+                state["_followed"], state["_evaluated"] = now, None
             else:
                 state["_evaluated"] = now, self._computed(raw)
 
@@ -295,9 +286,7 @@ class SpectralNorm(Parametrization):
     def tick_(self, raw: Any, iterations: int = 1) -> None:
         """Advance the vectors by power iterations for the trained tensor `raw`, in place."""
         if not torch.compiler.is_compiling():
-            self.__dict__.update(
-                _advanced_at=None if self.trained is None else _version_of(self.trained), _evaluated=None
-            )
+            self.__dict__.update(_followed=None if self.trained is None else _version(self.trained), _evaluated=None)
         view, raw = self.view_impl, whole(raw.detach())
         if view is None:
             return
@@ -313,7 +302,7 @@ class SpectralNorm(Parametrization):
         return {name: value for name, value in self._buffers.items() if value is not None}
 
 
-def _version_of(raw: Any) -> int:
+def _version(raw: Any) -> int:
     """torch's count of changes in place; 0 for tensors of inference mode, which have none."""
     return 0 if raw.is_inference() else int(raw._version)
 
