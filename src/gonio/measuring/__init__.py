@@ -3,6 +3,8 @@
 from gonio.measuring.changes.difference import DepthChange, Differences, difference
 from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.several import Agreement, Changes, changes
+from gonio.measuring.checking.check import CheckpointContents, CheckResult, check, check_before_save
+from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, explain
 from gonio.measuring.findings.suppression import Suppression
@@ -17,6 +19,8 @@ from gonio.measuring.widths import Widths, WidthScaling, widths
 __all__ = [
     "Agreement",
     "Changes",
+    "CheckResult",
+    "CheckpointContents",
     "DepthChange",
     "Differences",
     "Equilibrium",
@@ -26,6 +30,7 @@ __all__ = [
     "StepRotation",
     "Suppressed",
     "Suppression",
+    "TensorCheck",
     "TensorDifference",
     "TensorHeader",
     "TensorMeasurement",
@@ -33,6 +38,8 @@ __all__ = [
     "WidthScaling",
     "Widths",
     "changes",
+    "check",
+    "check_before_save",
     "difference",
     "equilibrium",
     "explain",
