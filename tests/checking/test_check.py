@@ -147,7 +147,11 @@ def test_one_file_shards_and_a_torch_file_are_equal(tmp_path: Path) -> None:
 def test_damaged_places(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     cases: list[tuple[Callable[[dict[str, Any]], object], bytes, str]] = [
-        (lambda h: h["layers.1.down.weight"].update(data_offsets=h["layers.0.down.weight"]["data_offsets"]), b"", "G704"),
+        (
+            lambda h: h["layers.1.down.weight"].update(data_offsets=h["layers.0.down.weight"]["data_offsets"]),
+            b"",
+            "G704",
+        ),
         (lambda h: h["layers.1.down.weight"].update(dtype="F16"), b"", "G704"),
         (lambda h: h["layers.1.down.weight"].update(shape=[24, 41]), b"", "G704"),
         (lambda h: h.pop("layers.1.down.weight"), b"", "G705"),
