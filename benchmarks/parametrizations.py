@@ -1,7 +1,8 @@
 """Spectral and weight normalisation of all weights of a network, as one training step uses them.
 
-Forward reads every effective weight once and advances the power iteration once, which torch's spectral
-norm does in one and gonio in two calls; backward takes the gradient of every trained tensor.
+Forward reads every effective weight once and advances the singular vectors once. In training both libraries do so
+by themselves; here no weight changes, and gonio's are advanced by a call. Backward takes the gradient of every
+trained tensor.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _ours(make_template: Callable[[], P.Parametrization], shapes: Shapes, mode: 
         model = layers(shapes)
         for layer in model:
             P.attach(layer, "weight", make_template())
-        ticks = isinstance(make_template(), P.SpectralNorm)
-        return _operation(model, (lambda: P.tick_(model)) if ticks else (lambda: None), mode)
+        steps = isinstance(make_template(), P.SpectralNorm)
+        return _operation(model, (lambda: P.tick_(model)) if steps else (lambda: None), mode)
 
     return Candidate("gonio", make)
 

@@ -22,7 +22,6 @@ class Prepared:
 
     penalty: Callable[[], Tensor] | None = None
     before_step: Callable[[], object] | None = None
-    before_forward: Callable[[], object] | None = None  # compiled with the model, where that is compiled
 
 
 Prepare = Callable[[nn.Module, type[nn.Module]], Prepared]

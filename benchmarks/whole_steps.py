@@ -2,8 +2,8 @@
 
 A step is forward, backward and SGD. Three networks: a ResNet-18 with a 3×3 stem on two threads, where large products
 dominate; the digits network of the built-in study on one thread, where the number of operations decides; a
-transformer of two layers. Each is measured eager and compiled by ``torch.compile``: forward, with the tick of a
-spectral norm, and backward, not what comes after them. "usual" is what a user would write with autograd in ten lines,
+transformer of two layers. Each is measured eager and compiled by ``torch.compile``: forward
+and backward, not what comes after them. "usual" is what a user would write with autograd in ten lines,
 "torch" is torch's own form.
 """
 
@@ -106,11 +106,6 @@ def _parametrized(template: Callable[[], P.Parametrization]) -> Prepare:
     return prepare
 
 
-def _spectral(model: nn.Module, where: type[nn.Module]) -> Prepared:
-    gonio.parametrize_(model, P.SpectralNorm(), where=where)
-    return Prepared(before_forward=lambda: P.tick_(model))
-
-
 def _torchs(register: Callable[[nn.Module], object]) -> Prepare:
     def prepare(model: nn.Module, where: type[nn.Module]) -> Prepared:
         for module in list(model.modules()):
@@ -164,7 +159,13 @@ METHODS = (
         needs=(nn.Conv2d,),
     ),
     Method("weight norm", (1.03, 1.08), _parametrized(P.WeightNorm), usual.weight_norm, _torchs(_TORCH.weight_norm)),
-    Method("spectral norm", (1.05, 1.2), _spectral, usual.spectral_norm, _torchs(_TORCH.spectral_norm)),
+    Method(
+        "spectral norm",
+        (1.05, 1.2),
+        _parametrized(P.SpectralNorm),
+        usual.spectral_norm,
+        _torchs(_TORCH.spectral_norm),
+    ),
     Method("weight standardisation", (1.04, 1.1), _parametrized(P.WeightStandardization), usual.weight_standardization),
     Method("sphere", (1.04, 1.1), _parametrized(P.Sphere), usual.sphere),
     Method("orthogonal", (1.7, 1.5), _parametrized(P.Orthogonal), usual.orthogonal, _torchs(_TORCH.orthogonal)),
@@ -200,8 +201,6 @@ def step_of(network: Network, prepare: Prepare, *, steps: int = 1) -> Operation:
         labels = torch.randint(10, tuple(model(inputs).shape[:-1]), generator=draw)
 
     def forward(inputs: Tensor) -> Tensor:
-        if prepared.before_forward is not None:
-            prepared.before_forward()
         out: Tensor = model(inputs)
         return out
 

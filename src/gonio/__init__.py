@@ -33,7 +33,7 @@ _EXPORTS = {
         "shrink_intruders_",
         "swap_",
     ),
-    **dict.fromkeys(("escaping", "geometry", "init", "integrations", "lab", "models", "nn", "plots"), ()),
+    **dict.fromkeys(("geometry", "init", "integrations", "lab", "models", "nn", "plots"), ()),
     **dict.fromkeys(("parametrizations", "regularizers", "seeding"), ()),
 }
 """Every public subpackage, and those of its names that are available as `gonio.NAME`."""
@@ -43,7 +43,6 @@ __all__ = ["__version__", *_EXPORTS, *_HOME]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not read the table above
     from gonio import errors as errors
-    from gonio import escaping as escaping
     from gonio import geometry as geometry
     from gonio import init as init
     from gonio import integrations as integrations

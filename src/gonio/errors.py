@@ -31,6 +31,7 @@ __all__ = [
     "SecondDerivativeError",
     "StudyError",
     "StudyLockedError",
+    "UndoError",
     "UnknownNameError",
     "UnmatchedRuleError",
     "UnreadableFileError",
@@ -298,3 +299,10 @@ class SecondDerivativeError(GonioError, RuntimeError):
             f"the second derivative of {what} is not available, because {why}. "
             f"Exclude it from functions that are differentiated twice, for example add its gradient after backward()."
         )
+
+
+class UndoError(GonioError, RuntimeError):
+    """An edit cannot be undone: it was undone already, or the model was changed since."""
+
+    def __init__(self, verb: str, found: str) -> None:
+        super().__init__(f"undo_: cannot undo {verb}; {found}. Undo the latest change first, each edit once.")

@@ -35,7 +35,8 @@ def plain(text: object, *, longest: int = _LONGEST) -> str:
     Newlines and tabs are kept. Text longer than `longest` is cut, with a note of the number of characters.
 
     Example:
-        >>> gonio.escaping.plain("a\u202eb\x1b[31mc")
+        >>> from gonio.escaping import plain
+        >>> plain("a\u202eb\x1b[31mc")
         'ab[31mc'
     """
     shown = str(text)
@@ -53,7 +54,8 @@ def redact(text: object) -> str:
     """Plain text without the user's home directory and without credentials in URLs.
 
     Example:
-        >>> gonio.escaping.redact("https://me:secret@host/x and /home/me/data")
+        >>> from gonio.escaping import redact
+        >>> redact("https://me:secret@host/x and /home/me/data")
         'https://host/x and ~/data'
     """
     return _HOME.sub("~", _USERINFO.sub(r"\1", plain(text)))
@@ -63,7 +65,8 @@ def shorten(text: object, *, longest: int = 28) -> str:
     """Plain text on one line, with the middle replaced by … if it is longer than `longest`.
 
     Example:
-        >>> gonio.escaping.shorten("layer4.1.downsample.projection.0.conv", longest=17)
+        >>> from gonio.escaping import shorten
+        >>> shorten("layer4.1.downsample.projection.0.conv", longest=17)
         'layer4.1…n.0.conv'
     """
     line = " ".join(plain(text).split())
@@ -77,7 +80,8 @@ def csv_cell(value: object) -> str:
     """A CSV cell that no spreadsheet evaluates: text that starts like a formula gets a leading quote.
 
     Example:
-        >>> gonio.escaping.csv_cell("=HYPERLINK(1)"), gonio.escaping.csv_cell("-1.5"), gonio.escaping.csv_cell(None)
+        >>> from gonio.escaping import csv_cell
+        >>> csv_cell("=HYPERLINK(1)"), csv_cell("-1.5"), csv_cell(None)
         ("'=HYPERLINK(1)", '-1.5', '')
     """
     if value is None:
@@ -92,7 +96,8 @@ def markdown_cell(value: object) -> str:
     r"""A Markdown table cell without active markup.
 
     Example:
-        >>> gonio.escaping.markdown_cell("a|b <i>*c*</i>")
+        >>> from gonio.escaping import markdown_cell
+        >>> markdown_cell("a|b <i>*c*</i>")
         'a\\|b &lt;i&gt;\\*c\\*&lt;/i&gt;'
     """
     line = " ".join(plain("" if value is None else value).split())
@@ -130,7 +135,8 @@ def html_table(title: object, head: Sequence[str], rows: Iterable[Sequence[objec
     """A table for a notebook: the `_repr_html_` of objects that `print` shows as aligned text.
 
     Example:
-        >>> gonio.escaping.html_table("swap_", ["layer"], [["<b>"]]).count("&lt;b&gt;")
+        >>> from gonio.escaping import html_table
+        >>> html_table("swap_", ["layer"], [["<b>"]]).count("&lt;b&gt;")
         1
     """
 
@@ -162,7 +168,8 @@ def tex_cell(value: object) -> str:
     r"""A cell of a LaTeX table without active commands.
 
     Example:
-        >>> gonio.escaping.tex_cell(r"\input{x} & 5_%"), gonio.escaping.tex_cell("−0.5")
+        >>> from gonio.escaping import tex_cell
+        >>> tex_cell(r"\input{x} & 5_%"), tex_cell("−0.5")
         ('\\textbackslash{}input\\{x\\} \\& 5\\_\\%', '$-$0.5')
     """
     line = " ".join(plain("" if value is None else value).split())

@@ -256,7 +256,7 @@ def _picture() -> type[Figure]:
     except ImportError as error:
         raise MissingExtraError("A plot", "matplotlib", "lab") from error
 
-    class Shown(Figure):
+    class NotebookFigure(Figure):
         """A figure that a notebook shows, also without pyplot."""
 
         def _repr_png_(self) -> bytes:
@@ -264,7 +264,7 @@ def _picture() -> type[Figure]:
             self.savefig(buffer, format="png", dpi=100)
             return buffer.getvalue()
 
-    return Shown
+    return NotebookFigure
 
 
 def _figure(axes: Axes) -> Figure:

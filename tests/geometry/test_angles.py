@@ -163,7 +163,7 @@ def test_autocast_does_not_reach_the_gram_matrix() -> None:
 @pytest.mark.parametrize("function", [cosines, coherence, alignment, alignment_zscore])
 def test_weights_of_higher_rank_are_pointed_to_the_views(function) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{function.__name__}|alignment\(\) takes.*matrix_view"):
-        function(torch.zeros(2, 3, 4, 5))
+        function(torch.zeros(2, 3, 4, 5, 6, 7))
 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (2, 3, 2)])

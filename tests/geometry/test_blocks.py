@@ -12,9 +12,9 @@ from torch import Tensor
 from catalog import seeded
 from gonio.geometry import blocks, pairs, spectra
 from gonio.geometry.blocks import (
-    Change,
     GramMatrix,
     NormSummary,
+    StoredDifference,
     column_blocks,
     count_nonfinite,
     frobenius_norm,
@@ -226,7 +226,7 @@ def test_a_change_is_read_as_the_difference(
 ) -> None:
     monkeypatch.setattr("gonio.geometry.blocks.BLOCK", 10_000)
     before, after = (seeded(*shape, seed=seed).to(dtype) for seed in (0, 1))
-    exact, change = after.double() - before.double(), Change(before, after)
+    exact, change = after.double() - before.double(), StoredDifference(before, after)
     wide = change.dtype
     assert torch.equal(change[...], exact.to(wide))
     assert torch.equal(torch.cat([rows.clone() for _, rows in row_blocks(change)]), exact.to(wide))
@@ -238,15 +238,15 @@ def test_a_change_is_read_as_the_difference(
         images, back = products(stored, x, scale=2.0)
         torch.testing.assert_close(images.double(), dense.mT @ x.double() / 2, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(back.double(), dense @ (dense.mT @ x.double()) / 4, rtol=1e-4, atol=1e-1)
-    stack = Change(torch.stack([before, after]), torch.stack([after, before]))
+    stack = StoredDifference(torch.stack([before, after]), torch.stack([after, before]))
     for one, sign in zip(stack, (1, -1), strict=True):
         assert torch.equal(one[...], sign * exact.to(wide))
     assert spectrum_estimate(stack, name="x").largest == pytest.approx(largest, rel=1e-4)
     for name in ("EXACT_WORK", "DECOMPOSED", "SMALL"):
         monkeypatch.setattr(spectra, name, 0)
     monkeypatch.setattr(spectra, "LARGEST_RANK", 20)
-    low = Change(before, (before.double() + 0.02 * (exact @ exact.mT)[:, :4] @ exact[:4]).to(dtype))
-    found = spectrum_estimate(Change(low.before[None], low.after[None]), name="x")
+    low = StoredDifference(before, (before.double() + 0.02 * (exact @ exact.mT)[:, :4] @ exact[:4]).to(dtype))
+    found = spectrum_estimate(StoredDifference(low.before[None], low.after[None]), name="x")
     assert found.values is None
     assert found.largest == pytest.approx(float(torch.linalg.svdvals(low[...].double())[0]), rel=1e-4)
-    assert energy_rank(Change(low.before[None], low.after[None]), found, 0.99, name="x") in (1, 2, 3, 4)
+    assert energy_rank(StoredDifference(low.before[None], low.after[None]), found, 0.99, name="x") in (1, 2, 3, 4)

@@ -201,9 +201,9 @@ def test_planted_duplicates_and_antipodes_among_200_000_vectors(shift: float) ->
 @pytest.mark.parametrize(
     ("vectors", "options", "message"),
     [
-        (torch.zeros(2, 3, 4), {}, r"one matrix \(n, d\).*found shape \(2, 3, 4\)"),
+        (torch.zeros(2, 3, 4), {}, r"takes a matrix \(n, d\), .*found shape \(2, 3, 4\)"),
         (torch.zeros(2, 3), {"cosine": 0, "recall": 0.5}, r"0 < cosine <= 1 .* found cosine=0, recall=0\.5"),
-        (torch.full((2, 3), float("nan")), {}, "finite entries; found NaN or infinity"),
+        (torch.full((2, 3), float("nan")), {}, "finite entries; found 6 of 6 NaN or infinite"),
     ],
 )
 def test_refusals(vectors: Tensor, options: dict[str, float], message: str) -> None:

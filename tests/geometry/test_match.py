@@ -63,7 +63,7 @@ def test_sets_of_different_sizes_and_zero_rows() -> None:
     ("a", "b", "said"),
     [
         (torch.ones(2, 3), torch.ones(2, 4), r"shapes \(2, 3\) and \(2, 4\)"),
-        (torch.ones(2), torch.ones(2), "one vector per row"),
+        (torch.ones(2), torch.ones(2), "one filter per row"),
         (torch.full((2, 2), float("inf")), torch.ones(2, 2), "finite entries"),
     ],
 )

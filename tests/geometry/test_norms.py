@@ -93,7 +93,7 @@ def test_unit_vectors_are_unit_or_zero(rows: list[list[float]]) -> None:
 
 def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match=r"filter_norms\(\) takes a matrix.*matrix_view"):
-        filter_norms(torch.zeros(2, 3, 4, 5))
+        filter_norms(torch.zeros(2, 3, 4, 5, 6, 7))
     with pytest.raises(InvalidArgumentError, match=r"floating-point tensors; found dtype torch\.int64"):
         safe_norm(torch.ones(3, dtype=torch.int64), 0)
 

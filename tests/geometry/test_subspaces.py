@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gonio
 from catalog import seeded
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import intruder_dimensions, principal_angles, subspaces, top_subspace
@@ -135,3 +136,57 @@ def test_refusals() -> None:
     with pytest.raises(InvalidArgumentError, match="two weights of one shape"):
         intruder_dimensions(torch.ones(3, 4), torch.ones(4, 4))
     assert degrees(float(principal_angles(torch.eye(2)[:, :1], torch.eye(2)[:, 1:])[0])) == pytest.approx(90)
+
+
+@pytest.mark.parametrize(("n", "d"), [(600, 800), (768, 768), (1024, 700)])
+def test_orthogonal_weights_have_values_of_one(n: int, d: int) -> None:
+    """Every block after the first is rounding; no subspace is defined, which `error` says."""
+    weight = gonio.init.orthogonal_(torch.empty(n, d), generator=gonio.seeding.generator(0))
+    found = gonio.geometry.top_subspace(weight, 10)
+    torch.testing.assert_close(found.values, torch.ones(10), rtol=1e-4, atol=0)
+    for basis in (found.left, found.right):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10), rtol=0, atol=1e-4)
+    assert found.error == 1.0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([3.0] * 5 + [2.0] * 20 + [1.0] * 575),
+        torch.cat([torch.full((2,), 3.0), torch.linspace(2, 0.1, 598)]),
+        torch.cat([torch.tensor([1e9]), torch.linspace(2, 1, 559)]),
+        torch.ones(100),
+    ],
+    ids=["steps", "a pair", "one far above", "identity"],
+)
+def test_the_error_bounds_the_sine_where_values_are_equal_or_far_apart(values: Tensor) -> None:
+    draw = torch.Generator().manual_seed(0)
+    n, k = len(values), 1 if len(values) == 600 else 10
+    left, right = (torch.linalg.qr(torch.randn(m, n, generator=draw, dtype=torch.float64)).Q for m in (n, n + 40))
+    matrix = (left * values.double()) @ right.mT
+    found = gonio.geometry.top_subspace(matrix, k)
+    true = torch.linalg.svd(matrix, full_matrices=False).U[:, :k]
+    assert float(torch.linalg.matrix_norm(found.left - true @ (true.mT @ found.left), 2)) <= found.error + 1e-4
+    for basis in (found.left, found.right):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_a_raised_direction_of_the_base_is_no_intruder() -> None:
+    """Of a hundredth of the largest value in the base, and the largest after tuning."""
+    draw = torch.Generator().manual_seed(0)
+    n = 1100
+    left, right = (torch.linalg.qr(torch.randn(n, n, generator=draw, dtype=torch.float64)).Q for _ in "ab")
+    base = (left * 0.99 ** torch.arange(n)) @ right.mT
+    tuned = base + 5 * torch.outer(left[:, 550], right[:, 550])
+    found = gonio.geometry.intruder_dimensions(base.float(), tuned.float())
+    assert found.cosines[0] == pytest.approx(1.0, abs=1e-2)
+    assert 0 not in found.numbers
+    mixed = base + 5 * torch.outer(left @ torch.ones(n, dtype=torch.float64) / n**0.5, right[:, 0])
+    assert 0 in gonio.geometry.intruder_dimensions(base.float(), mixed.float()).numbers
+
+
+def test_complex_matrices_are_refused() -> None:
+    z = torch.randn(6, 5, dtype=torch.complex64)
+    for call in (lambda: gonio.geometry.top_subspace(z, 2), lambda: gonio.geometry.principal_angles(z, 1j * z)):
+        with pytest.raises(InvalidArgumentError, match=r"real floating-point tensors; found dtype torch\.complex64"):
+            call()

@@ -1,4 +1,4 @@
-"""Spectral norm: which norm, when its vectors move, and how batches of layers are ticked."""
+"""Spectral norm: which norm, how its vectors are found, and what is reported."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
+from gonio.parametrizations import parametrization
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 
 ONE = pytest.mark.parametrize("member", MEMBERS)
@@ -130,15 +132,100 @@ def test_torchs_spectral_norm_of_groups_is_refused(form: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
 
+def described(text: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), dtype=dtype)
+
+
 def test_unknown_kinds_and_newer_versions_are_refused() -> None:
     state = parametrized("WeightNorm", "linear").state_dict()
-    text = bytes(state["weight_parametrization._extra_state"].tolist()).decode()
-    for old, new in (('"WeightNorm"', '"Unheard"'), ('"version": 1', '"version": 2')):
-        state["weight_parametrization._extra_state"] = torch.tensor(
-            list(text.replace(old, new).encode()), dtype=torch.uint8
-        )
-        with pytest.raises(InvalidArgumentError, match="Load it with the version of gonio that wrote it"):
+    text = bytes(state["weight_parametrization._extra_state"].to(torch.uint8).tolist()).decode()
+    for old, new in (('"WeightNorm"', '"Unheard"'), ('"version": 2', '"version": 3')):
+        state["weight_parametrization._extra_state"] = described(text.replace(old, new))
+        with pytest.raises(InvalidArgumentError, match="with the version of gonio that wrote it"):
             P.plain_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["linear", "wide linear"])
+@pytest.mark.parametrize("member", ["Sphere", "WeightNorm", "SpectralNorm", "Orthogonal"])
+def test_files_of_version_1_load(member: str, name: str) -> None:
+    """Their description is in uint8, and large spectral norms have no block of vectors."""
+    make_layer = (lambda: make("linear")) if name == "linear" else (lambda: nn.Linear(90, 80))
+    torch.manual_seed(0)
+    source = make_layer()
+    P.attach(source, "weight", getattr(P, member)())
+    state = {key: value for key, value in source.state_dict().items() if not key.endswith(".basis")}
+    text = bytes(state["weight_parametrization._extra_state"].to(torch.uint8).tolist()).decode()
+    state["weight_parametrization._extra_state"] = described(text.replace('"version": 2', '"version": 1'), torch.uint8)
+    expected = source.weight.detach()
+    torch.testing.assert_close(P.plain_state_dict(state)["weight"], expected)
+    target = make_layer()
+    P.attach(target, "weight", getattr(P, member)())
+    target.load_state_dict(state)
+    torch.testing.assert_close(target.weight, expected)
+
+
+@pytest.mark.parametrize("member", ["Sphere", "WeightNorm", "SpectralNorm"])
+@pytest.mark.parametrize("change", ["float16", "bfloat16", "averaged", "moving average"])
+def test_cast_and_averaged_state_dicts_load(member: str, change: str) -> None:
+    layer, other = make("linear"), make("linear", seed=5)
+    for each in (layer, other):
+        P.attach(each, "weight", getattr(P, member)())
+    state = layer.state_dict()
+    if change == "averaged":
+        state = {key: torch.stack([value, value, value]).float().mean(0) for key, value in state.items()}
+    elif change == "moving average":
+        moving = {key: value.clone() for key, value in state.items()}
+        for _ in range(100):
+            moving = {key: value.mul_(0.9).add_(state[key], alpha=0.1) for key, value in moving.items()}
+        state = moving
+    else:
+        state = {key: value.to(getattr(torch, change)) for key, value in state.items()}
+    other.load_state_dict(state)
+    torch.testing.assert_close(other.weight, layer.weight, rtol=2e-2, atol=1e-2)
+    with pytest.raises(InvalidArgumentError, match="codes of a JSON text; found other numbers"):
+        other.load_state_dict({key: value * 1.5 for key, value in state.items()})
+
+
+def test_gates_with_the_names_of_a_norm_are_kept() -> None:
+    """Two equal weights, or vectors of other lengths, are no weight norm and no spectral norm."""
+    gates = {"mlp.w_g": torch.ones(8, 4), "mlp.w_v": torch.ones(8, 4)}
+    odd = {"x_orig": torch.ones(8, 4), "x_u": torch.ones(3), "x_v": torch.ones(4)}
+    beside = {"y": torch.ones(8, 4), "y_g": torch.ones(8, 1), "y_v": torch.ones(8, 4)}
+    for state in (gates, odd, beside):
+        assert P.plain_state_dict(state).keys() == state.keys()
+    norm = {"w_g": torch.full((8, 1), 2.0), "w_v": torch.ones(8, 4)}
+    assert torch.equal(P.plain_state_dict(norm)["w"], torch.ones(8, 4))
+
+
+def test_a_class_of_the_users_with_a_name_of_gonios_is_another_kind() -> None:
+    layer, mine = make("linear"), make("linear")
+    P.attach(layer, "weight", P.Sphere())
+
+    class Sphere(P.Sphere):
+        def weight_of(self, raw: torch.Tensor) -> torch.Tensor:
+            return 2 * super().weight_of(raw)
+
+    P.attach(mine, "weight", Sphere())
+    torch.testing.assert_close(P.plain_state_dict(layer.state_dict())["weight"], layer.weight)
+    torch.testing.assert_close(P.plain_state_dict(mine.state_dict())["weight"], mine.weight)
+    assert not P.parametrization_of(mine).wrote(parametrization.describe(P.parametrization_of(layer).get_extra_state()))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_the_weight_of_an_old_hook_is_that_of_the_next_forward(norm: Any) -> None:
+    layer = norm(nn.Conv1d(16, 32, 7)).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(5)
+    before = layer.weight.detach().clone()
+    found = P.weight_by_hook(layer)
+    assert found is not None
+    assert not torch.allclose(found, before)
+    layer(torch.zeros(1, 16, 9))
+    torch.testing.assert_close(found, layer.weight)
+    assert found.requires_grad
+    assert P.weight_by_hook(nn.Linear(2, 2)) is None
 
 
 def test_the_state_of_another_parametrization_is_refused() -> None:

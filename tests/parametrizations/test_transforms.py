@@ -102,7 +102,7 @@ def network(member: str) -> nn.Module:
 
 
 def losses(step: nn.Module, model: nn.Module) -> list[float]:
-    """Of a training with a tick after each step."""
+    """Of a training."""
     shape = (8, *sample(model[0]).shape[1:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = []
@@ -117,7 +117,7 @@ def losses(step: nn.Module, model: nn.Module) -> list[float]:
 
 @ONE
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_training_with_ticks_is_one_graph_compiled_once(member: str) -> None:
+def test_training_is_one_graph_compiled_once(member: str) -> None:
     """Power iterations move buffers between the steps; the graph reads them and is never made again."""
     model = network(member)
     twin = copy.deepcopy(model)

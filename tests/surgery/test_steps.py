@@ -17,8 +17,8 @@ from torch import nn
 import foreign
 import gonio
 from gonio import parametrizations as P
+from gonio.editing.steps import real_optimizers, watch
 from gonio.errors import InvalidArgumentError
-from gonio.surgery.steps import real_optimizers, watch
 
 Optimizer = torch.optim.Optimizer
 

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 
 from gonio.editing.where import Site, sites
 from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
-from gonio.errors import GonioError, NotApplicableError, listing
+from gonio.errors import NotApplicableError, UndoError, listing
 from gonio.escaping import html_table
-
-
-class UndoError(GonioError, RuntimeError):
-    """An edit cannot be undone: it was undone already, or the model was changed since."""
-
-    def __init__(self, verb: str, found: str) -> None:
-        super().__init__(f"undo_: cannot undo {verb}; {found}. Undo the latest change first, each edit once.")
 
 
 @dataclass(frozen=True)

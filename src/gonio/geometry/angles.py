@@ -10,10 +10,12 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.norms import (
-    check_matrix,
+    Array,
+    as_matrices,
+    as_real,
     filter_norms,
-    flat_filters,
     full_precision,
+    in_range,
     safe_norm,
     unit_vectors,
     whole,
@@ -35,10 +37,11 @@ def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
     return x + (x.clamp(low, high) - x).detach()
 
 
-def cosines(matrix: Tensor) -> Tensor:
+def cosines(matrix: Array) -> Tensor:
     r"""Cosine of the angle between every two filters, :math:`\hat w_i^\top \hat w_j`.
 
-    Always within [−1, 1]. A zero filter has cosine 0 with every filter, itself included.
+    Always within [−1, 1]. A zero filter has cosine 0 with every filter, itself included. As everywhere in geometry, a
+    filter counts as zero if its norm is below 4.5e-13 (float32, bfloat16), 6.1e-5 (float16) or 5.6e-103 (float64).
 
     Shape: (n, d) or (groups, n, d) → (n, n) or (groups, n, n), in float32 at least.
     Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
@@ -49,21 +52,20 @@ def cosines(matrix: Tensor) -> Tensor:
         tensor([[ 1., -1.],
                 [-1.,  1.]])
     """
-    check_matrix(matrix, "cosines")
+    matrix = as_matrices(matrix, "cosines")
     with full_precision(matrix):
-        unit = unit_vectors(matrix)
+        unit = unit_vectors(in_range(matrix))
         return clamp_through(unit @ unit.mT, -1.0, 1.0)
 
 
-def angles(matrix: Tensor) -> Tensor:
+def angles(matrix: Array) -> Tensor:
     r"""Angle between every two filters in radians, :math:`\theta_{ij} \in [0, \pi]`.
 
     Computed in float64 from chords, :math:`2\,\mathrm{atan2}(\sqrt{2 - 2c}, \sqrt{2 + 2c})` [1]: accurate to
     1e-7 near 0 and to 1.2e-7 near :math:`\pi` (float32), where the arc cosine has an error of 3e-4. Angles below 4.5e-8
     become 0. The gradient is bounded. A zero filter is at :math:`\pi/2` to every filter, itself included.
 
-    Shape: (n, d), (groups, n, d), or the weight (n, in, *kernel) of an ungrouped 2-d or 3-d convolution → (n, n) or
-        (groups, n, n), in float32 at least.
+    Shape: (n, d) or (groups, n, d) → (n, n) or (groups, n, n), in float32 at least.
     Invariances: Rescaling filters by positive factors, rotating :math:`\mathbb{R}^d`.
     Raises: InvalidArgumentError for a tensor of another rank.
 
@@ -75,10 +77,9 @@ def angles(matrix: Tensor) -> Tensor:
     References: [1] W. Kahan, "How futile are mindless assessments of roundoff in floating-point computation?", 2006,
         §12.
     """
-    matrix = flat_filters(matrix)
-    check_matrix(matrix, "angles")
+    matrix = as_matrices(matrix, "angles")
     with full_precision(matrix):
-        unit = unit_vectors(matrix, dtype=widest(matrix))
+        unit = unit_vectors(in_range(matrix), dtype=widest(matrix))
         cosine = unit @ unit.mT
         near, far = (
             square.masked_fill(noise := square < CHORD_NOISE, 1).sqrt().masked_fill(noise, 0)
@@ -87,7 +88,7 @@ def angles(matrix: Tensor) -> Tensor:
         return (2 * torch.atan2(near, far)).to(widen(matrix).dtype)
 
 
-def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
+def angle_between(a: Array, b: Array, dim: int = -1) -> Tensor:
     r"""Angle in radians between corresponding vectors of `a` and `b`, which broadcast.
 
     :math:`2\,\mathrm{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)`: in float32 accurate to
@@ -100,12 +101,12 @@ def angle_between(a: Tensor, b: Tensor, dim: int = -1) -> Tensor:
         >>> gonio.geometry.angle_between(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
         tensor(1.0000e-06)
     """
-    a, b = unit_vectors(a, dim), unit_vectors(b, dim)
+    a, b = (unit_vectors(in_range(as_real(x), dim), dim) for x in (a, b))
     near, far = safe_norm(a - b, dim), safe_norm(a + b, dim)
     return torch.where((near == 0) & (far == 0), torch.pi / 2, 2 * torch.atan2(near, far))
 
 
-def coherence(matrix: Tensor) -> Tensor:
+def coherence(matrix: Array) -> Tensor:
     r"""Largest absolute cosine between two different filters.
 
     .. math:: \mu(W) = \max_{i \ne j} \frac{|\langle w_i, w_j \rangle|}{\lVert w_i \rVert \lVert w_j \rVert}
@@ -124,7 +125,7 @@ def coherence(matrix: Tensor) -> Tensor:
     References: [1] T. Strohmer, R. W. Heath, "Grassmannian frames with applications to coding and communication", Appl.
         Comput. Harmon. Anal. 14(3), 2003. https://arxiv.org/abs/math/0301135
     """
-    check_matrix(matrix, "coherence")
+    matrix = as_matrices(matrix, "coherence")
     if matrix.shape[-2] < 2:
         raise InvalidArgumentError(
             "coherence() compares pairs of filters and needs at least 2 rows",
@@ -133,7 +134,7 @@ def coherence(matrix: Tensor) -> Tensor:
         )
     n, matrix = matrix.shape[-2], whole(matrix)
     with full_precision(matrix):
-        unit = unit_vectors(matrix)
+        unit = unit_vectors(in_range(matrix))
         rows = max(1, BLOCK_ENTRIES // (n * max(1, matrix.shape[:-2].numel())))
         highest = []
         for own in torch.arange(n, device=unit.device).split(rows):
@@ -143,7 +144,7 @@ def coherence(matrix: Tensor) -> Tensor:
         return clamp_through(torch.cat(highest, -1).amax(-1), 0.0, 1.0)
 
 
-def alignment(matrix: Tensor) -> Tensor:
+def alignment(matrix: Array) -> Tensor:
     r"""Mean squared cosine between different filters, relative to that of random directions.
 
     .. math:: A(W) = d \cdot \frac{1}{n(n-1)} \sum_{i \ne j} \cos^2\theta_{ij}
@@ -159,10 +160,10 @@ def alignment(matrix: Tensor) -> Tensor:
         >>> gonio.geometry.alignment(torch.eye(4)), gonio.geometry.alignment(torch.ones(3, 4))
         (tensor(0.), tensor(4.))
     """
-    check_matrix(matrix, "alignment")
+    matrix = as_matrices(matrix, "alignment")
     n, d = matrix.shape[-2:]
     with full_precision(matrix):
-        unit = unit_vectors(matrix)
+        unit = unit_vectors(in_range(matrix))
         # |U Uᵀ|² = |Uᵀ U|²: the smaller side needs no n² memory.
         gram = unit @ unit.mT if n <= d else unit.mT @ unit
         self_terms = (unit * unit).sum(-1).square().sum(-1)
@@ -172,7 +173,7 @@ def alignment(matrix: Tensor) -> Tensor:
     return torch.where(pairs > 0, value, 1.0)
 
 
-def alignment_zscore(matrix: Tensor) -> Tensor:
+def alignment_zscore(matrix: Array) -> Tensor:
     r"""Distance of :func:`alignment` from 1, in standard deviations of random directions.
 
     :math:`z = (A(W) - 1) / \sigma` with the exact :math:`\sigma` of :func:`alignment_deviation`. Positive if filters
@@ -185,6 +186,7 @@ def alignment_zscore(matrix: Tensor) -> Tensor:
         >>> gonio.geometry.alignment_zscore(torch.eye(4))
         tensor(-2.4495)
     """
+    matrix = as_matrices(matrix, "alignment_zscore")
     excess = alignment(matrix) - 1
     pairs = (_ordered_pairs(matrix) / 2).clamp(min=1)
     deviation = alignment_variance(pairs, matrix.shape[-1]).sqrt()
@@ -197,7 +199,7 @@ def _ordered_pairs(matrix: Tensor) -> Tensor:
     return directions * (directions - 1)
 
 
-def sign_similarity(matrix: Tensor) -> Tensor:
+def sign_similarity(matrix: Array) -> Tensor:
     r"""Expected product of the signs of two filters' outputs, :math:`\vartheta_{ij} = 1 - 2\theta_{ij}/\pi`.
 
     .. math:: \vartheta_{ij} = E_x[\operatorname{sgn}(w_i^\top x)\operatorname{sgn}(w_j^\top x)]
@@ -222,7 +224,7 @@ def hyperplanes(d: int, bits: int, like: Tensor, seed: int) -> Tensor:
     return torch.randn(d, bits, generator=generator(seed, "hyperplanes", d, bits)).to(widen(like))
 
 
-def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
+def sign_hash(vectors: Array, bits: int = 256, *, seed: int = 0) -> Tensor:
     r"""The side of `bits` random hyperplanes on which each vector lies.
 
     Two vectors at angle :math:`\theta` differ in each bit with probability :math:`p = \theta/\pi`, independently,
@@ -242,7 +244,7 @@ def sign_hash(vectors: Tensor, bits: int = 256, *, seed: int = 0) -> Tensor:
         >>> round((bits[0] != bits[1]).float().mean().item(), 1)  # 90° / 180°
         0.5
     """
-    check_matrix(vectors, "sign_hash")
+    vectors = as_matrices(vectors, "sign_hash")
     if bits < 1:
         raise InvalidArgumentError("sign_hash() needs bits >= 1", f"bits={bits}", "Use 64 or more.")
     vectors = whole(vectors)

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import computed_in, least_norm, matrix_vector, normalize
+from gonio.geometry.norms import computed_in, in_range, least_norm, matrix_vector, normalize
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
-LARGE = 1e15  # entries above it have squares whose sums overflow in float32
 HALVED_FROM, GRAM_PARTS = 512, 4  # rows from which half of a Gram matrix is computed, and its blocks of rows
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
@@ -27,7 +26,7 @@ and the row numbers in the matrix of the filters from `start` on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class StoredDifference:
     """after − before of two stored tensors of one shape and dtype: computed where it is read, in float32 at least."""
 
     before: Tensor
@@ -46,8 +45,8 @@ class Change:
         return self.before.device
 
     @property
-    def mT(self) -> Change:
-        return Change(self.before.mT, self.after.mT)
+    def mT(self) -> StoredDifference:
+        return StoredDifference(self.before.mT, self.after.mT)
 
     def stride(self, dim: int) -> int:
         return self.before.stride(dim)
@@ -55,12 +54,12 @@ class Change:
     def numel(self) -> int:
         return self.before.numel()
 
-    def flatten(self, start: int = 0, end: int = -1) -> Change:
+    def flatten(self, start: int = 0, end: int = -1) -> StoredDifference:
         """Some dimensions in one, of both tensors."""
-        return Change(self.before.flatten(start, end), self.after.flatten(start, end))
+        return StoredDifference(self.before.flatten(start, end), self.after.flatten(start, end))
 
-    def unsqueeze(self, dim: int) -> Change:
-        return Change(self.before.unsqueeze(dim), self.after.unsqueeze(dim))
+    def unsqueeze(self, dim: int) -> StoredDifference:
+        return StoredDifference(self.before.unsqueeze(dim), self.after.unsqueeze(dim))
 
     def __len__(self) -> int:
         return len(self.before)
@@ -70,12 +69,12 @@ class Change:
         before, after = self.before[index], self.after[index]
         return after - before if after.dtype == self.dtype else after.to(self.dtype).sub_(before)
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[StoredDifference]:
         """The change of each matrix of a stack."""
-        return (Change(before, after) for before, after in zip(self.before, self.after, strict=True))
+        return (StoredDifference(before, after) for before, after in zip(self.before, self.after, strict=True))
 
 
-Stored = Tensor | Change
+Stored = Tensor | StoredDifference
 """What can be read in blocks."""
 
 
@@ -91,9 +90,9 @@ def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, 
     for top in range(0, n, height):
         for left in range(0, d, width):
             place = slice(top, top + height), slice(left, left + width)
-            part = (matrix.after if isinstance(matrix, Change) else matrix)[place]
+            part = (matrix.after if isinstance(matrix, StoredDifference) else matrix)[place]
             tile = buffer[: part.numel()].view(part.shape).copy_(part)
-            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, Change) else tile
+            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, StoredDifference) else tile
 
 
 def row_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:
@@ -134,11 +133,8 @@ def frobenius_norm(matrix: Stored) -> float:
 
 
 def row_directions(rows: Tensor) -> Tensor:
-    """Unit vectors in float32 at least; rows whose squares overflow are divided by their largest entry first."""
-    rows = rows.to(computed_in(rows.dtype))
-    largest = rows.abs().amax(-1, keepdim=True)
-    large = largest > LARGE
-    return normalize(rows / largest.masked_fill(~large, 1) if bool(large.any()) else rows)
+    """Unit vectors of rows of any size, in float32 at least; a row that counts as zero is 0."""
+    return normalize(in_range(rows.to(computed_in(rows.dtype))))
 
 
 def row_norms(matrix: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def _check_counts(function: str, n: int, d: int, *, least: int) -> None:
         raise InvalidArgumentError(
             f"{function}() needs n >= {least} directions in d >= {least} dimensions",
             f"n={n}, d={d}",
-            "Pass larger ones.",
+            f"Pass n and d of at least {least}.",
         )
 
 

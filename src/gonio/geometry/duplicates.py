@@ -14,7 +14,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
 from gonio.geometry.blocks import BLOCK, row_blocks, row_directions
-from gonio.geometry.norms import flat_filters, full_precision, least_norm, whole, widen
+from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, whole
 from gonio.seeding import generator
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
@@ -90,7 +90,7 @@ class NearDuplicates:
         return f"{head}; {search}{capped if self.capped else ''}"
 
 
-def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
+def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
     Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix. Other
@@ -121,13 +121,7 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
         [1] M. Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, §3.
         [2] J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets", §3.4 (banding).
     """
-    vectors = flat_filters(whole(vectors))
-    if vectors.ndim != 2:
-        raise InvalidArgumentError(
-            "near_duplicates() takes one matrix (n, d), one vector per row, or the weight of a convolution",
-            f"shape {tuple(vectors.shape)}",
-            "Search each group of a layer on its own, with gonio.geometry.matrix_view().",
-        )
+    vectors = whole(as_matrices(vectors, "near_duplicates", stacks=False))
     if not 0 < cosine <= 1 or not 0 < recall < 1:
         raise InvalidArgumentError(
             "near_duplicates() needs 0 < cosine <= 1 and 0 < recall < 1",
@@ -148,16 +142,11 @@ def near_duplicates(vectors: Tensor, *, cosine: float = 0.95, recall: float = 0.
 
 
 def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of the rows that have a direction, and the numbers of these rows; in few passes over memory."""
-    wide = widen(vectors)
-    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    if not bool(norms.isfinite().all()):  # NaN and infinity, or squares beyond the dtype
-        if not bool(wide.isfinite().all()):
-            raise InvalidArgumentError("near_duplicates() needs finite entries", "NaN or infinity", "Remove such rows.")
-        wide = wide / wide.abs().amax(-1, keepdim=True).clamp(min=1)
-        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    kept = (norms >= least_norm(vectors.dtype)).nonzero()[:, 0]
-    return (wide / norms if len(kept) == len(wide) else wide[kept] / norms[kept]), kept
+    """Unit vectors of the rows that have a direction, and the numbers of these rows."""
+    check_finite(vectors, "near_duplicates")
+    unit = row_directions(vectors)
+    kept = unit.any(-1).nonzero()[:, 0]
+    return (unit if len(kept) == len(unit) else unit[kept]), kept
 
 
 def _exact_search(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:

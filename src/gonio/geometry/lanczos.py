@@ -12,8 +12,9 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.blocks import Stored, normal_product, safe_scale
 from gonio.geometry.norms import (
+    Array,
+    as_matrices,
     check_finite,
-    check_matrix,
     full_precision,
     normalize,
     whole,
@@ -63,7 +64,7 @@ class Krylov:
                 known = torch.cat(basis, -1)
                 x = x - known @ (known.mT @ x)
             norm = (x * x).sum(self.dims, keepdim=True).sqrt_()
-            # A rest of rounding size means that the Krylov space is complete; normalised it would be noise.
+            # A residual at rounding level means that the Krylov space is complete; normalised it would be noise.
             norm = norm.where(norm > 32 * torch.finfo(x.dtype).eps * torch.stack(diagonal).amax(0), 0.0)
             beside.append(norm)
             basis.append(x.div_(norm.masked_fill(norm == 0, inf)))
@@ -84,7 +85,7 @@ class Krylov:
         return replace(parts[0], basis=basis, diagonal=diagonal, beside=beside)
 
 
-def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
+def spectral_norm(matrix: Array, *, steps: int = 48, seed: int = 0) -> Tensor:
     r"""Largest singular value of each matrix, from `steps` products with it and its transpose.
 
     A lower bound, exact when `steps` reaches the number of distinct singular values. On a 4096×4096 Gaussian
@@ -100,7 +101,7 @@ def spectral_norm(matrix: Tensor, *, steps: int = 48, seed: int = 0) -> Tensor:
 
     References: [1] As :class:`~gonio.geometry.lanczos.Krylov`, with the operator :math:`W^\top W`.
     """
-    check_matrix(matrix, "spectral_norm")
+    matrix = as_matrices(matrix, "spectral_norm")
     if steps < 1:
         raise InvalidArgumentError("spectral_norm() needs steps >= 1", f"steps={steps}", "Use 24 or 48.")
     check_finite(matrix, "spectral_norm")

@@ -11,7 +11,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, import_extra
 from gonio.geometry.blocks import row_directions
 from gonio.geometry.chance import random_coherence
-from gonio.geometry.norms import check_finite, flat_filters, full_precision, whole, widen
+from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, whole
 from gonio.seeding import generator
 
 SIMULATED = 1024  # rows on each side, at most, of the random directions that give the chance level
@@ -48,7 +48,7 @@ class Matching:
 
 
 @torch.no_grad()
-def match(a: Tensor, b: Tensor, *, signs: Literal["same", "either"] = "same", seed: int = 0) -> Matching:
+def match(a: Array, b: Array, *, signs: Literal["same", "either"] = "same", seed: int = 0) -> Matching:
     r"""The one-to-one pairing of the rows of two matrices with the largest sum of cosines (Hungarian method).
 
     Two trainings of one architecture have their filters in another order; this finds the order. Each row of the smaller
@@ -77,11 +77,12 @@ def match(a: Tensor, b: Tensor, *, signs: Literal["same", "either"] = "same", se
         S. Ainsworth, J. Hayase, S. Srinivasa, "Git Re-Basin: merging models modulo permutation symmetries", 2022,
         arXiv 2209.04836, §3.2 (pairing by weights).
     """
-    rows = [flat_filters(whole(x)) for x in (a, b)]
-    if any(x.ndim != 2 or not x.numel() for x in rows) or rows[0].shape[1] != rows[1].shape[1]:
+    rows = [whole(as_matrices(x, "match", stacks=False)) for x in (a, b)]
+    rows = [x.to(torch.promote_types(rows[0].dtype, rows[1].dtype)) for x in rows]
+    if not all(x.numel() for x in rows) or rows[0].shape[1] != rows[1].shape[1]:
         raise InvalidArgumentError(
             "match() takes two matrices (n, d) and (m, d), one vector per row",
-            f"shapes {tuple(a.shape)} and {tuple(b.shape)}",
+            f"shapes {tuple(rows[0].shape)} and {tuple(rows[1].shape)}",
             "Pass the filters of the same layer of two models.",
         )
     if signs not in ("same", "either"):
@@ -101,7 +102,7 @@ def match(a: Tensor, b: Tensor, *, signs: Literal["same", "either"] = "same", se
 def _paired(a: Tensor, b: Tensor, signs: str) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of both sets and their cosines."""
     assign = import_extra("scipy.optimize", "match()", package="scipy", extra="lab").linear_sum_assignment
-    cosines = row_directions(widen(a)) @ row_directions(widen(b)).mT
+    cosines = row_directions(a) @ row_directions(b).mT
     profit = cosines.abs() if signs == "either" else cosines
     first, second = (torch.from_numpy(x) for x in assign(profit.cpu().numpy(), maximize=True))
     return first, second, cosines[first, second].clamp(-1, 1)

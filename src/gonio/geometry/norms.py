@@ -6,18 +6,23 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import inf
+from typing import TypeAlias
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
+from gonio.execution import ordinary_eager
 
+Array: TypeAlias = Tensor | ArrayLike  # what the functions of geometry take: all that `torch.as_tensor` takes
 WIDE = (torch.float32, torch.float64)  # the dtypes in which geometry computes; others are widened
 
 # Note [Zero vectors]
 # A vector counts as zero, with norm 0, direction 0 and gradient 0, if its norm is below least_norm: 4.5e-13 in float32
 # and bfloat16, 5.6e-103 in float64, 6.1e-5 in float16. Above it, the first and second derivatives of norm and direction
 # and their intermediates (1/|x|³) are representable. No eps is added, so norms of small filters are not biased.
+LARGE = 1e15  # entries above it have squares whose sums overflow in float32
 SHARED_FROM = 2**18  # entries, 1 MiB in float32, from which matrix_vector uses several cores
 _ORDINARY = (Tensor, nn.Parameter)
 _UNCHANGED = nullcontext()
@@ -28,7 +33,7 @@ def least_norm(dtype: torch.dtype) -> float:
     return max(2 * torch.finfo(computed_in(dtype)).tiny ** (1 / 3), torch.finfo(dtype).tiny)
 
 
-def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+def safe_norm(x: Array, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     r"""Euclidean norm :math:`\lVert x \rVert = \sqrt{\sum x_i^2}` with a finite gradient at 0.
 
     The gradient is :math:`x / \lVert x \rVert`, and the subgradient 0 where the norm is 0. In float32 norms above
@@ -39,6 +44,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> T
         >>> gonio.geometry.safe_norm(x, 0).backward(); x.grad
         tensor([0., 0., 0.])
     """
+    x = as_real(x)
     root, zero = _root(widen(x), dim, keepdim, least_norm(x.dtype))
     return root.masked_fill(zero, 0)
 
@@ -50,7 +56,7 @@ def _root(x: Tensor, dim: int | tuple[int, ...], keepdim: bool, least: float) ->
     return square.masked_fill(zero, 1).sqrt(), zero
 
 
-def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+def normalize(x: Array, dim: int | tuple[int, ...] = -1) -> Tensor:
     r"""Unit vectors :math:`x / \lVert x \rVert` along the dimension(s) `dim`; a zero vector stays zero.
 
     The gradient is :math:`(I - \hat x \hat x^\top) / \lVert x \rVert`, and 0 at zero, where ``F.normalize`` has one of
@@ -62,6 +68,7 @@ def normalize(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
         tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])
     """
+    x = as_real(x)
     return unit_vectors(x, dim).to(x.dtype)
 
 
@@ -74,7 +81,7 @@ def unit_vectors(x: Tensor, dim: int | tuple[int, ...] = -1, *, dtype: torch.dty
     return wide / root.masked_fill(zero, inf)
 
 
-def filter_norms(matrix: Tensor) -> Tensor:
+def filter_norms(matrix: Array) -> Tensor:
     """Euclidean norm of each filter (row).
 
     Shape: (n, d) or (groups, n, d) → (n,) or (groups, n), in float32 at least.
@@ -84,8 +91,7 @@ def filter_norms(matrix: Tensor) -> Tensor:
         >>> gonio.geometry.filter_norms(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
         tensor([5., 0.])
     """
-    check_matrix(matrix, "filter_norms")
-    return safe_norm(matrix, -1)
+    return safe_norm(as_matrices(matrix, "filter_norms"), -1)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -93,17 +99,12 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def widen(x: Tensor) -> Tensor:
+def widen(x: Array) -> Tensor:
     """`x` in float32 if it is narrower, else `x` itself; raises for a tensor that is not real floating-point.
 
     Squares of float16 numbers above 256 overflow and bfloat16 cosines carry an error of 4e-3.
     """
-    if not x.is_floating_point():
-        raise InvalidArgumentError(
-            "geometry works on real floating-point tensors",
-            f"dtype {x.dtype}",
-            "Convert it first, for example with .float(); a quantised weight must be dequantised.",
-        )
+    x = as_real(x)
     return x if x.dtype in WIDE else x.float()
 
 
@@ -139,19 +140,45 @@ def check_finite(matrix: Tensor, function: str) -> None:
         )
 
 
-def flat_filters(weight: Tensor) -> Tensor:
-    """The filters (out, in·kernel) of a 2-d or 3-d convolution's weight (out, in, *kernel); other tensors unchanged."""
-    return weight.flatten(1) if weight.ndim in (4, 5) else weight
-
-
-def check_matrix(matrix: Tensor, function: str) -> None:
-    """Raise unless `matrix` is one matrix (n, d) or a stack of matrices (groups, n, d)."""
-    if matrix.ndim not in (2, 3):
+def as_real(x: Array) -> Tensor:
+    """Whatever ``torch.as_tensor`` takes as a real floating-point tensor; integers of other types become floats."""
+    if not isinstance(x, Tensor):
+        x = torch.as_tensor(x)
+        x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    if not x.is_floating_point():
         raise InvalidArgumentError(
-            f"{function}() takes a matrix (n, d), one filter per row, or a stack (groups, n, d)",
+            "geometry works on real floating-point tensors",
+            f"dtype {x.dtype}",
+            "Convert it first, for example with .float(); a quantised weight must be dequantised.",
+        )
+    return x
+
+
+def as_matrices(x: Array, function: str, *, stacks: bool = True) -> Tensor:
+    """The argument of every function of filters: a matrix (n, d), or a stack of matrices (groups, n, d).
+
+    The weight of a 2-d or 3-d convolution (n, in, *kernel) is flattened to (n, in·kernel). That of a 1-d convolution
+    has the rank of a stack and is one; its filters are ``weight.flatten(1)``.
+    """
+    matrix = as_real(x)
+    matrix = matrix.flatten(1) if matrix.ndim in (4, 5) else matrix
+    if matrix.ndim != 2 and not (stacks and matrix.ndim == 3):
+        raise InvalidArgumentError(
+            f"{function}() takes a matrix (n, d), one filter per row{', or a stack (groups, n, d)' * stacks}",
             f"shape {tuple(matrix.shape)}",
             "Turn a layer's weight into matrices with gonio.geometry.matrix_view(weight, layout).",
         )
+    return matrix
+
+
+def in_range(x: Tensor, dim: int = -1) -> Tensor:
+    """Vectors along `dim` in float32 at least; those with squares that overflow are divided by their largest entry."""
+    x = widen(x)
+    if not x.numel() or not ordinary_eager(x):
+        return x
+    largest = x.detach().abs().amax(dim, keepdim=True)
+    large = (largest > LARGE) & largest.isfinite()
+    return x / largest.masked_fill(~large, 1) if bool(large.any()) else x
 
 
 def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import widen, widest
+from gonio.geometry.norms import Array, widen, widest
 
 
-def least_scale(weights: Iterable[Tensor]) -> Tensor:
+def least_scale(weights: Iterable[Array]) -> Tensor:
     r"""Smallest sum of squared norms over all rescalings :math:`\gamma_l` of the layers whose product is 1.
 
     .. math::
@@ -34,7 +34,7 @@ def least_scale(weights: Iterable[Tensor]) -> Tensor:
     return (len(squares) * _geometric_mean(squares)).to(dtype)
 
 
-def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
+def scale_imbalance(weights: Iterable[Array]) -> Tensor:
     r"""Squared norm that moving scale between layers would save: the *wasted* L2.
 
     .. math:: \sum_l \lVert W_l \rVert^2 - L \Big(\prod_l \lVert W_l \rVert^2\Big)^{1/L} \ge 0
@@ -56,7 +56,7 @@ def scale_imbalance(weights: Iterable[Tensor]) -> Tensor:
     return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp(min=0).to(dtype)
 
 
-def _squares(weights: Iterable[Tensor], function: str) -> tuple[Tensor, torch.dtype]:
+def _squares(weights: Iterable[Array], function: str) -> tuple[Tensor, torch.dtype]:
     """Squared norms in float64, in which they do not overflow or cancel, and the dtype of the result."""
     wide = [widen(w) for w in weights]
     if not wide:

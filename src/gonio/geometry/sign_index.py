@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
-from gonio.geometry.norms import full_precision, normalize, whole, widen
+from gonio.geometry.blocks import row_directions
+from gonio.geometry.norms import Array, as_real, full_precision, whole
 
 _ROWS = 1 << 14  # stored vectors whose agreements with the queries are held at once
 
@@ -41,10 +42,7 @@ class SignIndex:
         candidates: vectors that are compared exactly, for each neighbour that is wanted.
         seed: of the hyperplanes.
 
-    Cost:
-        d · bits + n · bits + candidates · k · d multiplications per query, where exact search needs n · d. Measured for
-        10,000 to 50,000 vectors, the search for the best counts costs more than the products save: exact search was as
-        fast or faster, and FAISS five to twenty times as fast.
+    Cost: d · bits + n · bits + candidates · k · d multiplications per query, where exact search needs n · d.
 
     Raises: InvalidArgumentError for another rank, no rows, zero or non-finite vectors, or numbers below 1.
 
@@ -60,7 +58,7 @@ class SignIndex:
         a small part of a set; this class shows what signs alone find, and needs no further package.
     """
 
-    def __init__(self, vectors: Tensor, *, bits: int = 256, candidates: int = 20, seed: int = 0) -> None:
+    def __init__(self, vectors: Array, *, bits: int = 256, candidates: int = 20, seed: int = 0) -> None:
         if bits < 1 or candidates < 1:
             raise InvalidArgumentError(
                 "SignIndex() needs bits >= 1 and candidates >= 1", f"bits={bits}, candidates={candidates}",
@@ -79,12 +77,13 @@ class SignIndex:
         return f"SignIndex({len(self)} vectors of {self._unit.shape[1]} numbers, bits={self.bits})"
 
     @torch.no_grad()
-    def query(self, x: Tensor, k: int = 1) -> Neighbours:
+    def query(self, x: Array, k: int = 1) -> Neighbours:
         """The k stored vectors at the smallest angles to each query.
 
         Shape: ``x``: (d,) or (queries, d).
         Raises: InvalidArgumentError for queries of another length, or k outside of 1 to n.
         """
+        x = as_real(x)
         rows = x[None] if x.ndim == 1 else x
         if not 1 <= k <= len(self):
             raise InvalidArgumentError(f"query() needs 1 <= k <= {len(self)}", f"k={k}", "Ask for fewer.")
@@ -115,16 +114,16 @@ class SignIndex:
         return held
 
 
-def _directions(vectors: Tensor, function: str) -> Tensor:
+def _directions(vectors: Array, function: str) -> Tensor:
     """Unit vectors, after a check."""
-    vectors = whole(vectors)
+    vectors = whole(as_real(vectors).detach())
     if vectors.ndim != 2 or len(vectors) == 0:
         raise InvalidArgumentError(
             f"{function} needs vectors (n, d), at least one", f"shape {tuple(vectors.shape)}", "Pass one per row."
         )
-    wide = widen(vectors.detach())
-    if not bool(wide.isfinite().all()) or not bool(wide.any(1).all()):
-        raise InvalidArgumentError(
-            f"{function} needs finite vectors other than zero", "others", "Leave them out: they have no direction."
-        )
-    return normalize(wide, (1,))
+    unit = row_directions(vectors)
+    bad = int((~vectors.isfinite().all(1) | ~unit.any(1)).sum())
+    if bad:
+        found = f"{bad} of {len(vectors)} zero or non-finite"
+        raise InvalidArgumentError(f"{function} needs finite vectors other than zero", found, "Leave these rows out.")
+    return unit

@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.blocks import Change, GramMatrix, Stored, frobenius_norm, row_blocks, safe_scale, self_product
+from gonio.geometry.blocks import (
+    GramMatrix,
+    Stored,
+    StoredDifference,
+    frobenius_norm,
+    row_blocks,
+    safe_scale,
+    self_product,
+)
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
 from gonio.geometry.norms import (
+    Array,
+    as_matrices,
     check_finite,
-    check_matrix,
     computed_in,
     full_precision,
     safe_norm,
@@ -36,7 +45,7 @@ STEPS = 32  # of the Lanczos iteration for larger matrices
 LARGEST_RANK = 256  # largest energy_rank found without all singular values
 
 
-def singular_values(matrix: Tensor) -> Tensor:
+def singular_values(matrix: Array) -> Tensor:
     r"""All singular values, largest first; computed in float64.
 
     Relative error at most 1e-6 for :math:`s > 10^{-4} s_{\max}`, absolute error at most :math:`10^{-9} s_{\max}` below.
@@ -49,8 +58,7 @@ def singular_values(matrix: Tensor) -> Tensor:
         >>> gonio.geometry.singular_values(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
         tensor([4., 3.])
     """
-    check_matrix(matrix, "singular_values")
-    matrix = whole(matrix)
+    matrix = whole(as_matrices(matrix, "singular_values"))
     check_finite(matrix, "singular_values")
     with full_precision(matrix):
         wide = matrix.to(widest(matrix))
@@ -115,7 +123,7 @@ class Spectrum:
         )
 
 
-def spectrum(matrix: Tensor) -> Spectrum:
+def spectrum(matrix: Array) -> Spectrum:
     """All quantities of :class:`Spectrum` at the cost of one decomposition; see :func:`singular_values`.
 
     Raises: InvalidArgumentError as :func:`singular_values`, and for a matrix without entries.
@@ -125,6 +133,7 @@ def spectrum(matrix: Tensor) -> Spectrum:
         >>> figures.values, figures.condition_number
         (tensor([2., 2., 2., 2.]), tensor(1.))
     """
+    matrix = as_matrices(matrix, "spectrum")
     if matrix.numel() == 0:
         raise InvalidArgumentError(
             "spectrum() needs a matrix with entries", f"shape {tuple(matrix.shape)}", "Exclude empty layers."
@@ -138,7 +147,7 @@ def _relative(values: Tensor) -> Tensor:
     return values / top.masked_fill(top == 0, 1)
 
 
-def stable_rank(matrix: Tensor) -> Tensor:
+def stable_rank(matrix: Array) -> Tensor:
     r"""Squared Frobenius over squared spectral norm, :math:`\lVert W \rVert_F^2 / s_{\max}^2`.
 
     Between 1 (all filters parallel) and min(n, d) (orthogonal filters of equal norm); insensitive to small singular
@@ -158,7 +167,7 @@ def stable_rank(matrix: Tensor) -> Tensor:
     return spectrum(matrix).stable_rank
 
 
-def effective_rank(matrix: Tensor) -> Tensor:
+def effective_rank(matrix: Array) -> Tensor:
     r"""Exponential of the entropy of the singular values, :math:`\exp(-\sum p_i \ln p_i)`, :math:`p_i = s_i / \sum s`.
 
     Between 1 and min(n, d), attained as for :func:`stable_rank`; unlike it, sensitive to small singular
@@ -176,7 +185,7 @@ def effective_rank(matrix: Tensor) -> Tensor:
     return spectrum(matrix).effective_rank
 
 
-def condition_number(matrix: Tensor) -> Tensor:
+def condition_number(matrix: Array) -> Tensor:
     r"""Largest over smallest singular value, :math:`s_{\max} / s_{\min} \ge 1`.
 
     1 for multiples of (semi-)orthogonal matrices; about :math:`n` for a square Gaussian matrix. Infinite if the
@@ -191,7 +200,7 @@ def condition_number(matrix: Tensor) -> Tensor:
     return spectrum(matrix).condition_number
 
 
-def orthogonality_defect(matrix: Tensor) -> OrthogonalityDefect:
+def orthogonality_defect(matrix: Array) -> OrthogonalityDefect:
     r"""Distance of a matrix from semi-orthogonal, :math:`E = G - I`, in three norms.
 
     :math:`G` is the Gram matrix of the smaller side, :math:`WW^\top` for :math:`n \le d`, of size
@@ -259,7 +268,7 @@ def spectrum_estimate(
     """
     small = min(matrices.shape[1:])
     if _affordable(matrices):
-        held = matrices[...] if isinstance(matrices, Change) else matrices
+        held = matrices[...] if isinstance(matrices, StoredDifference) else matrices
         values = _all_values(held, gram or shared_gram(held))
     elif deep or small <= SMALL or matrices.numel() * small <= EXACT_WORK:
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices]).sort().values

@@ -10,7 +10,8 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.blocks import column_blocks, normal_product, products, row_blocks, safe_scale
 from gonio.geometry.chance import random_coherence
-from gonio.geometry.norms import check_finite, computed_in, full_precision, matrix_vector, widest
+from gonio.geometry.lanczos import Krylov
+from gonio.geometry.norms import Array, as_real, check_finite, computed_in, full_precision, matrix_vector, widest
 from gonio.seeding import generator
 
 # Note [Block Krylov]
@@ -18,11 +19,14 @@ from gonio.seeding import generator
 # the relative gap, so that a Gaussian matrix, whose top singular values are close together, needs tens of steps where
 # the power iteration needs thousands. The blocks are kept orthonormal. With the residual R of the
 # Ritz vectors and their distance g from the next Ritz value, the sine of the largest angle to the true subspace is
-# at most ‖R‖/g [Davis and Kahan 1970], as far as the next Ritz value has converged.
+# at most ‖R‖/g [Davis and Kahan 1970], as far as the next Ritz value has converged; rounding adds to R. Where a block
+# is only rounding, the Krylov space is complete, as after one step for a matrix with equal singular values.
 EXACT = 512  # smaller side up to which all singular vectors are computed, in float64
 BLOCK = 22  # vectors of a block beyond k, at least
 MULTIPLE = 16  # of which the vectors of a block are a multiple: products of 32 columns are faster than those of 34
 STEPS = 64  # blocks at most
+ROUNDING = 16.0  # errors of products and decompositions, in units of the rounding of σ₁²
+INDEPENDENT = 0.5  # of a column that is left after its part in the basis is removed
 TOLERANCE = 3e-4  # of the sine, at which the iteration ends
 CHECKS = frozenset((4, 6, 7, 8, 10, 13, 18, 24, 31, 39, 48, 56, STEPS))  # blocks after which the error is computed
 
@@ -32,9 +36,9 @@ CHECKS = frozenset((4, 6, 7, 8, 10, 13, 18, 24, 31, 39, 48, 56, STEPS))  # block
 # cosine with any singular vector is bounded without computing them; the bound is exact once the space is complete.
 DECOMPOSED = 1024  # smaller side up to which the largest cosine is computed from all singular vectors instead
 LANCZOS = 64
-LEAST = 1e-2  # singular values of the base below this share of the largest are left out where the bound is used
+LEAST = 1e-2  # singular values below this share of the largest of which the direction has a part are left out
+FAINT = 1e-6  # share of a direction's mass that may be rounding
 GRID = 2048  # positions at which the bound is evaluated
-COMPLETE = 1e-6  # size of a step, over the largest, below which the Krylov space is complete
 NULL = 1e-14  # squared singular values below this share of the largest have no direction
 SURE = 0.71  # a cosine above √½ with one direction is the largest
 
@@ -50,23 +54,24 @@ class TopSubspace:
     left: Tensor  # (n, k), orthonormal columns
     values: Tensor  # (k,), largest first
     right: Tensor  # (d, k), orthonormal columns
-    error: float  # sine of the largest angle between the subspace and the true one, at most; 0: all were computed
+    error: float  # sine of the largest angle between the subspace and the true one, at most; 1: it may be any
 
 
-def top_subspace(matrix: Tensor, k: int, *, seed: int = 0) -> TopSubspace:
+def top_subspace(matrix: Array, k: int, *, seed: int = 0) -> TopSubspace:
     r"""The k largest singular values with their vectors, by a randomised block Krylov method.
 
     `error` bounds the sine of the largest angle between the subspace found and the true one (left and right alike to
-    first order); the iteration ends at 3e-4. It is near 1 where :math:`\sigma_k` and :math:`\sigma_{k+1}` are equal:
-    then no subspace of this dimension is defined. Up to a smaller side of 512 all singular vectors are computed.
+    first order), rounding included; the iteration ends at 3e-4. It is 1 where :math:`\sigma_k` and :math:`\sigma_{k+1}`
+    are equal: then no subspace of this dimension is defined. Vectors are orthonormal, and values right, there too.
+    Up to a smaller side of 512 all singular vectors are computed.
 
     Shape: (n, d) → left (n, k), values (k,), right (d, k), in float32 at least.
     Raises: InvalidArgumentError for another rank, non-finite entries, or k outside 1 … min(n, d).
 
     Example:
         >>> found = gonio.geometry.top_subspace(torch.diag(torch.tensor([1.0, 5.0, 2.0])), 2)
-        >>> found.values, found.error
-        (tensor([5., 2.]), 0.0)
+        >>> found.values, found.error < 1e-12
+        (tensor([5., 2.]), True)
 
     References: [1] C. Musco, C. Musco, "Randomized block Krylov methods for stronger and faster approximate singular
         value decomposition", NeurIPS 2015, Algorithm 2. [2] C. Davis, W. Kahan, "The rotation of eigenvectors by a
@@ -76,7 +81,8 @@ def top_subspace(matrix: Tensor, k: int, *, seed: int = 0) -> TopSubspace:
 
 
 @torch.no_grad()
-def _top(matrix: Tensor, k: int, seed: int, tolerance: float) -> TopSubspace:
+def _top(matrix: Array, k: int, seed: int, tolerance: float) -> TopSubspace:
+    matrix = as_real(matrix)
     if matrix.ndim != 2 or not 1 <= k <= min(matrix.shape):
         raise InvalidArgumentError(
             "top_subspace() takes a matrix (n, d) and 1 <= k <= min(n, d)",
@@ -95,35 +101,46 @@ def _top(matrix: Tensor, k: int, seed: int, tolerance: float) -> TopSubspace:
 
 
 def _exact(matrix: Tensor, scale: float, k: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    left, values, right = torch.linalg.svd(matrix.to(widest(matrix)) / scale, full_matrices=False)
-    return left[:, :k], values[:k], right[:k].mT, 0.0
+    wide = matrix.to(widest(matrix)) / scale
+    left, values, right = torch.linalg.svd(wide, full_matrices=False)
+    error = 0.0 if k == len(wide) == wide.shape[1] else _sine(values.square(), k, 0.0, wide.dtype)
+    return left[:, :k], values[:k], right[:k].mT, error
+
+
+def _sine(squares: Tensor, k: int, residual: float, dtype: torch.dtype) -> float:
+    """The bound of Note [Block Krylov]; `dtype` is that of the products."""
+    gap = float(squares[k - 1] - (squares[k] if k < len(squares) else 0.0))
+    residual += ROUNDING * torch.finfo(dtype).eps * float(squares[0])
+    return min(1.0, residual / gap) if gap > 0 else 1.0
 
 
 def _krylov(matrix: Tensor, scale: float, k: int, seed: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """Left vectors, values, right vectors and error of W/scale with no more rows than columns."""
     n, width = matrix.shape[0], -(-(k + BLOCK) // MULTIPLE) * MULTIPLE
     draw = torch.randn(n, width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
-    basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
-    images = block = basis
+    images = block = basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
     for step in range(1, STEPS + 1):
         image, following = products(matrix, block, scale=scale)  # (d, width), (n, width)
         images = image if step == 1 else torch.cat([images, image], 1)
-        block, first = torch.linalg.qr(following - basis @ (basis.mT @ following))
-        # Once the space is complete the block is rounding, normalised: a second pass after the first decomposition.
-        block, second = torch.linalg.qr(block - basis @ (basis.mT @ block))
-        full = basis.shape[1] + width > n
-        if step in CHECKS or full:
+        block, coupling = torch.linalg.qr(following - basis @ (basis.mT @ following))
+        for _ in range(3):  # a block of rounding, normalised, lies in the basis again
+            block, change = torch.linalg.qr(block - basis @ (basis.mT @ block))
+            coupling = change @ coupling
+            if bool((change.diagonal().abs() > INDEPENDENT).all()):
+                break
+        rounding = ROUNDING * torch.finfo(block.dtype).eps * torch.linalg.vector_norm(images, dim=0).amax().square()
+        ended = basis.shape[1] + width > n or bool(coupling.abs().amax() <= rounding)  # the Krylov space is complete
+        if step in CHECKS or ended:
             vectors, squares = _ritz(images)
-            residual = float(torch.linalg.matrix_norm((second @ first).double() @ vectors[-width:, :k], 2))
-            gap = float(squares[k - 1] - squares[k])
-            error = min(1.0, residual / gap) if gap > 0 else 1.0
-            if error <= tolerance or full:
+            residual = float(torch.linalg.matrix_norm(coupling.to(vectors) @ vectors[-width:, :k], 2))
+            error = _sine(squares, k, residual, block.dtype)
+            if error <= tolerance or ended:
                 break
         basis = torch.cat([basis, block], 1)
-    basis, top = basis[:, : len(vectors)], vectors[:, :k]
-    values = squares[:k].clamp(min=0).sqrt()
-    right = (images @ top.to(images)) / values.clamp(min=torch.finfo(torch.float32).tiny).to(images)
-    return basis @ top.to(basis), values, right, error
+    # Not the images of left vectors over their values, which are noise where a value is 0.
+    onto, triangle = torch.linalg.qr(images.to(widest(images)))
+    turned, values, top = torch.linalg.svd(triangle)
+    return basis[:, : images.shape[1]] @ top[:k].mT.to(basis), values[:k], onto @ turned[:, :k], error
 
 
 def _ritz(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +150,7 @@ def _ritz(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def principal_angles(a: Tensor, b: Tensor) -> Tensor:
+def principal_angles(a: Array, b: Array) -> Tensor:
     r"""Angles between the subspaces that the columns of two matrices span, in radians, smallest first.
 
     The cosines are the singular values of :math:`Q_a^\top Q_b`; the angles are computed from cosines and sines, so that
@@ -151,6 +168,7 @@ def principal_angles(a: Tensor, b: Tensor) -> Tensor:
     References: [1] Å. Björck, G. Golub, "Numerical methods for computing angles between linear subspaces", Math. Comp.
         27(123), 1973, §3.
     """
+    a, b = as_real(a), as_real(b)
     for matrix in (a, b):
         check_finite(matrix, "principal_angles")
         if matrix.ndim != 2 or len(matrix) != len(a) or matrix.shape[1] > len(matrix):
@@ -192,7 +210,7 @@ class IntruderDimensions:
 
 @torch.no_grad()
 def intruder_dimensions(
-    base: Tensor, tuned: Tensor, *, k: int = CONSIDERED, threshold: float = THRESHOLD, seed: int = 0
+    base: Array, tuned: Array, *, k: int = CONSIDERED, threshold: float = THRESHOLD, seed: int = 0
 ) -> IntruderDimensions:
     r"""The top k left singular directions of a tuned weight that are like none of its base.
 
@@ -202,7 +220,8 @@ def intruder_dimensions(
 
     Up to a smaller side of 1024 the cosines are exact. For larger weights a direction without a counterpart
     among the top ones of the base has an upper bound instead, from 64 products with the weight, over the directions of
-    the base with at least a hundredth of its largest singular value; so no direction is called an intruder wrongly.
+    the base with at least a hundredth of the largest singular value of which the direction has a part: a direction is
+    called an intruder wrongly only where it mixes directions of the base that are further apart.
     Top subspaces are found up to a sine of 3e-3 (:attr:`TopSubspace.error`), by which a cosine can be off.
 
     Shape: (n, d), (n, d).
@@ -218,6 +237,7 @@ def intruder_dimensions(
     References: [1] R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
         equivalence", 2024, arXiv 2410.21228, Algorithm 1 (k = 10, threshold 0.5 and 0.6).
     """
+    base, tuned = as_real(base), as_real(tuned)
     if base.shape != tuned.shape:
         raise InvalidArgumentError(
             "intruder_dimensions() compares two weights of one shape",
@@ -273,32 +293,23 @@ def _cosine_bound(base: Tensor, scale: float, direction: Tensor) -> float:
     size = float(torch.linalg.vector_norm(image, dtype=torch.float64))
     if not size:
         return 0.0
-    basis, diagonal, beside, v = [], [], [], image / size
-    for _ in range(min(LANCZOS, *base.shape)):
-        basis.append(v)
-        following = normal_product(base, v, scale=scale)
-        diagonal.append(float(following @ v))
-        known = torch.stack(basis)
-        for _ in range(2):  # one pass leaves a component from cancellation
-            following -= known.mT @ (known @ following)
-        beside.append(float(torch.linalg.vector_norm(following)))
-        if beside[-1] <= COMPLETE * max(diagonal):
-            break
-        v = following / beside[-1]
-    return _largest_atom(diagonal, beside) ** 0.5 * size
+    krylov = Krylov(basis=((image / size).unsqueeze(1),))
+    while krylov.steps < min(LANCZOS, *base.shape) and (not krylov.steps or bool(krylov.beside[-1])):
+        krylov = krylov.forward(lambda v: normal_product(base, v[:, 0], scale=scale).unsqueeze(1), krylov.steps + 1)
+    return _largest_atom(krylov) ** 0.5 * size
 
 
-def _largest_atom(diagonal: list[float], beside: list[float]) -> float:
+def _largest_atom(krylov: Krylov) -> float:
     """Upper bound of mass(x)/x over x, from the coefficients of the orthonormal polynomials."""
-    off = torch.tensor(beside[:-1], dtype=torch.float64)
-    jacobi = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    nodes, vectors = torch.linalg.eigh(jacobi)
-    least = LEAST**2 * float(nodes[-1])
-    kept = nodes >= least
-    largest = float((vectors[0, kept].square() / nodes[kept]).max()) if bool(kept.any()) else 0.0
-    if beside[-1] <= COMPLETE * max(diagonal):  # the measure is that of the nodes
+    diagonal, beside = ([float(x) for x in each] for each in (krylov.diagonal, krylov.beside))
+    nodes, vectors = torch.linalg.eigh(krylov.tridiagonal().cpu())
+    mass = vectors[0].square()
+    kept = nodes >= LEAST**2 * nodes[mass > FAINT].max()
+    largest = float((mass[kept] / nodes[kept]).max())
+    if not beside[-1]:  # the Krylov space is complete, and the measure is that of the nodes
         return largest
-    x = torch.linspace(least**0.5, float(nodes[-1]) ** 0.5, GRID, dtype=torch.float64).square()
+    ends = float(nodes[kept][0]) ** 0.5, float(nodes[-1]) ** 0.5
+    x = torch.linspace(*ends, GRID, dtype=torch.float64).square()
     before, now = torch.zeros_like(x), torch.ones_like(x)
     total = torch.ones_like(x)
     for j, alpha in enumerate(diagonal[:-1]):

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal, get_args
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
@@ -117,7 +118,7 @@ def has_filters(module: nn.Module, name: str = "weight") -> bool:
     return True
 
 
-def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
+def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
     r"""The matrices of a weight, one filter per row.
 
     ``"filters"``
@@ -141,6 +142,7 @@ def matrix_view(weight: Tensor, layout: Layout = PLAIN, *, view: View = "filters
 
     See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
+    weight = weight if isinstance(weight, Tensor) else torch.as_tensor(weight)
     check_shape(weight.shape, layout)
     if view not in VIEWS:
         raise InvalidArgumentError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gonio.editing.steps import watch
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
@@ -27,7 +28,6 @@ from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers
 from gonio.surgery import Where, as_selector, sites
-from gonio.surgery.steps import watch
 
 FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
@@ -259,7 +259,7 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
 
 
-def _is_complex(entry: Entry) -> bool:
+def _is_complex(entry: TensorEntry) -> bool:
     return entry.dtype.startswith("complex")
 
 

@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import (
+    check_optimizer,
+    parameter_ids,
+    per_parameter,
+    real_optimizers,
+    take_out_,
+)
 from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import (
     AlreadyAppliedError,
@@ -27,13 +34,6 @@ from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
 from gonio.surgery.graph import trace
-from gonio.surgery.steps import (
-    check_optimizer,
-    parameter_ids,
-    per_parameter,
-    real_optimizers,
-    take_out_,
-)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

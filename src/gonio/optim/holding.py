@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, follow_
+from gonio.editing.steps import KEPT_RADIUS, watch
 from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
-from gonio.surgery.steps import KEPT_RADIUS, watch
 
 Step = Literal["free", "fixed"]
 STEPS = ("free", "fixed")

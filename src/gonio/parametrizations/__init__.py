@@ -1,15 +1,12 @@
 """Weight parametrizations: pure and reversible."""
 
-import importlib
-from typing import Any
-
-from gonio.parametrizations.checkpoints import plain_state_dict
+from gonio.parametrizations.checkpoints import plain_state_dict, weight_by_hook
 from gonio.parametrizations.filters import Sphere, WeightNorm
 from gonio.parametrizations.mechanism import attach, detach, is_parametrized, parametrization_of
 from gonio.parametrizations.orthogonal import Orthogonal
 from gonio.parametrizations.orthogonal_conv import OrthogonalConv
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.parametrizations.spectral_norm import SpectralNorm, tick_
+from gonio.parametrizations.spectral_norm import SpectralNorm, tick_, tick_on_step
 from gonio.parametrizations.weight_standardization import WeightStandardization
 
 __all__ = [
@@ -26,12 +23,8 @@ __all__ = [
     "parametrization_of",
     "plain_state_dict",
     "tick_",
+    "tick_on_step",
+    "weight_by_hook",
 ]
 
 __dir__ = __all__.copy  # the public names alone
-
-
-def __getattr__(name: str) -> Any:
-    if name == "tick_on_step":  # a verb, which uses this package
-        return importlib.import_module("gonio.surgery").tick_on_step
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

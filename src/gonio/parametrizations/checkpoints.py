@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from gonio.errors import InvalidArgumentError
 from gonio.parametrizations.parametrization import VERSION, Parametrization, describe, kind_of
@@ -135,7 +137,8 @@ def _torch_weights(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield before, after.partition(".")[0]
         for suffix in ("_g", "_orig"):
             prefix, dot, name = key.removesuffix(suffix).rpartition(".")
-            if key.endswith(suffix) and name and _torch_keys(state_dict, prefix + dot, name):
+            free = key.endswith(suffix) and name and prefix + dot + name not in state_dict
+            if free and _torch_keys(state_dict, prefix + dot, name):
                 yield prefix + dot, name
 
 
@@ -143,9 +146,21 @@ def _torch_keys(state_dict: Mapping[str, Any], prefix: str, name: str) -> dict[s
     """The keys of one weight in the first format of torch of which all keys are present, by meaning."""
     for template in _TORCH_FORMATS:
         keys = {meaning: prefix + key.format(n=name) for meaning, key in template.items()}
-        if all(isinstance(state_dict.get(key), Tensor) for key in keys.values()):
+        tensors = {meaning: state_dict.get(key) for meaning, key in keys.items()}
+        if all(isinstance(tensor, Tensor) for tensor in tensors.values()) and _fits(tensors):
             return keys
     return None
+
+
+def _fits(tensors: Mapping[str, Any]) -> bool:
+    """Whether the shapes are those of a norm: two gates of one layer can have the same names."""
+    if "g" in tensors:  # one number for all, or for each slice along one dimension
+        g, v = tensors["g"], tensors["v"]
+        kept = [(n, whole) for n, whole in zip(g.shape, v.shape, strict=False) if n != 1]
+        return v.dim() >= 1 and (g.dim() in (0, v.dim())) and len(kept) <= 1 and all(n == whole for n, whole in kept)
+    original, u, v = tensors["original"], tensors["u"], tensors["v"]
+    rows = u.numel()
+    return u.dim() == v.dim() == 1 and rows in original.shape and rows * v.numel() == original.numel()
 
 
 def _effective(tensors: Mapping[str, Tensor], *, transposed: bool | None) -> Tensor:
@@ -159,3 +174,27 @@ def _effective(tensors: Mapping[str, Tensor], *, transposed: bool | None) -> Ten
     on_dim_1 = transposed if transposed is not None else u.numel() != original.shape[0]
     matrix = (original.transpose(0, 1) if on_dim_1 else original).flatten(1)
     return original / torch.dot(u, matrix @ v)
+
+
+def weight_by_hook(module: nn.Module, name: str = "weight") -> Tensor | None:
+    """The weight that a hook of ``torch.nn.utils.weight_norm`` or ``spectral_norm`` computes before a forward; or None.
+
+    The attribute ``module.weight`` is the value of the last forward, which is outdated after a load or a step. This is
+    computed from the Parameters, differentiably; a spectral norm has the vectors that it stores.
+
+    Example:
+        >>> layer = torch.nn.utils.spectral_norm(nn.Linear(4, 3)).eval()
+        >>> with torch.no_grad():
+        ...     _ = layer.weight_orig.mul_(2)
+        >>> weight = gonio.parametrizations.weight_by_hook(layer)
+        >>> torch.allclose(weight, layer.weight), bool(layer(torch.eye(4)).isfinite().all())
+        (False, True)
+        >>> torch.allclose(weight, layer.weight)  # after the forward
+        True
+    """
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)) and hook.name == name:
+            options = {} if isinstance(hook, WeightNorm) else {"do_power_iteration": False}
+            weight: Tensor = hook.compute_weight(module, **options)
+            return weight
+    return None

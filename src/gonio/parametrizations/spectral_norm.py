@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import watch
+from gonio.editing.where import sites
+from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, count_fused_steps, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
-from gonio.parametrizations.mechanism import Parametrized, child_name
+from gonio.parametrizations.mechanism import Parametrized, child_name, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization, describe
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
@@ -101,7 +105,7 @@ class SpectralNorm(Parametrization):
             self.register_buffer(name, None)
         self.view_impl: SpectralView | None = None
         self._adopted = False
-        self._version: int | None = None  # of the trained tensor when the vectors advanced; None: when it is next seen
+        self._followed: int | None = None  # of the trained tensor when the vectors advanced; None: when it is next seen
         self._evaluated: tuple[int, Mapping[str, Tensor]] | None = None  # a version, and the vectors computed for it
 
     @torch.no_grad()
@@ -115,7 +119,7 @@ class SpectralNorm(Parametrization):
 
     def rebind_(self, weight: Tensor) -> None:
         super().rebind_(weight)
-        self._version = None
+        self._followed = None
 
     def forward(self, raw: Tensor) -> Tensor:
         if self._buffers["u"] is not None and not self._unset:
@@ -200,16 +204,18 @@ class SpectralNorm(Parametrization):
         current = self._is_current()
         count_fused_steps()
         super().track(raw)
-        self._version = (None if raw is None else _version(raw)) if current else STALE_VERSION
+        self._followed = (None if raw is None else _version(raw)) if current else STALE_VERSION
 
     def train(self, mode: bool = True) -> Self:
-        if self.training and not mode and not self._unset and not is_sharded(self.trained) and not self._is_current():
-            self.tick_(self.trained)  # the end of a phase of training
+        raw = self.trained
+        ends = self.training and not mode and not self._unset  # a phase of training
+        if ends and raw is not None and not is_sharded(raw) and not self._is_current():
+            self.tick_(raw)
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         version = None if self._is_current() else STALE_VERSION
-        return {**super().__getstate__(), "_version": version, "_evaluated": None}
+        return {**super().__getstate__(), "_followed": version, "_evaluated": None}
 
     def _described(self) -> dict[str, Any]:
         return {**super()._described(), **({"adopted": True} if self._adopted else {})}
@@ -217,13 +223,13 @@ class SpectralNorm(Parametrization):
     def set_extra_state(self, state: Tensor) -> None:
         super().set_extra_state(state)
         keeps = describe(state).get("adopted", False) or self._belongs_to(self.trained)
-        self._version = None if keeps else STALE_VERSION
+        self._followed = None if keeps else STALE_VERSION
         self.track(self.trained)
 
     def _is_current(self) -> bool:
         """Whether the vectors belong to the present values of the trained Parameter."""
         raw = self.trained
-        return self._version is None or (raw is not None and self._version == _version(raw))
+        return self._followed is None or (raw is not None and self._followed == _version(raw))
 
     @torch.no_grad()
     def _belongs_to(self, raw: Tensor | None) -> bool:
@@ -245,13 +251,16 @@ class SpectralNorm(Parametrization):
         if trained is None and type(raw) is nn.Parameter:  # it has replaced another, as in `to_empty()`
             self.track(raw)
             trained = raw
-        if trained is None or not (raw is trained or is_sharded(trained)) or not ordinary_eager(self._buffers["u"]):
+        vectors = self._buffers["u"]
+        if trained is None or vectors is None or not (raw is trained or is_sharded(trained)):
             return  # a functional call with other values
+        if not ordinary_eager(vectors):
+            return
         state = self.__dict__  # itself: `nn.Module.__setattr__` is a slow search
         now = _version(trained)
-        if state["_version"] is None:
-            state["_version"] = now
-        if state["_version"] == now:
+        if state["_followed"] is None:
+            state["_followed"] = now
+        if state["_followed"] == now:
             state["_evaluated"] = None
         elif state["training"]:
             self.tick_(raw)
@@ -274,7 +283,7 @@ class SpectralNorm(Parametrization):
     def tick_(self, raw: Any, iterations: int = 1) -> None:
         """Advance the vectors by power iterations for the trained tensor `raw`, in place."""
         if not torch.compiler.is_compiling():
-            self.__dict__.update(_version=None if self.trained is None else _version(self.trained), _evaluated=None)
+            self.__dict__.update(_followed=None if self.trained is None else _version(self.trained), _evaluated=None)
         view, raw = self.view_impl, whole(raw.detach())
         if view is None:
             return
@@ -374,3 +383,42 @@ def tick_(model: nn.Module, *, iterations: int = 1) -> int:
     for norm, raw in found.items():
         norm.tick_(raw, iterations)
     return len(found)
+
+
+def tick_on_step(optimizer: Any, model: nn.Module) -> Edited:
+    """Call :func:`gonio.parametrizations.tick_` after every step of an optimizer, in a wrapper or not.
+
+    The vectors of a spectral norm advance by themselves with every change of the weight that torch counts. This is for
+    optimizers that write through ``.data``, which it does not count. Steps that a gradient scaler skips do not count.
+    Pickles and state dicts do not contain the call. Layers that are parametrized later are included.
+
+    Raises:
+        NoMatchError: if the model has no spectral norm.
+        InvalidArgumentError: for an optimizer whose steps cannot be observed.
+
+    Example:
+        >>> layer = nn.Linear(4, 4)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.SpectralNorm())
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> edited = gonio.parametrizations.tick_on_step(optimizer, layer)
+        >>> layer(torch.ones(1, 4)).sum().backward(); optimizer.step()
+        >>> edited.undo_()
+    """
+    ref = weakref.ref(model)  # the optimizer does not keep the model
+
+    def after(_: object) -> None:
+        there = ref()
+        if there is not None:
+            tick_(there)
+
+    with Edit(model, "tick_on_step") as edit:
+        edit.changes_model = False
+        for site in sites(model):
+            for name in site.module._parameters:
+                found = parametrization_of(site.module, name)
+                if isinstance(found, SpectralNorm):
+                    edit.changed(site.path, f"{name}: {found} advances after each step")
+        if not edit.changes:
+            raise NoMatchError("tick_on_step", "the model", [])
+        edit.on_undo(watch(optimizer, after=after, verb="tick_on_step"))
+    return edit.done()

@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from gonio.editing.steps import parameter_ids, real_optimizers, watch
 from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.optim import Held, hold_
@@ -19,7 +20,6 @@ from gonio.recipes.catalogue import find
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, UndoError, init_, parametrize_, swap_
-from gonio.surgery.steps import parameter_ids, real_optimizers, watch
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,7 +25,6 @@ from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
-from gonio.surgery.tick import tick_on_step
 
 __all__ = [
     "Change",
@@ -58,6 +57,5 @@ __all__ = [
     "shrink_intruders_",
     "sites",
     "swap_",
-    "tick_on_step",
 ]
 __dir__ = __all__.copy  # the public names alone

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
-from gonio.surgery.steps import check_optimizer, move_state_
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _SWEEPS = 10_000

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import check_optimizer, watch
 from gonio.editing.where import Where, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError
 from gonio.nn.decoupled import Decoupled
-from gonio.surgery.steps import check_optimizer, watch
 
 _CONVERTED: weakref.WeakSet[Decoupled] = weakref.WeakSet()  # layers whose share an optimizer moves
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
@@ -16,7 +17,6 @@ from gonio.geometry.views import has_filters
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.surgery.facts import why_not_dense
-from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def parametrize_(

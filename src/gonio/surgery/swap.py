@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.facts import tail_of, without_tail
-from gonio.surgery.steps import check_optimizer, note_added, update_optimizer_
 
 
 def swap_(

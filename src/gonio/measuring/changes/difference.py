@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from gonio.escaping import markdown_cell, plain
-from gonio.geometry.blocks import Change
+from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
@@ -262,7 +262,7 @@ def assembled(before: str, model: TunedModel, rows: Sequence[TensorDifference]) 
 
 
 Rows = list[TensorDifference]
-Deltas = list[Change | None]
+Deltas = list[StoredDifference | None]
 Reduced = TypeVar("Reduced")
 Reduce = Callable[[Rows, Deltas], Reduced]
 
@@ -327,7 +327,7 @@ def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDiffe
 
 def _row_of(
     name: str, held: TensorEntry, entry: TensorEntry, before: Tensor | str
-) -> tuple[TensorDifference, Change | None]:
+) -> tuple[TensorDifference, StoredDifference | None]:
     if isinstance(before, str):
         return _row(name, "not compared", before), None
     after = values_of(entry, "after")
@@ -342,4 +342,4 @@ def _row_of(
         norm = norm_of(before)
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
     values = figures_of(before, after, layout_of_pair(held, entry), name)
-    return replace(_row(name, "compared"), **values), Change(before, after)
+    return replace(_row(name, "compared"), **values), StoredDifference(before, after)

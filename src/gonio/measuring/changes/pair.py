@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
-from gonio.geometry.blocks import Change, Stored, frobenius_norm
+from gonio.geometry.blocks import Stored, StoredDifference, frobenius_norm
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -136,11 +136,11 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     views = None if layout is None or before.ndim < 2 else [matrix_view(x, layout) for x in (before, after)]
     if views is not None:
         values |= _directions(*views)
-    norm, moved = norm_of(before), norm_of(Change(before, after))
+    norm, moved = norm_of(before), norm_of(StoredDifference(before, after))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
     values |= _entries(before.flatten(), after.flatten())
     if views is not None and moved:
-        change = Change(*views)
+        change = StoredDifference(*views)
         rows = change.flatten(0, 1)
         values |= _turned(rows) | _ranks(change[...] if change.numel() <= HELD else change, moved, name)
         values["reordered"] = _reordered(rows.before, rows.after)
@@ -166,7 +166,7 @@ def _entries(before: Tensor, after: Tensor) -> dict[str, int]:
     return {"entries_changed": changed, "entries_zeroed": zeroed}
 
 
-def _turned(filters: Change) -> dict[str, float]:
+def _turned(filters: StoredDifference) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
     for old, delta in _doubles(filters.before, filters):
@@ -228,7 +228,7 @@ def _ranks(change: Stored, total: float, name: str) -> dict[str, Any]:
     }
 
 
-def _products(change: Change, norm: float, moved: float, name: str) -> dict[str, float]:
+def _products(change: StoredDifference, norm: float, moved: float, name: str) -> dict[str, float]:
     """How far the filters' products with each other changed: W'W'ᵀ − WWᵀ = P + Pᵀ with P = (W + Δ/2) Δᵀ."""
     groups, n, d = change.shape
     if n < 2 or not norm:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import markdown_cell, plain
-from gonio.geometry.blocks import Change
+from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress
@@ -274,7 +274,7 @@ class CosineSums:
         return cls(0, 0.0, zero, zero, zero)
 
     @classmethod
-    def of(cls, deltas: Sequence[Change | None], norm: float) -> CosineSums:
+    def of(cls, deltas: Sequence[StoredDifference | None], norm: float) -> CosineSums:
         """Of one tensor; a model that did not change it counts as 0."""
         known = next(delta for delta in deltas if delta is not None)
         flat = [None if delta is None else delta.flatten() for delta in deltas]

@@ -54,7 +54,7 @@ def figures(form: str, *names: str) -> Callable[[Any], str]:
     return text
 
 
-class Named(Protocol):
+class NamedRow(Protocol):
     """A row: a frozen dataclass with the tensor's name, and its path."""
 
     @property
@@ -64,7 +64,7 @@ class Named(Protocol):
     def path(self) -> str: ...
 
 
-Row = TypeVar("Row", bound=Named)
+Row = TypeVar("Row", bound=NamedRow)
 
 
 class Table(Mapping[str, Row], ABC):

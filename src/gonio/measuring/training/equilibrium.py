@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gonio.editing.steps import of_kind
 from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.geometry.norms import whole
 from gonio.optim.muon import Muon, adjusted
 from gonio.penalty.matrices import Blocks
-from gonio.surgery.steps import of_kind
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.steps import parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
 from gonio.geometry.norms import whole
@@ -19,7 +20,6 @@ from gonio.measuring.training.rotation import angle_between, step_rotation
 from gonio.optim.holding import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
-from gonio.surgery.steps import parameter_ids, real_optimizers
 
 Also = Collection[Literal["filter_rotation", "initial_angle"]]
 ALSO = ("filter_rotation", "initial_angle")

@@ -42,7 +42,7 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
         InvalidArgumentError: for another object, and for an optimizer whose steps torch does not report to hooks.
 
     Example:
-        >>> from gonio.surgery.steps import real_optimizers
+        >>> from gonio.editing.steps import real_optimizers
         >>> class Wrapper:
         ...     def __init__(self, inner):
         ...         self.inner, self.param_groups = inner, inner.param_groups
@@ -134,7 +134,7 @@ def watch(
     Raises: InvalidArgumentError as :func:`real_optimizers`. Nothing is registered then.
 
     Example:
-        >>> from gonio.surgery.steps import watch
+        >>> from gonio.editing.steps import watch
         >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         >>> end = watch(optimizer, after=lambda optimizer: print(type(optimizer).__name__))
         >>> optimizer.step(); end(); optimizer.step()
@@ -360,7 +360,7 @@ def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Val
     """The entry for the type of an optimizer, or for a base class whose `step` it inherits; None for another type.
 
     Example:
-        >>> from gonio.surgery.steps import of_kind
+        >>> from gonio.editing.steps import of_kind
         >>> class Mine(torch.optim.SGD):
         ...     def step(self, closure=None): ...
         >>> weights = list(nn.Linear(2, 2).parameters())
