@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,8 @@ def test_a_flipped_bit_in_a_torch_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_file(name: str, tmp_path: Path) -> None:
-    try:
+    with suppress(GonioError, OSError):
         str(gonio.check(FILES[name][0](tmp_path)))
-    except (GonioError, OSError):
-        pass
     assert not (tmp_path / "canary").exists()
 
 
