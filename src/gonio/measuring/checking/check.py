@@ -93,6 +93,10 @@ class CheckResult(Table[TensorCheck]):
         tensors: one :class:`TensorCheck` per tensor.
         findings: what is wrong or unusual, errors first.
         notes: remarks on how it was read.
+
+    Example:
+        >>> gonio.check({"w": torch.ones(2)})["w"].constant
+        True
     """
 
     ROW: ClassVar = TensorCheck
