@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "errors": ("GonioError",),
-    "measuring": ("Measurements", "Tracker", "certify", "measure"),
+    "measuring": ("Measurements", "Tracker", "certify", "check", "measure"),
     "optim": ("hold_",),
     "penalty": ("Penalty", "param_groups"),
     "recipes": ("Recipe",),
@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.measuring import Measurements as Measurements
     from gonio.measuring import Tracker as Tracker
     from gonio.measuring.certificate import certify as certify
+    from gonio.measuring.checking.check import check as check
     from gonio.measuring.measure import measure as measure
     from gonio.optim import hold_ as hold_
     from gonio.penalty import Penalty as Penalty

@@ -37,6 +37,7 @@ __all__ = [
     "UnmatchedRuleError",
     "UnreadableFileError",
     "UnsetStateError",
+    "UnsoundStateError",
     "UntrainedParametersError",
 ]
 __dir__ = __all__.copy  # the public names alone
@@ -294,6 +295,16 @@ class UnreadableFileError(GonioError, ValueError):
 
     def __init__(self, path: str, found: str, do: str) -> None:
         super().__init__(f"file {path!r}: cannot be read; {found}. {do}")
+
+
+class UnsoundStateError(GonioError, ValueError):
+    """A state dict that is about to be saved has findings."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"check_before_save: the state dict was not saved; {found}. "
+            f"Restore the last good state, or pass action='warn'."
+        )
 
 
 class SecondDerivativeError(GonioError, RuntimeError):

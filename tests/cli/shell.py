@@ -31,7 +31,8 @@ def tiny():
 
     return Task(
         name="tiny", train=split(24), validation=split(12), test=split(30), model="digits-cnn",
-        sizes={"num_classes": 3, "in_channels": 1}, training=TrainingConfig(epochs=1, batch_size=12, lr=0.05), sesoi=1.0,
+        sizes={"num_classes": 3, "in_channels": 1},
+        training=TrainingConfig(epochs=1, batch_size=12, lr=0.05), sesoi=1.0,
     )
 
 

@@ -5,12 +5,13 @@ alone takes a second to import. The top of a file imports typer and light module
 imports of what it runs.
 """
 
-from gonio.cli import compare, explain, measure, recipe, report, reproduce
+from gonio.cli import check, compare, explain, measure, recipe, report, reproduce
 from gonio.cli.app import app, main
 
 __all__ = ["app", "main"]
 
 for _name, _command in (
+    ("check", check.check),
     ("measure", measure.measure),
     ("explain", explain.explain),
     ("list", explain.list_names),

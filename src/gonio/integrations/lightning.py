@@ -7,12 +7,13 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError
-from gonio.measuring import Tracker
+from gonio.measuring import Tracker, check_before_save
+from gonio.measuring.checking.check import Level
 from gonio.surgery import Change, Edited, UndoError
 
 _MARK = "_gonio_penalty"
@@ -158,3 +159,18 @@ def _library() -> Any:
         except ImportError:
             continue
     raise MissingExtraError("tracker_callback()", "lightning", "lightning")
+
+
+def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"] = "raise") -> Any:
+    """A `lightning.pytorch.Callback` that checks the state dict of each checkpoint before it is written.
+
+    Arguments as of :func:`gonio.measuring.check_before_save`.
+    Raises: MissingExtraError if neither `lightning` nor `pytorch_lightning` is installed.
+    """
+    base: Any = _library().Callback
+
+    class CheckCallback(base):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
+            check_before_save(checkpoint["state_dict"], fail_on=fail_on, action=action)
+
+    return CheckCallback()

@@ -10,14 +10,15 @@ import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError, import_extra
 from gonio.integrations.lightning import with_methods_
-from gonio.measuring import Tracker
+from gonio.measuring import Tracker, check_before_save
+from gonio.measuring.checking.check import Level
 from gonio.surgery import Edited
 
 
@@ -129,3 +130,21 @@ def _callback_class(what: str) -> type:
     """`transformers.TrainerCallback`, or a MissingExtraError."""
     found: type = import_extra("transformers", what, package="transformers", extra="models").TrainerCallback
     return found
+
+
+def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"] = "raise") -> Any:
+    """A `transformers.TrainerCallback` that checks the model's state dict before each checkpoint is written.
+
+    Arguments as of :func:`gonio.measuring.check_before_save`.
+    Raises: MissingExtraError if `transformers` is not installed.
+    """
+    base: Any = _callback_class("check_callback()")
+
+    class CheckCallback(base):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if control.should_save:  # the Trainer's own callback decides before this one
+                check_before_save(named["model"].state_dict(), fail_on=fail_on, action=action)
+
+        on_epoch_end = on_step_end
+
+    return CheckCallback()

@@ -4,6 +4,8 @@ from gonio.measuring.certificate import Certificate, Factor, certify
 from gonio.measuring.changes.difference import DepthChange, Differences, difference
 from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.several import Agreement, Changes, changes
+from gonio.measuring.checking.check import CheckpointContents, CheckResult, check, check_before_save
+from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, explain
 from gonio.measuring.findings.suppression import Suppression
@@ -19,6 +21,8 @@ __all__ = [
     "Agreement",
     "Certificate",
     "Changes",
+    "CheckResult",
+    "CheckpointContents",
     "DepthChange",
     "Differences",
     "Equilibrium",
@@ -29,6 +33,7 @@ __all__ = [
     "StepRotation",
     "Suppressed",
     "Suppression",
+    "TensorCheck",
     "TensorDifference",
     "TensorHeader",
     "TensorMeasurement",
@@ -37,6 +42,8 @@ __all__ = [
     "Widths",
     "certify",
     "changes",
+    "check",
+    "check_before_save",
     "difference",
     "equilibrium",
     "explain",

@@ -14,7 +14,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 
-_DTYPES = {
+DTYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
     **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
     **{f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)},
@@ -48,7 +48,7 @@ def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
         stored = {}
         for name in names:
             shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
-            dtype = _DTYPES.get(header[name]["dtype"], header[name]["dtype"])
+            dtype = DTYPES.get(header[name]["dtype"], header[name]["dtype"])
             stored[name] = StoredTensor(
                 shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape)
             )

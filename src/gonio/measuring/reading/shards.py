@@ -21,7 +21,7 @@ PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
 
 def open_shards(index: Path) -> Opened:
     """The tensors of all shards that an index names. A missing or damaged shard takes only its own tensors with it."""
-    wanted, doubled = _weight_map(index)
+    wanted, doubled = weight_map(index)
     shards = {shard: _shard(index.parent / shard) for shard in dict.fromkeys(wanted.values())}
     stored, missing = {}, []
     for name, shard in wanted.items():
@@ -55,7 +55,7 @@ def _shard(path: Path) -> dict[str, StoredTensor] | str:
         return f"its shard {plain(path.name)} cannot be read: {error}"
 
 
-def _weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
+def weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
     """Tensor → shard, and the names that occur twice in the index."""
     if index.stat().st_size > LARGEST_INDEX:
         raise UnreadableFileError(str(index), f"it is larger than {LARGEST_INDEX} bytes", "It is no index.")

@@ -164,13 +164,13 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
-    files, others = _in_folder(path) if path.is_dir() else ([path], [])
+    files, others = files_in(path) if path.is_dir() else ([path], [])
     opened = _of_file(files[0], key) if len(files) == 1 else open_parts(files)
     if others:
         opened = replace(
             opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
         )
-    config, adapters = (_small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
+    config, adapters = (small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
     quantization = config.get("quantization_config")
     return opened, quantization if isinstance(quantization, dict) else {}, adapters
 
@@ -212,7 +212,7 @@ def _of_file(path: Path, key: str) -> Opened:
     raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
 
 
-def _in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """The one model of a folder, an index before single files, or its parts where the index is missing; other files."""
     for pattern in ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"):
         found = sorted(folder.glob(pattern))
@@ -227,7 +227,7 @@ def _in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     raise UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
 
 
-def _small_json(path: Path) -> dict[str, Any]:
+def small_json(path: Path) -> dict[str, Any]:
     """The object in a small JSON file; an empty one if there is no such file, or if it holds anything else."""
     try:
         small = path.is_file() and path.stat().st_size <= LARGEST_JSON

@@ -89,6 +89,15 @@ def _check_stored(value: Any) -> None:
         raise ValueError(f"a tensor has {value.numel():,} entries, of which {stored_entries(value):,} are stored")
 
 
+def mapped_content(path: Path) -> Any:
+    """The content of a torch file: tensors and plain containers, mapped into memory; values are read when used.
+
+    Raises:
+        UnreadableFileError: as :func:`load_torch`.
+    """
+    return _unpickled(path, mapped=_is_archive(path))
+
+
 def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

@@ -1,0 +1,72 @@
+"""`gonio check`: is a checkpoint intact, and what is in it."""
+
+from __future__ import annotations
+
+from json import dumps
+from typing import Annotated, Any
+
+import typer
+
+from gonio.cli import options
+from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, show
+from gonio.errors import InvalidArgumentError
+
+Paths = Annotated[
+    list[str],
+    typer.Argument(help="Checkpoints: .safetensors, .pt, …, an index, or a folder with a model.", metavar="PATH…"),
+]
+Save = Annotated[
+    str | None, typer.Option("--save", help="Write the fingerprint of every tensor to FILE.", metavar="FILE")
+]
+Against = Annotated[
+    str | None, typer.Option("--against", help="Report what differs from the fingerprints in FILE.", metavar="FILE")
+]
+Jobs = Annotated[int | None, typer.Option(help="Number of threads; by default one per core, at most 8.", min=1)]
+FailOn = Annotated[options.Level, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
+
+
+def check(
+    paths: Paths,
+    *,
+    save_to: Save = None,
+    against: Against = None,
+    jobs: Jobs = None,
+    json: options.Json = None,
+    fail_on: FailOn = "warn",
+) -> None:
+    """Is this checkpoint intact, and what is in it? One pass over its bytes, as fast as the disk.
+
+    Finds damaged, missing, overlapping and cut-off tensors, NaN and infinity, zero, constant and equal rows, and
+    tensors far from those of other layers. No code in a file runs.
+    """
+    from gonio import measuring
+
+    if len(paths) > 1 and (save_to or against):
+        option = "--save" if save_to else "--against"
+        raise InvalidArgumentError(f"{option} takes one checkpoint", f"{len(paths)} of them", "Check them one by one.")
+    check_folders({"save": save_to, "json": json})
+    results = []
+    for path in paths:
+        with progress("checking") as update:
+            results.append(
+                measuring.check(
+                    path,
+                    against=against,
+                    jobs=jobs,
+                    progress=update,
+                    describe=lambda contents: print_err(f"{contents}; reading {_size(contents.bytes)}"),
+                )
+            )
+        if json is None:
+            show(results[-1])
+    if json is not None:
+        made: Any = [result.to_dict() for result in results]
+        save(dumps(made[0] if len(made) == 1 else made, ensure_ascii=False, allow_nan=False, indent=1), json, "JSON")
+    if save_to is not None:
+        save(dumps(results[0].fingerprints, ensure_ascii=False, indent=1), save_to, "fingerprints")
+    if any(result.at_least(fail_on) for result in results):
+        raise typer.Exit(ExitCode.FINDING)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"

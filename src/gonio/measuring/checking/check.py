@@ -1,0 +1,343 @@
+"""`check`: is a checkpoint intact, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
+from gonio.escaping import html_table, plain, redact
+from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
+from gonio.measuring.checking.rules import checked, with_siblings
+from gonio.measuring.checking.scan import TensorCheck, scan_all
+from gonio.measuring.exports import counted, json_data
+from gonio.measuring.findings.rules import LEVELS, Finding
+from gonio.measuring.reading.entry import INTEGERS, dtype_named
+from gonio.measuring.reading.source import name_of, small_json
+from gonio.measuring.showing.table import Table
+
+Level = Literal["info", "warn", "error"]
+
+SCHEMA = "gonio.check/1"
+FINGERPRINTS = "gonio.fingerprint/1"
+LARGEST_FINGERPRINT = 1 << 30  # bytes; that of a million tensors has 150 MB
+_SHOWN = 3  # tensors of one rule in print
+# What configurations of transformers call these numbers; a model has one of the names.
+_NUMBERS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "width": ("hidden_size", "n_embd", "d_model", "dim"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """What a checkpoint holds, from its headers and from the configurations beside it.
+
+    Attributes:
+        family: `model_type`, else the architecture, of `config.json`; "" without one.
+        parameters: number of entries of the model's tensors, of packed ones as they are stored.
+        dtypes: number of the model's tensors by dtype. `beside`: number of tensors that are not the model's.
+        layers, heads, kv_heads, width, vocabulary: as in `config.json`; None where it does not say.
+        quantisation: the method in `config.json`. `adapter`: the kind in `adapter_config.json`.
+    """
+
+    family: str
+    parameters: int
+    tensors: int
+    beside: int
+    bytes: int
+    files: int
+    dtypes: dict[str, int]
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    width: int | None = None
+    vocabulary: int | None = None
+    quantisation: str = ""
+    adapter: str = ""
+
+    def __str__(self) -> str:
+        """One line, for example `llama, 1.24 billion parameters in 146 tensors (146 bfloat16), 16 layers`."""
+        dtypes = ", ".join(f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items())
+        parts = [f"{_large(self.parameters)} in {counted(self.tensors, 'tensor')} ({dtypes})"]
+        parts = [plain(self.family, longest=80), *parts] if self.family else parts
+        parts += [counted(n, word) for n, word in ((self.layers, "layer"), (self.heads, "head")) if n is not None]
+        parts += [f"{self.kv_heads} for keys and values"] if self.kv_heads not in (None, self.heads) else []
+        parts += [f"width {self.width}"] if self.width is not None else []
+        parts += [f"vocabulary {self.vocabulary:,}"] if self.vocabulary is not None else []
+        parts += [f"quantised by {plain(self.quantisation, longest=80)}"] if self.quantisation else []
+        parts += [f"adapter of kind {plain(self.adapter, longest=80)}"] if self.adapter else []
+        parts += [f"{counted(self.beside, 'tensor')} beside the model"] if self.beside else []
+        return ", ".join([*parts, *([counted(self.files, "file")] if self.files else [])])
+
+
+@dataclass(frozen=True, repr=False)
+class CheckResult(Table[TensorCheck]):
+    """Whether a checkpoint is intact, and what it holds: a mapping from paths to rows that prints as a report.
+
+    Attributes:
+        source: its name. `contents`: what it holds.
+        tensors: one :class:`TensorCheck` per tensor.
+        findings: what is wrong or unusual, errors first.
+        notes: remarks on how it was read.
+
+    Example:
+        >>> gonio.check({"w": torch.ones(2)})["w"].constant
+        True
+    """
+
+    ROW: ClassVar = TensorCheck
+
+    source: str
+    contents: CheckpointContents
+    tensors: tuple[TensorCheck, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def intact(self) -> bool:
+        """Whether there is no error and no warning."""
+        return all(finding.level == "info" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        levels = Counter(finding.level for finding in self.findings)
+        read = sum(not tensor.reason for tensor in self.tensors)
+        counts = [counted(levels[level], word) for level, word in (("error", "error"), ("warn", "warning"))]
+        said = " and ".join(count for count in counts if not count.startswith("0 "))
+        if levels["error"]:
+            return f"Damaged: {said}."
+        if levels["warn"]:
+            return f"Readable, with {said}."
+        if not self.tensors:
+            return "Nothing to check: it holds no tensor."
+        if read < len(self.tensors):
+            return f"No damage found in {read} of {counted(len(self.tensors), 'tensor')}; the others were not checked."
+        every = "is there, and every value" if read == 1 else "are there, and every value"
+        return f"Intact: {counted(read, 'tensor')} {every} is finite."
+
+    def at_least(self, level: Level) -> bool:
+        """Whether there is a finding of this level or above."""
+        return any(LEVELS.index(finding.level) >= LEVELS.index(level) for finding in self.findings)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """The fingerprint of every tensor that was read, as JSON-able data: what `--save` writes."""
+        kept = {t.name: {"dtype": t.dtype, "shape": list(t.shape), "hash": t.fingerprint} for t in self.tensors}
+        return {"schema": FINGERPRINTS, "source": self.source, "tensors": kept}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able data; `schema` names its version."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "verdict": self.verdict,
+            "intact": self.intact,
+            "contents": json_data(asdict(self.contents)),
+            "findings": json_data(self.findings),
+            "notes": json_data(self.notes),
+            "tensors": json_data(self.tensors),
+        }
+
+    def __repr__(self) -> str:
+        return f"<CheckResult of {plain(self.source)}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        rows = [[f.level, f.code, f.path, f.found, f.do] for f in self.findings]
+        title = f"{self.source}: {self.verdict}"
+        return html_table(title, ["level", "code", "tensor", "found", "do"], rows, [str(self.contents), *self.notes])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        style = "bold green" if self.intact else "bold red"
+        yield Text.assemble((self.verdict, style), f" {plain(self.source)}")
+        yield Text(str(self.contents))
+        for note in self.notes:
+            yield Text(plain(note, longest=500), style="dim")
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.code, []).append(finding)
+        for code, group in groups.items():
+            yield Text(f"{group[0].level:5} {code}: {counted(len(group), 'finding')}", style="bold")
+            for finding in group[:_SHOWN]:
+                yield Text(f"  {plain(finding.path, longest=200) or 'the files'}: {plain(finding.found, longest=500)}")
+            if len(group) > _SHOWN:
+                yield Text(f"  and {len(group) - _SHOWN} more")
+        if groups:
+            yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
+
+
+def _large(count: int) -> str:
+    """Parameters in millions or billions where there are as many."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word} parameters"
+    return counted(count, "parameter")
+
+
+def check(
+    source: Content,
+    *,
+    against: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    describe: Callable[[CheckpointContents], None] | None = None,
+) -> CheckResult:
+    """Check a checkpoint in one pass: is it intact, and what is in it.
+
+    Every tensor of every file is held against its header, the index and the size of the file; then its values are
+    read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it).
+
+    Args:
+        source: a `.safetensors` or torch file, a `.index.json`, a folder with a model, or a state dict.
+        against: a file of fingerprints (`gonio check --save`), or the `fingerprints` of a result: what changed, was
+            added and was removed are findings.
+        jobs: number of threads; by default one per core, at most 8.
+        progress: is called with (bytes done, bytes in all).
+        describe: is called with the contents before values are read.
+
+    Raises:
+        UnreadableFileError: for a file of which nothing can be read, and for a damaged file of fingerprints.
+        InvalidArgumentError: for another source, or less than one job.
+
+    Example:
+        >>> state = {f"layers.{i}.down.weight": torch.randn(64, 64) for i in range(8)}
+        >>> found = gonio.check(state)
+        >>> found.verdict
+        'Intact: 8 tensors are there, and every value is finite.'
+        >>> state["layers.3.down.weight"] *= 100
+        >>> state["layers.5.down.weight"][2, 7] = torch.nan
+        >>> [(f.code, f.path) for f in gonio.check(state, against=found.fingerprints).findings]
+        [('G001', 'layers.5.down'), ('G710', 'layers.3.down'), ('G710', 'layers.5.down'), ('G709', 'layers.3.down')]
+    """
+    if jobs is None:
+        jobs = min(os.cpu_count() or 1, 8)
+    if jobs < 1:
+        raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
+    known = None if against is None else _fingerprints(against)
+    held = inventory(source)
+    contents = _contents(held)
+    if describe is not None:
+        describe(contents)
+    integers = sum(dtype_named(place.dtype) in INTEGERS and not place.reason for place in held.places)
+    said = f"checked as integers (packed weights, indices, counters): {counted(integers, 'tensor')}"
+    notes = (*held.notes, said) if integers else held.notes
+    tensors = with_siblings(scan_all(held.places, jobs, progress))
+    changes = [] if known is None else list(_changes(tensors, known))
+    findings = checked(tensors, [*held.problems, *changes])
+    return CheckResult(name_of(source), contents, tensors, findings, notes)
+
+
+def _contents(held: Inventory) -> CheckpointContents:
+    folder = held.files[0].parent if held.files else None
+    config, adapter = (
+        {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
+    )
+    architectures, quantisation = config.get("architectures"), config.get("quantization_config")
+    family = config.get("model_type") or (architectures[0] if isinstance(architectures, list) and architectures else "")
+    inner = config.get("text_config")  # of a model of several modalities
+    config = {**inner, **config} if isinstance(inner, dict) else config
+    numbers = {
+        what: next((config[name] for name in names if type(config.get(name)) is int), None)
+        for what, names in _NUMBERS.items()
+    }
+    model = [place for place in held.places if not place.beside]
+    method = quantisation.get("quant_method", "unnamed") if isinstance(quantisation, dict) else ""
+    return CheckpointContents(
+        family=str(family),
+        parameters=sum(math.prod(place.shape) for place in model),
+        tensors=len(model),
+        beside=len(held.places) - len(model),
+        bytes=sum(place.size for place in held.places),
+        files=sum(not file.name.endswith(".index.json") for file in held.files),
+        dtypes=dict(Counter(place.dtype for place in model).most_common()),
+        quantisation=str(method),
+        adapter=str(adapter.get("peft_type", "unnamed")) if adapter else "",
+        **numbers,
+    )
+
+
+def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """(dtype, shape, fingerprint) of each tensor in a file of fingerprints."""
+    said = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+    try:
+        if isinstance(source, Mapping):
+            content: Any = source
+        elif Path(source).stat().st_size > LARGEST_FINGERPRINT:
+            raise ValueError(f"more than {LARGEST_FINGERPRINT} bytes")
+        else:
+            content = json.loads(Path(source).read_text(encoding="utf-8"))
+        if content["schema"] != FINGERPRINTS:
+            raise ValueError(f"its schema is {content['schema']!r:.80}")
+        return {str(n): (t["dtype"], tuple(t["shape"]), t["hash"]) for n, t in content["tensors"].items()}
+    except FileNotFoundError as error:
+        raise UnreadableFileError(said, "there is no such file", "Write it by gonio check --save.") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = f"it holds no fingerprints ({str(error)[:200]})"
+        raise UnreadableFileError(said, found, "Write it by gonio check --save.") from error
+
+
+def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]) -> Iterator[Problem]:
+    """What differs from the fingerprints; a tensor that was not read differs by its header only."""
+    for t in tensors:
+        if t.name not in known:
+            yield Problem("G710", t.path, "added: it has no fingerprint")
+            continue
+        dtype, shape, fingerprint = known[t.name]
+        if (dtype, shape) != (t.dtype, t.shape):
+            before, now = (f"{d} {'×'.join(map(str, s))}" for d, s in ((dtype, shape), (t.dtype, t.shape)))
+            yield Problem("G710", t.path, f"changed from {plain(before, longest=80)} to {now}")
+        elif fingerprint != t.fingerprint:
+            yield Problem("G710", t.path, "its values changed")
+    names = {t.name for t in tensors}
+    yield from (Problem("G710", name.removesuffix(".weight"), "removed") for name in known if name not in names)
+
+
+def check_before_save(
+    state: Mapping[str, Any], *, fail_on: Level = "error", action: Literal["raise", "warn"] = "raise"
+) -> CheckResult:
+    """Check a state dict before it is saved.
+
+    Args:
+        state: the state dict.
+        fail_on: the lowest level of a finding that counts.
+        action: whether to raise or to warn then.
+
+    Returns:
+        The result of :func:`check`.
+
+    Raises:
+        UnsoundStateError: if there is such a finding and `action` is `raise`.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> _ = model.weight.data.fill_(torch.nan)
+        >>> try:
+        ...     gonio.measuring.check_before_save(model.state_dict())
+        ... except gonio.errors.UnsoundStateError as error:
+        ...     print(str(error)[:79])
+        check_before_save: the state dict was not saved; G001 in weight: 8 of 8 values
+    """
+    if action not in ("raise", "warn"):
+        raise InvalidArgumentError("check_before_save(action=) takes raise or warn", f"{action!r}", "Pass one of them.")
+    found = check(state)
+    if found.at_least(fail_on):
+        bad = [f for f in found.findings if LEVELS.index(f.level) >= LEVELS.index(fail_on)]
+        said = listing([f"{f.code} in {plain(f.path, longest=200)}: {f.found}" for f in bad], limit=3)
+        if action == "raise":
+            raise UnsoundStateError(redact(said))
+        warnings.warn(f"the state dict that is saved has findings: {redact(said)}", stacklevel=2)
+    return found

@@ -1,0 +1,379 @@
+"""Where the tensors of a checkpoint are, and what is wrong with its files; no values are read.
+
+Other readers refuse a file whose header does not fit. Here every tensor of such a file is named with its problem, and
+all bytes of a file are accounted for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+import torch
+from torch import Tensor
+
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
+from gonio.escaping import plain
+from gonio.measuring.reading.entry import dtype_named, header_of, stored_entries
+from gonio.measuring.reading.safetensors_files import DTYPES, damaged
+from gonio.measuring.reading.shards import PART, weight_map
+from gonio.measuring.reading.source import absent, files_in
+from gonio.measuring.reading.state_dicts import state_in
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
+
+LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
+_HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
+_DEPTH = 32  # levels of containers in a checkpoint
+
+Read = Callable[[int, Any], None]
+Content = str | os.PathLike[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor that was found, before its values are read.
+
+    Attributes:
+        open: a context with a function that fills an array from the given byte of the tensor on.
+        beside: whether it is not of the model. `reason`: why it cannot be read.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    open: Callable[[], Any]
+    beside: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a file, or with a tensor's place; the code is of a rule on files."""
+
+    code: str
+    path: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of a checkpoint, the problems of its files, remarks, and the names of the files."""
+
+    places: tuple[Place, ...]
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+
+
+def inventory(source: object) -> Inventory:
+    """The tensors of a file, of a folder with a model, of an index with its shards, or of a state dict.
+
+    Raises:
+        UnreadableFileError: for a file of which nothing can be read.
+        InvalidArgumentError: for anything else than a path or a mapping.
+    """
+    if isinstance(source, Mapping):
+        return _of_content(source, "")
+    if not isinstance(source, (str, os.PathLike)):
+        found_type = type(source).__name__
+        raise InvalidArgumentError("check() takes a path or a state dict", found_type, "Pass model.state_dict().")
+    path = Path(source)
+    files, others = files_in(path) if path.is_dir() else ([path], [])
+    notes = [f"not read: {listing([plain(file.name) for file in others], limit=4)}"] if others else []
+    if len(files) > 1:
+        found = _of_parts(files)
+    elif not files[0].is_file():
+        raise absent(files[0])
+    else:
+        found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _of_file(path: Path) -> Inventory:
+    if path.suffix == ".safetensors":
+        return _of_safetensors(path)
+    if path.suffix in SUFFIXES:
+        found = _of_content(mapped_content(path), path.name)
+        return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
+    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES))
+    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
+
+
+# --- several files ---------------------------------------------------------------------------------------------------
+
+
+def _of_files(files: list[Path]) -> tuple[dict[str, Inventory], list[Problem]]:
+    """What each file holds, by its name, and a problem for each that cannot be read."""
+    held, problems = {}, []
+    for file in files:
+        try:
+            held[file.name] = _of_file(file) if file.is_file() else Inventory(())
+        except GonioError as error:
+            problems.append(Problem("G701", file.name, str(error)))
+            continue
+        problems += held[file.name].problems
+    return held, problems
+
+
+def _of_parts(files: list[Path]) -> Inventory:
+    """Parts without an index; their names say how many there are."""
+    held, problems = _of_files(files)
+    expected = max(int(part[3]) for file in files if (part := PART.fullmatch(file.name)))
+    if expected != len(files):
+        problems.append(Problem("G702", "", f"{len(files)} of {expected} parts are there"))
+    times = Counter(place.name for found in held.values() for place in found.places)
+    problems += [Problem("G703", name, f"stored in {n} files") for name, n in times.items() if n > 1]
+    places = tuple(place for found in held.values() for place in found.places)
+    note = "the parts have no index: a missing tensor cannot be noticed"
+    return Inventory(places, tuple(problems), (note,), tuple(files))
+
+
+def _of_index(index: Path) -> Inventory:
+    """The shards that an index names, each tensor held against it."""
+    wanted, doubled = weight_map(index)
+    shards = [index.parent / shard for shard in dict.fromkeys(wanted.values())]
+    held, problems = _of_files(shards)
+    counts = Counter(wanted.values())
+    for shard in shards:
+        if not shard.is_file():
+            tensors = f"{counts[shard.name]} tensor{'s' if counts[shard.name] > 1 else ''}"
+            problems.append(Problem("G702", shard.name, f"the shard is missing; the index places {tensors} in it"))
+    where: dict[str, list[str]] = {}
+    for shard_name, found in held.items():
+        for place in found.places:
+            where.setdefault(place.name, []).append(shard_name)
+    for name, shard_name in wanted.items():
+        seen = where.get(name, [])
+        if shard_name in seen or not (index.parent / shard_name).is_file() or shard_name not in held:
+            continue
+        instead = f"; {plain(seen[0])} holds it" if seen else ""
+        problems.append(Problem("G702", name, f"not in {plain(shard_name)}, where the index places it{instead}"))
+    problems += [Problem("G703", name, "named twice in the index") for name in doubled]
+    for name, seen in where.items():
+        if len(seen) > 1:
+            problems.append(Problem("G703", name, f"stored in {len(seen)} shards: {listing(seen, limit=4)}"))
+        elif name not in wanted:
+            problems.append(Problem("G703", name, f"in {plain(seen[0])}, but not in the index"))
+    places = tuple(place for found in held.values() for place in found.places)
+    notes = tuple(dict.fromkeys(note for found in held.values() for note in found.notes))
+    return Inventory(places, tuple(problems), notes, (index, *(shard for shard in shards if shard.is_file())))
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _of_safetensors(path: Path) -> Inventory:
+    header, start, doubled = _header(path)
+    data = path.stat().st_size - start
+    problems = [Problem("G703", name, f"twice in the header of {plain(path.name)}") for name in doubled]
+    places: list[tuple[int, Place]] = []
+    ends = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+                raise ValueError("a size is not a natural number")
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(Problem("G704", name, f"its entry in the header is invalid ({str(error)[:100]})"))
+            continue
+        said = _misfit(dtype, shape, begin, end, data)
+        problems += [Problem("G704", name, said)] if said else []
+        opened = partial(_opened, path, start + begin)
+        named = DTYPES.get(dtype, dtype)
+        places.append((begin, Place(name, path.name, named, shape, max(end - begin, 0), opened, reason=said)))
+        if begin < end:
+            ends.append((begin, end, name))
+    problems += _gaps(sorted(ends), data, path.name)
+    in_order = tuple(place for _, place in sorted(places, key=lambda pair: pair[0]))  # disks read in one direction
+    return Inventory(in_order, tuple(problems), files=(path,))
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
+    """The header of a safetensors file, the byte at which the data begin, and names that occur twice.
+
+    Raises:
+        UnreadableFileError: if it is not one.
+    """
+    doubled: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        doubled.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        return dict(pairs)
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"{size} bytes, of which the header would take {length}")
+            header = json.loads(file.read(length), object_pairs_hook=once)
+        if not isinstance(header, dict):
+            raise ValueError("the header is no object")
+    except (ValueError, RecursionError, OSError) as error:
+        raise damaged(path, error) from error
+    return header, 8 + length, [name for name in doubled if name in header]
+
+
+def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int) -> str:
+    """Why a tensor's place does not fit its header or the file; empty if it does."""
+    known = dtype_named(DTYPES.get(dtype, ""))
+    if known is None and dtype not in _HALF_BYTES:
+        return f"its dtype {plain(dtype, longest=40)} is not known"
+    width = known.itemsize if known is not None else _HALF_BYTES[dtype] / 2
+    if end - begin != prod(shape) * width:
+        said = f"{end - begin} bytes are stored for {prod(shape)} entries of {dtype}"
+        return f"{said}, which take {prod(shape) * width:g}"
+    return f"cut off: the file ends {end - data} bytes before it does" if end > data else ""
+
+
+def _gaps(ends: list[tuple[int, int, str]], data: int, file: str) -> Iterator[Problem]:
+    """Tensors that overlap, and bytes between and after them that belong to none."""
+    reached, last = 0, ""
+    for begin, end, name in ends:
+        if begin < reached:
+            count = min(reached, end) - begin
+            yield Problem("G704", name, f"overlaps {plain(last)}: {count} bytes belong to both")
+        elif begin > reached:
+            yield Problem("G705", file, f"{begin - reached} bytes before {plain(name)} belong to no tensor")
+        if end > reached:
+            reached, last = end, name
+    if reached < data:
+        yield Problem("G705", file, f"{data - reached} bytes after the last tensor belong to none")
+
+
+@contextmanager
+def _opened(path: Path, offset: int) -> Iterator[Read]:
+    with path.open("rb", buffering=0) as file:
+
+        def read(at: int, target: Any) -> None:
+            file.seek(offset + at)
+            done = 0
+            while done < len(target):
+                if not (got := file.readinto(target[done:])):
+                    raise damaged(path, EOFError("it ends before this tensor does"))
+                done += got
+
+        yield read
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def _of_content(content: Any, file: str) -> Inventory:
+    """All tensors of a state dict or of what a trainer saved: the model's by their own names, others by their place."""
+    state: Mapping[Any, Any] = {}
+    key = ""
+    if isinstance(content, Mapping):
+        try:
+            found = state_in(content, what="the checkpoint")
+            state, key = found.state, found.key
+        except InvalidArgumentError:
+            pass  # tensors that are under no known key are beside
+    places, problems = [], []
+    names = {id(value): str(name) for name, value in state.items()}
+    others = 0
+    for name, value in _leaves(content):
+        if not isinstance(value, Tensor):
+            others += not isinstance(value, (type(None), bool, int, float, str, bytes))
+            continue
+        place = _of_tensor(names.get(id(value), name), value, file)
+        places.append(replace(place, beside=id(value) not in names))
+        problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
+    notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
+    notes += [f"{others} other objects are not checked"] if others else []
+    return Inventory(tuple(places), tuple(problems), tuple(notes))
+
+
+def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
+    """(place, value) of everything in nested containers; a container that contains itself is visited once."""
+    stack, seen = [("", content, 0)], set()
+    while stack:
+        name, value, depth = stack.pop()
+        if isinstance(value, Mapping):
+            inner = [(str(key), held) for key, held in value.items()]
+        elif isinstance(value, (list, tuple)):
+            inner = [(str(key), held) for key, held in enumerate(value)]
+        else:
+            yield name, value
+            continue
+        if id(value) not in seen and depth < _DEPTH:
+            seen.add(id(value))
+            dot = "." if name else ""
+            stack += [(f"{name}{dot}{key}", held, depth + 1) for key, held in reversed(inner)]
+
+
+def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
+    local = local.detach()
+    shape, dtype = header_of(local)
+    reason, size = "", 0
+    if local.is_meta:
+        reason = "on the meta device: it has no values"
+    elif local.layout != torch.strided or local.is_quantized:
+        reason = f"its layout {local.layout} is not read" if not local.is_quantized else "a quantised tensor of torch"
+    elif local.numel() > stored_entries(local):
+        reason = f"claims {local.numel()} entries, of which {stored_entries(local)} are stored"
+    else:
+        size = local.nbytes
+    return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason)
+
+
+@contextmanager
+def _in_memory(tensor: Tensor) -> Iterator[Read]:
+    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def read(at: int, target: Any) -> None:
+        numpy.copyto(target, data[at : at + len(target)])
+
+    yield read
+
+
+def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
+    """The archive's records against their checksums, which torch does not compare when it loads a file.
+
+    Records of an archive that was written under `torch.serialization.set_crc32_options(False)` have none; then all
+    large ones differ, which is no damage.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    bad, good = [], 0
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            for info in archive.infolist():
+                if info.file_size and info.compress_type == zipfile.ZIP_STORED:
+                    right = _crc(file, info) == info.CRC
+                    good += right and "/data/" in info.filename
+                    bad += [] if right else [info.filename]
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+        yield Problem("G701", path.name, f"its archive cannot be read ({str(error)[:200]})")
+        return
+    if bad and good:
+        records = f"{len(bad)} record{'s differ' if len(bad) > 1 else ' differs'} from the checksum"
+        yield Problem("G711", path.name, f"{records}: {listing([plain(name) for name in bad], limit=3)}")
+
+
+def _crc(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """The checksum of the bytes of a stored record; they follow its local header, its name and its extra field."""
+    file.seek(info.header_offset + 26)
+    file.seek(info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))))
+    found, left = 0, info.file_size
+    while left and (block := file.read(min(left, 1 << 20))):
+        found, left = zlib.crc32(block, found), left - len(block)
+    return found

@@ -1,0 +1,246 @@
+"""Planted damages are named, healthy files have no finding above info, and hostile files run no code."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import gonio
+from cli.shell import invoke
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, UnsoundStateError
+from gonio.measuring import check_before_save
+from measuring.zoo_files import FILES
+
+State = dict[str, Tensor]
+
+
+def state(seed: int = 0, dtype: torch.dtype = torch.float32) -> State:
+    draw = torch.Generator().manual_seed(seed)
+    made = {f"layers.{i}.down.weight": torch.randn(24, 40, generator=draw) for i in range(6)}
+    made["norm.bias"] = torch.randn(40, generator=draw)
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def found(source: Any, **options: Any) -> set[tuple[str, str]]:
+    return {(f.code, f.path) for f in gonio.check(source, **options).findings}
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object], data: bytes = b"") -> None:
+    """The file with a changed header and more data."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :] + data)
+
+
+def sharded(folder: Path, tensors: State) -> Path:
+    names = list(tensors)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for part, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / part)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: part for part, held in parts.items() for name in held}}))
+    return index
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_has_its_place(dtype: torch.dtype, bad: float) -> None:
+    tensors = state(dtype=dtype)
+    tensors["layers.2.down.weight"][3, 7] = bad
+    row = gonio.check(tensors)["layers.2.down"]
+    assert (row.nonfinite, row.first_nonfinite) == (1, (3, 7))
+    assert found(tensors) == {("G001", "layers.2.down")}
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3), (3, 300_000), (40, 3, 3, 3), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_norm_and_largest_entry_against_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    row = gonio.check({"w": tensor})["w"]
+    if not tensor.numel():
+        assert row.norm is None
+        return
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+    assert row.norm == pytest.approx(float(values.square().sum().sqrt()), rel=1e-5)
+    assert row.largest == float(values.abs().max())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_squares_neither_overflow_nor_vanish(scale: float) -> None:
+    assert gonio.check({"w": torch.full((9,), scale)})["w"].norm == pytest.approx(3 * scale, rel=1e-6)
+
+
+def zero_rows(tensors: State) -> None:
+    tensors["layers.1.down.weight"][4:9] = 0
+
+
+def equal_rows(tensors: State) -> None:
+    tensors["layers.1.down.weight"][4] = tensors["layers.1.down.weight"][9]
+
+
+def constant_row(tensors: State) -> None:
+    tensors["layers.1.down.weight"][4] = 0.5
+
+
+def scaled(tensors: State) -> None:
+    tensors["layers.1.down.weight"] *= 100
+
+
+def zeroed(tensors: State) -> None:
+    tensors["layers.1.down.weight"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [(zero_rows, "G102"), (equal_rows, "G707"), (constant_row, "G708"), (scaled, "G709"), (zeroed, "G709")],
+)
+def test_planted_values(damage: Callable[[State], None], code: str) -> None:
+    tensors = state()
+    damage(tensors)
+    assert found(tensors) == {(code, "layers.1.down")}
+
+
+def test_every_changed_bit_is_found_against_fingerprints() -> None:
+    tensors = state()
+    before = gonio.check(tensors).fingerprints
+    assert not found(tensors, against=before)
+    for bit in (0, 15, 31):
+        changed = {name: tensor.clone() for name, tensor in tensors.items()}
+        changed["norm.bias"].view(torch.int32)[17] ^= 1 << bit if bit < 31 else -(1 << 31)
+        assert found(changed, against=before) == {("G710", "norm.bias")}
+    changed = tensors | {"new": torch.ones(2)}
+    del changed["norm.bias"]
+    assert found(changed, against=before) == {("G710", "new"), ("G710", "norm.bias")}
+    flipped = {name: tensor.clone() for name, tensor in tensors.items()}
+    flipped["norm.bias"][[1, 3]] *= -1  # the highest bits of two words
+    assert found(flipped, against=before) == {("G710", "norm.bias")}
+
+
+def test_the_fingerprint_is_the_same_in_every_version() -> None:
+    assert gonio.check({"w": torch.arange(12.0).view(3, 4)})["w"].fingerprint == "48945cfac4405f72"
+
+
+def test_one_file_shards_and_a_torch_file_are_equal(tmp_path: Path) -> None:
+    tensors = state()
+    save_file(tensors, tmp_path / "one.safetensors")
+    torch.save({"model": tensors, "optimizer": {"m": torch.ones(3)}}, tmp_path / "one.pt")
+    (tmp_path / "sharded").mkdir()
+    sources = [tmp_path / "one.safetensors", sharded(tmp_path / "sharded", tensors), tmp_path / "one.pt", tensors]
+    for jobs in (1, 2):
+        kept = [gonio.check(source, jobs=jobs) for source in sources]
+        rows = [{t.name: (t.fingerprint, t.norm, t.largest, t.ratio) for t in k.tensors if not t.beside} for k in kept]
+        assert all(row == rows[0] for row in rows)
+        assert all(k.intact for k in kept)
+
+
+def test_damaged_places(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    cases: list[tuple[Callable[[dict[str, Any]], object], bytes, str]] = [
+        (
+            lambda h: h["layers.1.down.weight"].update(data_offsets=h["layers.0.down.weight"]["data_offsets"]),
+            b"",
+            "G704",
+        ),
+        (lambda h: h["layers.1.down.weight"].update(dtype="F16"), b"", "G704"),
+        (lambda h: h["layers.1.down.weight"].update(shape=[24, 41]), b"", "G704"),
+        (lambda h: h.pop("layers.1.down.weight"), b"", "G705"),
+        (lambda h: None, b"\0" * 12, "G705"),
+    ]
+    for change, data, code in cases:
+        save_file(state(), path)
+        rewritten(path, change, data)
+        assert code in {f.code for f in gonio.check(path).findings}
+    save_file(state(), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    cut = gonio.check(path)
+    assert [(f.code, "cut off" in f.found) for f in cut.findings if f.level == "error"] == [("G704", True)]
+    assert cut.verdict == "Damaged: 1 error."
+
+
+def test_shards_against_the_index(tmp_path: Path) -> None:
+    index = sharded(tmp_path, state())
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    content = json.loads(index.read_text())
+    content["weight_map"]["gone"] = "a.safetensors"
+    index.write_text(json.dumps(content))
+    assert found(index) == {("G702", "gone")}
+    index = sharded(tmp_path, state())
+    kept = a.read_bytes(), b.read_bytes()
+    a.write_bytes(kept[1]), b.write_bytes(kept[0])  # swapped
+    assert {code for code, _ in found(index)} == {"G702"}
+    a.write_bytes(kept[0])
+    assert ("G703", "layers.0.down.weight") in found(index)
+    b.unlink()
+    assert ("G702", "b.safetensors") in found(index)
+    b.write_bytes(b"\xff" * 50)
+    assert ("G701", "b.safetensors") in found(index)
+
+
+def test_a_flipped_bit_in_a_torch_file(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "m.pt", state()
+    torch.save(tensors, path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(tensors["norm.bias"].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(raw)
+    assert found(path) == {("G711", "m.pt")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file(name: str, tmp_path: Path) -> None:
+    with suppress(GonioError, OSError):
+        str(gonio.check(FILES[name][0](tmp_path)))
+    assert not (tmp_path / "canary").exists()
+
+
+def test_before_saving() -> None:
+    bad = {"w": torch.tensor([1.0, torch.nan])}
+    with pytest.raises(UnsoundStateError, match="the state dict was not saved; G001 in w"):
+        check_before_save(bad)
+    with pytest.warns(UserWarning, match="that is saved has findings: G001 in w"):
+        check_before_save(bad, action="warn")
+    assert check_before_save(nn.Linear(3, 3).state_dict()).intact
+    with pytest.raises(InvalidArgumentError, match=r"check_before_save\(action=\) takes raise or warn"):
+        check_before_save(bad, action="no")  # type: ignore[arg-type]
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"check\(\) takes a path or a state dict"):
+        gonio.check(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"check\(jobs=\) takes a number of threads"):
+        gonio.check({}, jobs=0)
+    with pytest.raises(UnreadableFileError, match="it holds no fingerprints"):
+        gonio.check({}, against={"schema": "other"})
+    with pytest.raises(UnreadableFileError, match="Write it by gonio check --save"):
+        gonio.check({}, against=tmp_path / "none.json")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path, prints, tensors = tmp_path / "m.safetensors", tmp_path / "f.json", state()
+    save_file(tensors, path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 4}')
+    done = invoke("check", path, "--save", prints)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("Intact: 7 tensors are there")
+    assert "llama, 5,800 parameters" in done.stdout
+    assert "6 layers, 4 heads" in done.stdout
+    tensors["norm.bias"][0] += 1
+    save_file(tensors, path)
+    done = invoke("check", path, "--against", prints)
+    assert done.exit_code == 1
+    assert "G710" in done.stdout
+    assert json.loads(invoke("check", path, "--json", "-").stdout)["intact"]
+    path.write_bytes(b"\1")
+    assert invoke("check", path).exit_code == 3
+    assert invoke("check", path, path, "--save", prints).exit_code == 2
