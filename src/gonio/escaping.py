@@ -9,10 +9,13 @@ from __future__ import annotations
 import csv
 import html
 import io
+import os
 import re
 import shutil
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -174,3 +177,28 @@ def tex_cell(value: object) -> str:
     """
     line = " ".join(plain("" if value is None else value).split())
     return "".join(_TEX.get(character, character) for character in line)
+
+
+def write_text(content: str, path: str | os.PathLike[str]) -> Path:
+    """Write to a temporary file beside `path`, then rename it: a reader sees the old file or the new one.
+
+    A link is followed; a device or a pipe is written to as it is.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(content, encoding="utf-8", newline="\n")
+        return Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", suffix=".part", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0o022)  # mkstemp ignores it, and reading it requires setting it
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return Path(path)

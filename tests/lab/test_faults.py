@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gonio.errors import StudyError
+from gonio.escaping import write_text
 from gonio.lab import RunRecord, Study, StudyPlan, make_script_plan, run
 from gonio.lab.running.scheduler import Quiet
-from gonio.lab.showing.page import write_text
 from lab.faults import KILLED, Layer, fail, faulty, kill
 from lab.plans import OWN, Here
 from lab.processes import exit_code, forked

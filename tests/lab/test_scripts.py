@@ -18,7 +18,7 @@ from gonio import Recipe
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.lab import Run, Study, StudyPlan, make_script_plan, run
 from gonio.lab.running.scheduler import Lines
-from gonio.lab.running.scripts import curve_of, execute_script
+from gonio.lab.running.scripts import _run_script, curve_of
 from gonio.lab.showing import html as html_of
 from lab.plans import OWN
 
@@ -268,7 +268,7 @@ def test_only_some_steps_are_measured(tmp_path: Path) -> None:
 def test_attacks_need_the_model(tmp_path: Path) -> None:
     plan = plan_of("train", epsilon=0.1)
     with pytest.raises(InvalidArgumentError, match=r"hands over; found no call of run.hand_over"):
-        execute_script(plan, plan.baseline, 0, tmp_path)
+        _run_script(plan, plan.baseline, 0, tmp_path)
     one = run_of(tmp_path)
     one.hand_over(nn.Linear(2, 2), torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
     assert not (tmp_path / "attacked.json").exists()  # without --robust

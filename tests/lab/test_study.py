@@ -279,6 +279,33 @@ def test_a_study_of_format_1_keeps_what_it_was_planned_for(tmp_path: Path) -> No
     assert len(Study.open(tmp_path / "study").runs()) == 6
 
 
+def test_a_database_of_another_plan_is_refused(tmp_path: Path) -> None:
+    for name, seeds in (("a", 2), ("b", 3)):
+        Study.create(tmp_path / name, plan_of(seeds=seeds))
+    shutil.copy(tmp_path / "b" / "study.db", tmp_path / "a" / "study.db")
+    (tmp_path / "a" / "study.db-wal").unlink(missing_ok=True)
+    for use in (Study.open, lambda path: Study.create(path, plan_of(seeds=2))):
+        with pytest.raises(StudyError, match=r"study\.db was written for another plan than plan\.json"):
+            use(tmp_path / "a")
+    assert Study.create(tmp_path / "b", plan_of(seeds=4)).plan == Study.open(tmp_path / "b").plan
+
+
+def test_a_finished_study_on_a_full_disk_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There SQLite cannot make its own files; a folder in the place of one of them has the same effect."""
+    study = Study.create(tmp_path, plan_of(seeds=1))
+    study.add(study.plan.recipes[1], finished("r0", 0), {})
+    for name in ("study.db-shm", "study.db-wal"):
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "study.db-shm").mkdir()
+    assert Study.open(tmp_path).runs() == (finished("r0", 0),)
+    with pytest.raises(StudyError, match=r"study\.db cannot be used"):
+        study.add(study.plan.baseline, finished("baseline", 0), {})
+    (tmp_path / "study.db-wal").write_bytes(b"a commit")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a folder that cannot be written
+    with pytest.raises(StudyError, match=r"the last runs are in study\.db-wal"):
+        Study.open(tmp_path)
+
+
 # --- damage -----------------------------------------------------------------------------------------------
 
 

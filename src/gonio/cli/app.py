@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 import gonio
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
-from gonio.escaping import plain, printed
+from gonio.escaping import plain, printed, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,7 @@ def save(text: str, target: str, what: str) -> None:
     if target == "-":
         typer.echo(text, nl=not text.endswith("\n"))
         return
-    Path(target).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+    write_text(text if text.endswith("\n") else f"{text}\n", target)
     print_err(f"{what} written to {target}")
 
 

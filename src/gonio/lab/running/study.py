@@ -87,7 +87,10 @@ class Study:
         with transaction(folder) as database:
             (finished,) = database.execute("SELECT COUNT(*) FROM runs").fetchone()
         if (folder / _PLAN).exists():
-            plan = extended(_read_plan(folder), plan, path=str(folder), finished=finished)
+            old = _read_plan(folder)
+            _check_hash(folder, old)
+            plan = extended(old, plan, path=str(folder), finished=finished)
+        _add_hash(folder, plan)  # before the plan: a kill in between leaves a plan whose hash is known
         _write_plan(folder, plan)
         damaged = cls(folder, plan).damaged()
         _discard(folder)
@@ -104,8 +107,9 @@ class Study:
         for name in (_PLAN, DATABASE):
             if not (folder / name).is_file():
                 raise StudyError(str(path), f"there is no {name} in it", "Give the folder of a study.")
-        with transaction(folder):
-            return cls(folder, _read_plan(folder))
+        plan = _read_plan(folder)
+        _check_hash(folder, plan)
+        return cls(folder, plan)
 
     def missing(self) -> list[tuple[RecipeEntry, int]]:
         """The runs to do: those without a row, and failed ones, whose cause may have been an accident."""
@@ -283,20 +287,16 @@ def _record(text: str, seconds: float | None) -> RunRecord:
 
 
 @contextmanager
-def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection for one transaction: committed at the end of the block, rolled back by an exception."""
-    path = folder / DATABASE
-    # an archived study may lie where nothing can be written, not even SQLite's own files
-    fixed = path.exists() and not os.access(folder, os.W_OK)
+def transaction(folder: Path, *, create: bool = False, reading: bool = False) -> Iterator[sqlite3.Connection]:
+    """A connection for one transaction: committed at the end of the block, rolled back by an exception.
+
+    Args:
+        reading: nothing is written; then a full disk, on which SQLite cannot make its own files, is no obstacle.
+    """
     if not folder.is_dir():
         raise StudyError(str(folder), "the folder was moved or deleted", "Move it back, and run the command again.")
     try:
-        where = f"{path.absolute().as_uri()}?{'immutable=1' if fixed else 'mode=rwc' if create else 'mode=rw'}"
-        with closing(sqlite3.connect(where, uri=True)) as database, database:
-            database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
-            if not fixed:
-                database.execute("PRAGMA journal_mode = WAL")
-                database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits in a power failure
+        with closing(_connect(folder, create=create, reading=reading)) as database, database:
             found = database.execute("PRAGMA user_version").fetchone()[0]
             if found > VERSION:
                 why = f"{DATABASE} has format {found}, and this gonio reads up to {VERSION}"
@@ -304,6 +304,35 @@ def transaction(folder: Path, *, create: bool = False) -> Iterator[sqlite3.Conne
             yield database
     except (sqlite3.Error, UnicodeDecodeError) as error:  # a message of SQLite quotes damaged bytes
         raise StudyError(str(folder), f"{DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
+
+
+def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection:
+    """An open database; where nothing can be written, not even SQLite's own files, only its main file is read."""
+    path = folder / DATABASE
+    if not path.exists() or os.access(folder, os.W_OK):
+        database = _opened(path, "mode=rwc" if create else "mode=rw")
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits in a power failure
+            database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.Error as error:
+            database.close()
+            full = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
+            if not reading or error.sqlite_errorcode & 0xFF not in full:
+                raise
+        else:
+            return database
+    log = folder / f"{DATABASE}-wal"
+    if log.exists() and log.stat().st_size:
+        why = f"the last runs are in {log.name}, which cannot be read where nothing can be written"
+        raise StudyError(str(folder), why, "Copy the folder to a disk with space, and read the copy.")
+    return _opened(path, "immutable=1")
+
+
+def _opened(path: Path, how: str) -> sqlite3.Connection:
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)
+    database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
+    return database
 
 
 def prepare(folder: Path) -> None:
@@ -332,7 +361,7 @@ def _add_table(database: sqlite3.Connection, table: str) -> None:
 
 def _structure(folder: Path) -> list[str]:
     """What is wrong with the pages, indices and tables of the database, the first of it; empty if they are whole."""
-    with transaction(folder) as database:
+    with transaction(folder, reading=True) as database:
         (said,) = database.execute("PRAGMA integrity_check(1)").fetchone()
         found = database.execute("PRAGMA user_version").fetchone()[0]
         known = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
@@ -360,7 +389,7 @@ def _repaired(folder: Path) -> list[str]:
 
 def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """The rows of a table without their checksum: the intact and the damaged ones."""
-    with transaction(folder) as database:
+    with transaction(folder, reading=True) as database:
         if not database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
             return [], []  # format 1
         checked = _has_checksums(database, table)
@@ -447,6 +476,26 @@ def _read_plan(folder: Path) -> StudyPlan:
         why = f"{_PLAN} does not have the hash that it states"
         raise StudyError(str(folder), why, "It was edited; restore it, or start a new study.")
     return plan
+
+
+def _hashes(folder: Path) -> list[str]:
+    """The hashes of the plans that the database was written for; empty in a study of an older gonio."""
+    found = dict(_rows(folder, "artifacts")[0])
+    return list(json.loads(found["plan"])["hashes"]) if "plan" in found else []
+
+
+def _check_hash(folder: Path, plan: StudyPlan) -> None:
+    """Refuse a database that was written for another plan than the one beside it."""
+    hashes = _hashes(folder)
+    if hashes and plan.hash not in hashes:
+        why = f"{DATABASE} was written for another plan than {_PLAN}"
+        raise StudyError(str(folder), why, "Put back the database of this study, or start a new study.")
+
+
+def _add_hash(folder: Path, plan: StudyPlan) -> None:
+    hashes = _hashes(folder)
+    if plan.hash not in hashes:
+        _commit(folder, "artifacts", ("plan", json.dumps({"hashes": [*hashes, plan.hash]})))
 
 
 def _write_plan(folder: Path, plan: StudyPlan) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import plain, redact
+from gonio.escaping import plain, redact, write_text
 from gonio.lab.claims import SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
 from gonio.lab.plan import counted
 from gonio.lab.running.filter_summary import ANGLE_EDGES
-from gonio.lab.showing.page import environment, write_text
+from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.pages.picture import svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs

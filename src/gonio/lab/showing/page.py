@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from gonio import pages
-from gonio.escaping import plain
+from gonio.escaping import plain, write_text
 from gonio.lab.judging.results import Results
 from gonio.lab.plan import BASELINE
 from gonio.lab.showing import tables
@@ -81,25 +80,6 @@ def write_html(results: Results, path: str | os.PathLike[str]) -> Path:
         ['page.html']
     """
     return write_text(html(results), path)
-
-
-def write_text(content: str, path: str | os.PathLike[str]) -> Path:
-    """Write to a temporary file beside `path`, then rename it: a reader sees the old file or the new one."""
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:80]}.", suffix=".part", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0o022)  # mkstemp ignores it, and reading it requires setting it
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
 
 
 @cache
