@@ -26,7 +26,7 @@ def wrapper(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("compiled", [wrapper, compiled_in_place])
-@over(VERBS)
+@over([case for case in VERBS if case.name != "release_"])  # a copy of a held model is not held
 def test_an_edit_of_a_compiled_model_acts_on_its_next_call(case: VerbCase, compiled) -> None:
     torch._dynamo.reset()
     model, x = model_of(case), case.inputs()

@@ -336,7 +336,8 @@ def step_of_hold(parameter: Tensor) -> Step | None:
     Example:
         >>> from gonio.optim.holding import step_of_hold
         >>> layer = nn.Linear(2, 2)
-        >>> held = gonio.hold_(layer, torch.optim.SGD(layer.parameters(), lr=0.1), step="fixed")
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> held = gonio.hold_(layer, optimizer, step="fixed")
         >>> step_of_hold(layer.weight), step_of_hold(layer.bias)
         ('fixed', None)
     """
