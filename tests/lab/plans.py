@@ -12,6 +12,7 @@ import numpy as np
 from gonio.lab import RunRecord, StudyPlan, TrainingConfig
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.running.engines import NodeLost
+from gonio.lab.running.scripts import execute_script
 from gonio.lab.running.training import execute_run
 
 TINY, OWN = (str(Path(__file__).with_name(name)) for name in ("tiny.py", "own_training.py"))
@@ -50,7 +51,8 @@ def runs_of(name: str, scores: list[float | str | None]) -> list[RunRecord]:
 
 def recorded(plan: StudyPlan, entry: RecipeEntry, seed: int = 0) -> RunRecord:
     """A run of a plan in this process."""
-    return RunRecord(**execute_run(plan, entry, seed)["record"])
+    execute = execute_script if plan.scripted else execute_run
+    return RunRecord(**execute(plan, entry, seed)["record"])
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

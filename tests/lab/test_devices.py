@@ -43,7 +43,7 @@ def test_one_gpu_by_its_number_and_those_that_this_process_may_use(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cuda", "the device 'cuda' must be on this machine; found 0 such devices that this torch"),
+        ("cuda", "the device 'cuda' must be on this machine; found 0 such devices"),
         ("cuda:3", "the device 'cuda:3' must be on this machine; found 0"),
         ("mps", "the device 'mps' must be on this machine"),
         ("cpu:1", "a device is cpu, cuda, cuda:N or mps; found 'cpu:1'"),

@@ -201,6 +201,6 @@ def test_one_bank_passes_and_one_does_not(number: int, passes: bool) -> None:
     assert passes == bool(rate <= np.quantile(dealt[:, 0], 0.95) and coverage >= np.quantile(dealt[:, 1], 0.05))
     found = self_test(results_of(table, size=-(-table.shape[1] // 4)), size=BANK_SIZE)
     assert (found.passed, found.false_verdicts, found.coverage) == (passes, rate, coverage)
-    assert len(found.claims) == (0 if passes else 1)
+    assert found.claims == ()  # what differs by chance differs by less than the smallest effect of interest
     assert f"up to {100 * found.allowed:.1f} % and down to" in page()
     assert f"down to {100 * found.coverage_allowed:.1f} %" in page()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gonio
+from gonio.editing import steps
 from gonio.errors import (
     AlreadyAppliedError,
     InvalidArgumentError,
@@ -22,7 +23,6 @@ from gonio.errors import (
 )
 from gonio.optim.named import OPTIMIZERS, arguments_of
 from gonio.recipes import Recipe
-from gonio.surgery import steps
 from recipes.models import convnet, recipe, state
 
 TEXT = """

@@ -92,8 +92,9 @@ def hold_(
 
     It works with every optimizer of torch's interface, in a wrapper (Accelerate, Lightning, Lookahead, SAM) or not, by
     what happens around `optimizer.step()`. The radii are state of the optimizer, as tensors. Loaded weights are
-    projected by the next step. An edit that overwrites a held weight (fold_, balance_, init_, lsuv_, …) sets its radius
-    to the new norm, and is refused where the radius was given as a number. A hold ends with its optimizer.
+    projected by the next step. An edit that overwrites a held weight (``fold_``, ``balance_``, ``init_``, ``lsuv_``)
+    sets its radius to the new norm, and is refused where the radius was given as a number. A hold ends with its
+    optimizer.
 
     Args:
         model: as it will be trained; edits and parametrizations first.
@@ -320,8 +321,9 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
     padded = getattr(ref.module, "padding_idx", None) is not None
-    bad = int((~norms.isfinite() | (norms == 0) & (not padded)).sum())
-    if bad:
+    fit = norms.isfinite() & ((norms > 0) | padded)
+    if not bool(fit.all()):
+        bad = int((~fit).sum())
         of = "the norm of 1 of its vectors is" if bad == 1 else f"the norms of {bad} of its vectors are"
         why = f"{of} 0 or not finite in {norms.dtype}, and cannot be held"
         raise refuse(why, "Initialise them, or exclude the layer in `where`.")

@@ -318,7 +318,7 @@ def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection
         except sqlite3.Error as error:
             database.close()
             full = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
-            if not reading or error.sqlite_errorcode & 0xFF not in full:
+            if not reading or getattr(error, "sqlite_errorcode", 0) & 0xFF not in full:
                 raise
         else:
             return database
