@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gonio.editing.where import sites
+from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
 from gonio.surgery.equivalent import call, evaluating, examples_for
 from gonio.surgery.facts import TABLES
@@ -35,8 +36,9 @@ def output_layers(model: nn.Module) -> tuple[set[int], str]:
         >>> output_layers(model) == ({id(model[2])}, "")
         True
     """
-    reason = "the model has no layer that tells its input size"
-    for inner in _cores(model):
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())  # its hooks would gather them in a run
+    reason = "its parameters are sharded" if sharded else "the model has no layer that tells its input size"
+    for inner in () if sharded else _cores(model):
         for example in examples_for(inner):
             try:
                 found = _of_run(inner, example)
