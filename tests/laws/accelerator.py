@@ -32,6 +32,7 @@ import gonio
 from catalog import PARAMETRIZATIONS, REGULARIZERS, ParametrizationCase, RegularizerCase
 from gonio import parametrizations as P
 from gonio import regularizers as R
+from gonio.optim import holding
 from gonio.parametrizations import spectral_views
 from laws.support import MODULES, ModuleCase, control, parametrized
 
@@ -275,6 +276,7 @@ def works(modules: Sequence[ModuleCase] = MODULES) -> Iterator[tuple[str, Callab
             yield f"tick {case.name}", lambda case=case: ticked(case)
     yield "Tracker", tracked
     yield "Muon", lambda: turned(lambda model, optimizer: None)
+    holding.CHECKED = 0  # the norms of the first steps are read, which waits; the steps after them are looked at here
     yield "hold_", lambda: turned(lambda model, optimizer: gonio.hold_(model, optimizer))
 
 
