@@ -276,8 +276,16 @@ def works(modules: Sequence[ModuleCase] = MODULES) -> Iterator[tuple[str, Callab
             yield f"tick {case.name}", lambda case=case: ticked(case)
     yield "Tracker", tracked
     yield "Muon", lambda: turned(lambda model, optimizer: None)
-    holding.CHECKED = 0  # the norms of the first steps are read, which waits; the steps after them are looked at here
-    yield "hold_", lambda: turned(lambda model, optimizer: gonio.hold_(model, optimizer))
+    yield "hold_", held
+
+
+def held() -> Phases:
+    """Norms are read after the first steps, which waits; the steps after these are looked at here."""
+    before, holding.CHECKED = holding.CHECKED, 0
+    try:
+        return turned(lambda model, optimizer: gonio.hold_(model, optimizer))
+    finally:
+        holding.CHECKED = before
 
 
 def main(path: str) -> None:
