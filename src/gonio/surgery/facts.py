@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd, inf, prod, sqrt
 from typing import Any, Literal
 
@@ -266,23 +267,25 @@ _SHRINKS = Facts(lipschitz=1.0)
 
 
 def _of_pools() -> dict[type[nn.Module], Facts]:
-    bounds = {"Max": _of_max_pool, "AdaptiveMax": _of_adaptive_max_pool}
-    kinds = [(getattr(nn, f"{kind}Pool{dims}d"), kind) for kind in _POOLS for dims in (1, 2, 3)]
-    return {
-        pool: replace(_EACH_CHANNEL, linear="Avg" in kind, lipschitz=bounds.get(kind, nonnegative_norm))
-        for pool, kind in kinds
+    means = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+    found = dict.fromkeys(means, replace(_EACH_CHANNEL, linear=True, lipschitz=nonnegative_norm))
+    largest = {
+        _of_max_pool: (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+        _of_adaptive_max_pool: (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     }
+    for bound, pools in largest.items():
+        for dims, pool in enumerate(pools, start=1):
+            found[pool] = replace(_EACH_CHANNEL, linear=False, lipschitz=partial(bound, dims=dims))
+    return found
 
 
-def _of_max_pool(pool: Any, x: Tensor) -> float:
+def _of_max_pool(pool: Any, x: Tensor, *, dims: int) -> float:
     """√(the largest number of windows with one entry), as every output is one entry."""
-    dims = int(type(pool).__name__[-2]) if type(pool) in _STATED else x.dim() - 2
     kernel, stride, dilation = (_each(size, dims) for size in (pool.kernel_size, pool.stride, pool.dilation))
     return sqrt(prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel, stride, dilation, strict=True)))
 
 
-def _of_adaptive_max_pool(pool: Any, x: Tensor) -> float:
-    dims = int(type(pool).__name__[-2]) if type(pool) in _STATED else x.dim() - 2
+def _of_adaptive_max_pool(pool: Any, x: Tensor, *, dims: int) -> float:
     sizes = zip(x.shape[-dims:], _each(pool.output_size, dims), strict=True)
     return sqrt(prod(1 if out is None or n % out == 0 else -(-out // n) + 1 for n, out in sizes))
 
@@ -291,7 +294,6 @@ def _each(size: Any, dims: int) -> tuple[Any, ...]:
     return tuple(size) if isinstance(size, (tuple, list)) else (size,) * dims
 
 
-_POOLS = ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
 # The largest slope of each activation, rounded up; "gelu" covers the form with tanh.
 SLOPES = {
     **dict.fromkeys(("relu", "relu6", "tanh", "abs", "neg", "sin", "cos", "softsign", "logsigmoid"), 1.0),
