@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,22 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path, suffix: str) -
         for draft in tmp_path.glob(".*.part"):
             draft.unlink()
     assert drafts > 0, "no kill came in the middle of writing"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_limit_on_the_size_of_files_keeps_the_old_one(plain: nn.Module, suffix: str) -> None:
+    """As on a full disk: the writers of both formats raise errors of their own kinds."""
+    target = Path(f"out{suffix}")
+    target.write_bytes(b"old")
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, allowed[1]))
+        ended = invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", str(target))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+        signal.signal(signal.SIGXFSZ, before)
+    assert ended.exit_code == 3, ended.stderr
+    assert f"out{suffix} could not be written" in ended.stderr
+    assert target.read_bytes() == b"old"
+    assert not list(Path().glob(".out*"))

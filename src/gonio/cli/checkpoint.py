@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -79,8 +79,11 @@ def write(checkpoint: Checkpoint) -> None:
         with draft.open("rb") as stream:
             os.fsync(stream.fileno())
         draft.replace(target)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, (RuntimeError, SafetensorError)):  # so both writers report a full disk
+            why = str(error).split("\n", 1)[0][:200]
+            raise OSError(f"{checkpoint.path} could not be written ({why}); check the space on its disk") from error
         raise
 
 

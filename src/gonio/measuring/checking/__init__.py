@@ -1,1 +1,1 @@
-"""`check`: whether a checkpoint is intact, and what it holds, in one pass over its bytes."""
+"""`check`: whether a checkpoint is intact, and what it holds, reading no tensor more often than its format asks."""

@@ -196,7 +196,7 @@ def check(
     progress: Callable[[int, int], None] | None = None,
     describe: Callable[[CheckpointContents], None] | None = None,
 ) -> CheckResult:
-    """Check a checkpoint in one pass: is it intact, and what is in it.
+    """Check a checkpoint: is it intact, and what is in it.
 
     Every tensor of every file is held against its header, the index and the size of the file; then its values are
     read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it).
