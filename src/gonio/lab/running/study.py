@@ -7,7 +7,6 @@ counts as absent, and is written again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from gonio.lab.judging.results import CostRow, RecipeTuning, Results, summarise
 from gonio.lab.plan import RecipeEntry, StudyPlan, extended
 from gonio.lab.record import RunRecord
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
+from gonio.system import flush_folder, lock_
 
 DATABASE, VERSION = "study.db", 3
 _MOST_ROWS = 1_000_000  # of a table
@@ -488,7 +488,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a study's folder, which must exist; the operating system releases it when the process dies."""
     with (folder / "lock").open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read(20).strip()
@@ -551,8 +551,4 @@ def _write_plan(folder: Path, plan: StudyPlan) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    flush_folder(folder)
