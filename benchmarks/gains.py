@@ -67,6 +67,30 @@ def cell(activation: type[nn.Module], gain: float, depth: int) -> dict[str, floa
     return {"gain": gain, "rate": rate, "accuracy": statistics.fmean(score for _, score in found[rate])}
 
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "initialisation.md"
+MARKS = ("<!-- gains -->", "<!-- /gains -->")
+
+
+def table(cells: dict[str, dict[str, float]]) -> str:
+    """The page's table: a row per activation and kind of gain, a column per depth."""
+    head = ["activation", "gain", *(f"{depth} layers" for depth in DEPTHS)]
+    rows = [
+        [name, f"{kind}, {gain:.4g}", *(f"≈ {cells[f'{name} {depth} {kind}']['accuracy']:.0f}" for depth in DEPTHS)]
+        for name in ACTIVATIONS
+        for kind, gain in gains_of(name).items()
+    ]
+    lines = [head, ["---", "---", *["--:"] * len(DEPTHS)], *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def with_table(page: str) -> str:
+    """The page with the table of the committed result."""
+    before, _, rest = page.partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    cells = json.loads(RESULT.read_text(encoding="utf-8"))["cells"]
+    return f"{before}{MARKS[0]}\n{table(cells)}\n{MARKS[1]}{after}"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     made = json.loads(RESULT.read_text()) if RESULT.exists() else {"torch": torch.__version__, "cells": {}}
@@ -78,6 +102,7 @@ def main() -> None:
                     made["cells"][key] = cell(activation, gain, depth)
                     RESULT.write_text(json.dumps(made, indent=1) + "\n")
                     print(key, made["cells"][key], flush=True)
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
