@@ -70,15 +70,15 @@ def pages() -> dict[Path, str]:
 
 
 _CORRECTIONS = (
-    "The [sources](../sources.md) are gone through sentence by sentence; their [errors, with proof](corrections.md) have a "
-    "page of their own. [中文](../zh/claims.md)"
+    "The [sources](../sources.md) are gone through sentence by sentence; their [errors, with proof](corrections.md) "
+    "have a page of their own. [中文](../zh/claims.md)"
 )
 _NOTES = {
     "003": "The same operators are compared in [another study](../howto/decoupled-evidence.md), in which without batch "
-    "norm bounded magnitudes are ahead of unbounded ones, and here in `operator-grid` and `bounded-operators` they are "
-    "not. That study trains 1,297 digits for 252 steps of Adam with the cosine; `operator-grid` trains 200 digits for 96 "
-    "steps of SGD and averages over four angular functions, `bounded-operators` trains Fashion-MNIST. Neither tunes the "
-    "learning rate of each operator. The robustness claims here count the most harmful of several attacks, that study "
+    "norm bounded magnitudes are ahead of unbounded ones; here, in `operator-grid` and `bounded-operators`, they are "
+    "not. That study trains 1,297 digits for 252 steps of Adam with the cosine. `operator-grid` trains 200 digits for "
+    "96 steps of SGD and averages over four angular functions; `bounded-operators` trains Fashion-MNIST. Neither tunes "
+    "the learning rate of each operator. `decoupled-robust` counts the most harmful of several attacks, that study "
     "each attack by itself.",
 }
 

@@ -126,5 +126,5 @@ def test_every_claim_of_the_catalogue_has_a_chinese_sentence(tmp_path: Path, mon
     (tmp_path / "som-mean.yaml").write_text(re.sub(r"claim_zh: .*\n", "", text), encoding="utf-8")
     assert load_claim(tmp_path / "som-mean.yaml").claim_zh == ""
     monkeypatch.setattr(claim_module, "_CATALOG", tmp_path)
-    with pytest.raises(InvalidArgumentError, match="must have a Chinese sentence; found no claim_zh. Add"):
+    with pytest.raises(InvalidArgumentError, match=r"must have a Chinese sentence; found no claim_zh\. Add"):
         load_claim(tmp_path / "som-mean.yaml")
