@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.utils.prune as prune
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -32,47 +31,6 @@ def accounted(found: Measurements) -> None:
 
 
 # --- weights that a norm or a mask computes --------------------------------------------------------------------------
-
-
-COMPUTED: dict[str, Any] = {
-    "weight norm, old": lambda: old.weight_norm(nn.Conv1d(16, 32, 7)),
-    "weight norm of a linear layer, old": lambda: old.weight_norm(nn.Linear(16, 32)),
-    "weight norm of all, old": lambda: old.weight_norm(nn.Linear(16, 32), dim=None),
-    "weight norm of inputs, old": lambda: old.weight_norm(nn.Linear(16, 32), dim=1),
-    "weight norm of one output, old": lambda: old.weight_norm(nn.Linear(16, 1)),
-    "weight norm, new": lambda: new.weight_norm(nn.Conv2d(4, 8, 3)),
-    "weight norm of a transposed layer, new": lambda: new.weight_norm(nn.ConvTranspose1d(4, 8, 3), dim=1),
-    "spectral norm, old": lambda: old.spectral_norm(nn.Conv1d(16, 32, 7)),
-    "spectral norm of a transposed layer, old": lambda: old.spectral_norm(nn.ConvTranspose2d(8, 8, 3)),
-    "spectral norm, new": lambda: new.spectral_norm(nn.Conv2d(4, 8, 3)),
-    "spectral norm of a transposed layer, new": lambda: new.spectral_norm(nn.ConvTranspose2d(4, 8, 3)),
-    "spectral norm of a linear layer, new": lambda: new.spectral_norm(nn.Linear(16, 16)),
-    "pruned at random": lambda: prune.random_unstructured(nn.Linear(16, 32), "weight", 0.3),
-    "pruned by filters": lambda: prune.ln_structured(nn.Conv2d(4, 8, 3), "weight", 0.5, n=2, dim=0),
-    "pruned recurrent": lambda: prune.l1_unstructured(nn.LSTM(6, 5), "weight_ih_l0", 0.4),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("name", COMPUTED)
-def test_a_computed_weight_is_the_one_that_the_layer_uses(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = COMPUTED[name]().eval()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.mul_(3)
-    key = "weight_ih_l0" if "recurrent" in name else "weight"
-    for hook in layer._forward_pre_hooks.values():  # what a forward does
-        hook(layer, ())
-    expected = norm(getattr(layer, key).detach())
-    state = {f"net.{k}": v.contiguous() for k, v in layer.state_dict().items()}
-    save_file(state, tmp_path / "m.safetensors")
-    for found in (measure(state), measure(tmp_path / "m.safetensors")):
-        row = found[f"net.{key}"]
-        assert row.frobenius == expected
-        accounted(found)
-        assert not any(t.filters for t in found.values() if f"{key}_" in t.name or "parametrizations" in t.name)
-    assert measure(layer)[key].frobenius == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

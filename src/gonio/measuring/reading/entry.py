@@ -190,7 +190,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
 _KINDS = {2: "linear or embedding", 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
-_RAW = "the tensor that a parametrization computes the weight from"
+_RAW = "a part of a parametrization that is not read"
 UNKNOWN = "not called a weight, so not read as filters"
 INPUTS_FIRST = "stored with its inputs first, as the bias tells"
 SMALL_KERNEL = 8  # positions of a convolution in a dimension, less than it has channels
@@ -245,7 +245,7 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
     if len(shape) < 2:
         return None, f"{len(shape)}-d tensor", "a single number" if not shape else "a vector", ()
     if ".parametrizations." in f".{name}" and last == "original":
-        return Layout(), "parametrization", "", (_RAW,)
+        return None, "parametrization", _RAW, ()
     bias = _bias_of(name, shapes)
     recurrent = _RECURRENT.fullmatch(name)
     named = last in ("weight", "lora_A", "lora_B", *ATTENTION) or recurrent is not None
@@ -264,8 +264,6 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
     if len(shape) > 2:
         lone = shape[1] == 1 and shape[0] > 1
         notes = (*notes, "depthwise, or of one input channel" if lone else "groups unknown, read as 1")
-    if f"{name}_parametrization._extra_state" in shapes:
-        notes = (*notes, _RAW)
     return Layout(blocks=blocks), _KINDS[len(shape)], "", notes
 
 

@@ -1,4 +1,4 @@
-"""Weights that a normalisation or a pruning computes: torch's weight norm, spectral norm and masks, old and new."""
+"""Weights that a normalisation or a pruning computes: torch's, old and new, and gonio's own parametrizations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
+from gonio.parametrizations import plain_state_dict
+
+ALIGNED = 0.9  # cosine of u and W v of a power iteration from which the dimension of the outputs is told
 
 
 def _plain_name(key: str, ending: str) -> str:
@@ -71,17 +74,35 @@ def _spectral_norm(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> Sto
 def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor, axes: list[int]) -> Tensor:
     r"""W / uᵀWv, with W as a matrix whose rows are the outputs.
 
-    Outputs lie on dimension 0, or on 1 for a transposed convolution. Where both fit, it is the one on which the stored
-    vectors are singular vectors, that is where :math:`u^\top W v` is larger.
+    Outputs lie on dimension 0, or on 1 for a transposed convolution. Where both fit, it is the one for which u is the
+    direction of W v, as each step of the power iteration leaves it.
 
     References: [1] T. Miyato et al., "Spectral normalization for generative adversarial networks", 2018, arXiv
         1802.05957, equation (8) and algorithm 1.
+
+    Raises:
+        ValueError: where u is the direction of W v for none of two dimensions, or for both.
     """
     weight = original.load()
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     left, right = u.load().to(wide), v.load().to(wide)
-    found = (left @ wide.movedim(axis, 0).flatten(1) @ right for axis in axes)
-    return wide / max(found, key=lambda sigma: float(sigma.abs()))
+    images = {axis: wide.movedim(axis, 0).flatten(1) @ right for axis in axes}
+    near = [axis for axis in axes if torch.cosine_similarity(left, images[axis], dim=0) > ALIGNED]
+    if len(axes) > 1 and len(near) != 1:
+        raise ValueError("which dimension holds the outputs is not known: its vectors fit none of two, or both")
+    return wide / torch.dot(left, images[near[0] if near else axes[0]])
+
+
+def _own(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+    """A weight of :mod:`gonio.parametrizations`: the raw tensor under its own name, and the state of what computes it."""
+    name = key.removesuffix("_parametrization._extra_state")
+    parts = (name, *(part for part in stored if part.startswith(f"{name}_parametrization.")))
+    if name not in stored:
+        return None
+    made = computed(lambda: plain_state_dict({p: stored[p].load() for p in parts})[name], shape=stored[name].shape)
+    return StoredWeight(
+        name, parts, made, "computed by the parametrization that the file describes", kind="parametrized"
+    )
 
 
 def _pruned(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
@@ -94,6 +115,7 @@ def _pruned(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeig
 
 
 FORMATS = (
+    Format(_own, ("_parametrization._extra_state",), quantised=False),
     Format(_weight_norm, ("_g", ".original0"), quantised=False),
     Format(_spectral_norm, ("_orig", ".original"), quantised=False),
     Format(_pruned, ("_mask",), quantised=False),

@@ -1,0 +1,8 @@
+"""All cases of the bank of files, by name."""
+
+from __future__ import annotations
+
+from bank.files import norms
+from bank.files.case import Case
+
+CASES: dict[str, Case] = {**norms.CASES}
