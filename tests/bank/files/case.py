@@ -44,11 +44,16 @@ class File:
 
 @dataclass(frozen=True)
 class Case:
-    """`make` writes the file into an empty folder. `origin`: the tool. `slow`: it takes more than a tenth of a second."""
+    """`make` writes the file of a tool, `origin`, into an empty folder.
+
+    Attributes:
+        slow: whether it takes more than a tenth of a second. `float8`: whether rows of 8-bit floats are read.
+    """
 
     origin: str
     make: Callable[[Path], File]
     slow: bool = False
+    float8: bool = False
 
 
 def floats(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bank.files import norms
+from bank.files import norms, quantised
 from bank.files.case import Case
 
-CASES: dict[str, Case] = {**norms.CASES}
+CASES: dict[str, Case] = {**norms.CASES, **quantised.CASES}

@@ -101,11 +101,12 @@ def _unmatched(file: File, found: Measurements, rows: set[str]) -> list[str]:
     key = next((m[1] for note in found.notes if (m := re.match(r"read from '(.+)' of the checkpoint", note))), "")
     names = {place: place.removeprefix(f"{key}.") for place in tensors_of(file.source)}
     beside = {p for p, name in names.items() if key and p == name and (p.split(".")[0] in unread or " more" in unread)}
-    short = {p: re.sub(r"(_orig_mod|_fsdp_wrapped_module)\.", "", name) for p, name in names.items() if p not in beside}
-    lost = [p for p, name in short.items() if not {name, name.removeprefix("module."), f"{name}.weight"} & rows]
-    firsts = [row for row in found.values() if re.match(r"(computed|dequantised|the pruned weight)", " ".join(row.notes))
-              or "not known" in row.reason or "not read" in row.reason or "not understood" in row.reason]  # fmt: skip
-    return lost if len(lost) > len(firsts) else []
+    left = {p: re.sub(r"(_orig_mod|_fsdp_wrapped_module)\.", "", n) for p, n in names.items() if p not in beside}
+    left = {p: re.sub(r"\._packed_params\._packed_params\.0$", ".weight", n) for p, n in left.items()}
+    left = {p: re.sub(r"\._packed_params\._packed_params\.1$", ".bias", n) for p, n in left.items()}
+    known = {one for n in left.values() for one in (n, n.removeprefix("module."))}
+    lost = [p for p, n in left.items() if not {n, n.removeprefix("module.")} & rows]
+    return lost if len(lost) > len(rows - known) else []
 
 
 def _check_layouts(live: Measurements, rows: dict[str, TensorMeasurement]) -> None:

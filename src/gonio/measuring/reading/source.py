@@ -170,9 +170,16 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         opened = replace(
             opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
         )
-    config, adapters = (small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
-    quantization = config.get("quantization_config")
-    return opened, quantization if isinstance(quantization, dict) else {}, adapters
+    return opened, _quantization(files[0].parent), small_json(files[0].parent / "adapter_config.json")
+
+
+def _quantization(folder: Path) -> Mapping[str, Any]:
+    """The configuration of a quantisation: a part of `config.json`, or a file of its own as older tools write it."""
+    config = small_json(folder / "config.json")
+    found = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(found, dict):
+        return found
+    return small_json(folder / "quantize_config.json") or small_json(folder / "quant_config.json")
 
 
 def _no_source(given: object) -> InvalidArgumentError:

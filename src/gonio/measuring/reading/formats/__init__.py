@@ -58,6 +58,18 @@ class Format:
 _UNDERSTOOD = {
     *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
     *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
+    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format"),
+}
+# The values of those that decide how numbers are packed; any other value is refused.
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": (
+        *("gptq", "gptq_v2", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+    ),
+    "pack_dtype": ("int32",),
+    "quant_algo": ("FP8", "NVFP4"),
+    "is_marlin_format": (False,),
 }
 _HARMLESS = {
     *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
@@ -65,7 +77,8 @@ _HARMLESS = {
     *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id"),
     *("use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "fuse_max_seq_len"),
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
-    *("model_file_base_name", "model_name_or_path", "quant_type", "is_marlin_format", "disable_exllama"),
+    *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
+    "kv_cache_quant_algo",
 }
 _METHODS = ("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt")
 
@@ -75,6 +88,11 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     method = str(config.get("quant_method") or "")[:40]
     if method not in _METHODS:
         return f"quantised by {method}, which is not read"
+    version = config.get("version") if method == "awq" or "w_bit" in config else "gemm"  # others: of the tool
+    wrong = [key for key, values in _VALUES.items() if config.get(key) is not None and config[key] not in values]
+    if wrong or str(version or "gemm").lower() != "gemm":
+        key = wrong[0] if wrong else "version"
+        return f"the quantisation has the {key} {str(config[key])[:40]}, which is not read"
     known = _UNDERSTOOD | _HARMLESS
     prefixes = ("llm_int8_", "bnb_4bit_", "load_in_", "_load_in_")
     unknown = [str(key)[:40] for key, value in config.items()
