@@ -42,7 +42,7 @@ def _measure(file: File) -> str:
     try:
         found = measure(file.source)
         if file.base is not None:
-            measure(file.source, base=dict(file.base)) if contents_of(file.source).adapters else None
+            measure(file.source, base=dict(file.base))
     except GonioError as error:
         return _refused(file, error)
     assert not file.error, "not refused"

@@ -56,11 +56,12 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
     """
     found = contents_of(source)
     entries = _plain(found.entries)
-    wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in found.adapters)]
+    adapters = [adapter.placed(base) for adapter in found.adapters]
+    wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in adapters)]
     names = renamed([*(set(entries) & set(base)), *wanted] if wanted else [*entries], base)
     made = {names.get(name, name): entry for name, entry in entries.items()}
     alone = False  # whether an adapter has no tensor in the base
-    for adapter in found.adapters:
+    for adapter in adapters:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None

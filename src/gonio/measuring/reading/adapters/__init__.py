@@ -7,7 +7,7 @@ parts, or whose configuration, it does not understand is refused with the reason
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -25,6 +25,7 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
     r"(?:\.([^.]+?))??(?:\.(weight|bias))?"
 )
+PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
 
 
@@ -57,6 +58,13 @@ class Adapter:
     def weight(self) -> str:
         """The name of the adapted tensor."""
         return f"{self.path}.{self.tensor}" if self.path else self.tensor
+
+    def placed(self, base: Collection[str]) -> Adapter:
+        """The adapter of the packed projection of an attention layer of torch, which has no tensor `weight`."""
+        parts = self.path.split(".")
+        paths = [".".join(parts[i:]) for i in range(len(parts))] if self.tensor == "weight" and self.path else []
+        found = next((p for p in paths if f"{p}.{PACKED}" in base and f"{p}.weight" not in base), None)
+        return self if found is None else replace(self, tensor=PACKED)
 
     def adapted(self, base: TensorEntry) -> TensorEntry:
         """The entry of the adapted tensor of a base."""
@@ -227,7 +235,7 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]
         base: the tensors of the adapted model by name; empty if it is not given.
     """
     made: list[TensorEntry] = []
-    for adapter in adapters:
+    for adapter in (adapter.placed(base) for adapter in adapters):
         end = f".{adapter.name}" if adapter.name else ""
         if adapter.product is not None:
             path = f"{adapter.path}.lora_BA{end}"
