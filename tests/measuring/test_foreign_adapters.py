@@ -192,7 +192,7 @@ def test_parts_that_are_not_read_refuse_their_layer_and_no_other(net: nn.Module,
 
 def test_an_adapter_without_a_layer_in_the_base_leaves_no_tensor_called_equal() -> None:
     found = difference({"b.weight": torch.ones(32, 16), "c.weight": torch.ones(3, 3)}, kohya(**{
-        "lora_unet_c.lora_down.weight": torch.ones(2, 3), "lora_unet_c.lora_up.weight": torch.ones(3, 2)}))  # fmt: skip
+        "lora_unet_d.lora_down.weight": torch.ones(2, 3), "lora_unet_d.lora_up.weight": torch.ones(3, 2)}))  # fmt: skip
     assert found["b"].status == "compared"
     assert (found["c"].status, found["c"].reason) == ("not compared", "only before")
 

@@ -41,7 +41,7 @@ def _said(right: int, refused: list[str]) -> str:
 def _measure(file: File) -> str:
     try:
         found = measure(file.source)
-        if file.base is not None:
+        if file.base is not None and (file.error or contents_of(file.source).adapters):
             measure(file.source, base=dict(file.base))
     except GonioError as error:
         return _refused(file, error)
@@ -54,7 +54,8 @@ def _measure(file: File) -> str:
         assert tuple(values.shape) == tuple(expected.shape), (name, values.shape, expected.shape)
         off = _deviation(values, expected)
         assert off <= file.exact, f"{name} deviates by {off:.3g}"
-    reasons = [_reason(name, said, found, held) for name, said in file.refused.items()]
+    shapes = {name: value.shape for name, value in (file.base or {}).items()}
+    reasons = [_reason(name, said, found, held, shapes.get(name)) for name, said in file.refused.items()]
     _check_rows(file, found)
     return _said(len(file.weights), reasons)
 
@@ -63,9 +64,14 @@ def _deviation(values: Tensor, expected: Tensor) -> float:
     return float((values.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _reason(name: str, said: str, found: Measurements, held: Any) -> str:
+def _reason(name: str, said: str, found: Measurements, held: Any, shape: torch.Size | None) -> str:
     row = next((row for row in found.values() if name in (row.name, row.path)), None)
-    reason = row.reason if row is not None and row.status != "measured" else values_of(held[name], "")
+    if row is not None and row.status != "measured":
+        reason: Tensor | str = row.reason
+    else:
+        reason = values_of(held[name], "") if name in held else "only before"  # of a base, not known to be unchanged
+    if isinstance(reason, Tensor) and shape is not None and reason.shape != shape:
+        reason = f"of the shape {tuple(reason.shape)}"
     assert isinstance(reason, str), f"{name} was read"
     assert said in reason, f"{name}: {reason}"
     return reason
