@@ -146,7 +146,7 @@ def _difference(file: File) -> str:
             assert "no name in common" in str(error), str(error)
             return "refused: no weight to compare"
         return _refused(file, error)
-    rows = {row.name: row for row in found.values()}
+    rows = {name: row for row in found.values() for name in (f"module.{row.name}", row.name)}
     for name, expected in file.weights.items():
         start = before[name].double()
         row, moved = rows[name], float((expected - start).norm())

@@ -287,14 +287,15 @@ def _of_content(content: Any, file: str) -> Inventory:
         except InvalidArgumentError:
             pass  # tensors that are under no known key are beside
     places, problems = [], []
-    names = {id(value): str(name) for name, value in state.items()}
+    prefix, names = f"{key}." if key else "", {str(name) for name in state}
     others = 0
     for name, value in _leaves(content):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
-        place = _of_tensor(names.get(id(value), name), value, file)
-        places.append(replace(place, beside=id(value) not in names))
+        own = name.startswith(prefix) and name.removeprefix(prefix) in names
+        place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
+        places.append(replace(place, beside=not own))
         problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [f"{others} other objects are not checked"] if others else []

@@ -44,6 +44,7 @@ _STANDARD = frozenset(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
+_MODELS = (".safetensors", *SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,20 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
         if found:
             names = ", ".join(f.name for f in found[:8])
             raise UnreadableFileError(str(folder), f"it holds several: {names}", "Name one of them.")
-    raise UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
+    raise _no_checkpoint(folder)
+
+
+def _no_checkpoint(folder: Path) -> UnreadableFileError:
+    """The error for a folder without a model of its own; it names the folders in it that may have one."""
+    if (folder / ".metadata").is_file():
+        what, do = "it is a checkpoint of torch.distributed.checkpoint", "Convert it by dcp_to_torch_save() of torch."
+        return UnreadableFileError(str(folder), what, do)
+    within = (one for one in sorted(islice(folder.iterdir(), 10_000)) if one.is_dir())
+    held = [plain(one.name) for one in within if any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))]
+    if held:
+        what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
+        return UnreadableFileError(str(folder), what, "Name one of them.")
+    return UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
 
 
 def small_json(path: Path) -> dict[str, Any]:

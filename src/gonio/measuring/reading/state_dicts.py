@@ -83,9 +83,11 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         raise _no_state(content, what)
     at, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
     others = [other.removeprefix(".") for other, _ in places if other != at]
-    known = {place.split(".")[1] for place, _ in places if place}
-    if at:
-        others += [name for name in _holders(content) if name not in known]
+    inner, read = content, ""
+    for word in at.split(".")[1:]:  # what lies beside it at each level
+        here = [f"{read}{name}" for name in _holders(inner) if name != word]
+        others += [name for name in here if not any(f"{other}.".startswith(f"{name}.") for other in others)]
+        inner, read = inner[word], f"{read}{word}."
     return Found(state, at.removeprefix("."), tuple(others))
 
 
