@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from bank.files import adapters, checkpoints, layouts, names, norms, quantised
+from bank.files import adapters, checkpoints, kinds, layouts, names, norms, quantised
 from bank.files.case import Case
 
-CASES: dict[str, Case] = {**norms.CASES, **quantised.CASES, **adapters.CASES, **names.CASES, **checkpoints.CASES, **layouts.CASES}
+_CHAPTERS = (norms, layouts, kinds, quantised, adapters, names, checkpoints)
+CASES: dict[str, Case] = {name: case for chapter in _CHAPTERS for name, case in chapter.CASES.items()}
+if len(CASES) != sum(len(chapter.CASES) for chapter in _CHAPTERS):
+    raise ValueError("two cases of the bank have one name")

@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
                              torch.ones(24), f"{V}.alpha": alpha},
                             {f"{V}.weight": ALPHA / RANK * normal(24, RANK).double() @ A.double(),
                              f"{V}.bias": ALPHA / RANK * torch.ones(24).double()})),
-    "LoHa": Case(LYCORIS, adapters(under(Q, {**HADA, "alpha": alpha}), error=NO_NAME)),
+    "LoHa of LyCORIS": Case(LYCORIS, adapters(under(Q, {**HADA, "alpha": alpha}), error=NO_NAME)),
     "LoHa under names with underscores": Case(LYCORIS, adapters(under(FLAT, {**HADA, "alpha": alpha}), error=NO_NAME)),
     "LoRA and LoHa": Case(
         LYCORIS, adapters(both(pair(Q, alpha=alpha), under(V, HADA)), HALF,
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
                           refused=changed_by("norm", "w_norm", "weight"))),
     "a trained scalar": Case(
         LYCORIS, adapters(pair(Q, alpha=alpha, scalar=torch.tensor(0.5)), refused=changed_by(Q, "scalar"))),
-    "IA3": Case(LYCORIS, adapters(under(Q, {"weight": normal(1, 16), "on_input": torch.tensor(True)}),
+    "IA3 of LyCORIS": Case(LYCORIS, adapters(under(Q, {"weight": normal(1, 16), "on_input": torch.tensor(True)}),
                                   refused={n: "" for n in BASE})),
     "OFT of kohya": Case(KOHYA, adapters(under(Q, {"oft_blocks": normal(4, 4, 4), "alpha": alpha}),
                                          refused={f"{Q}.weight": "oft"})),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, stored_entries
+from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in
@@ -322,6 +322,11 @@ def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
+    if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
+        found = numbers_of(local)
+        if found.tensor is None:
+            return Place(name, file, header_of(local)[1], header_of(local)[0], 0, _nothing, reason=found.reason)
+        local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
     reason, size = "", 0
@@ -334,6 +339,11 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     else:
         size = local.nbytes
     return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason)
+
+
+@contextmanager
+def _nothing() -> Iterator[Read]:
+    yield lambda at, target: None
 
 
 @contextmanager
