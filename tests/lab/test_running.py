@@ -20,11 +20,12 @@ import pytest
 from rich.console import Console
 
 from cli.shell import COMMAND, write_task
+from gonio import system
 from gonio.errors import GonioError, Interrupted, InvalidArgumentError, StudyError
 from gonio.lab import Run, RunRecord, Study, StudyPlan, make_plan, make_script_plan, run, watcher_for
 from gonio.lab.running import scheduler
 from gonio.lab.running.engines import Local
-from gonio.lab.running.engines.local import Worker, _alive
+from gonio.lab.running.engines.local import Worker
 from gonio.lab.running.scheduler import Bar, Lines, Quiet
 from gonio.lab.running.scripts import execute_script
 from lab.own_training import noisy
@@ -129,9 +130,9 @@ def test_the_processes_of_a_run_end_with_it(
     pids = list(map(int, journal.read_text().split()))
     assert len(pids) == 2
     for _ in patience(20, pause=0.05):
-        if not [pid for pid in pids if _alive(pid)]:
+        if not [pid for pid in pids if system.alive(pid)]:
             break
-    assert not [pid for pid in pids if _alive(pid)]
+    assert not [pid for pid in pids if system.alive(pid)]
 
 
 def _with_journal(journal: str, plan: StudyPlan, folder: Path) -> dict[str, Any]:

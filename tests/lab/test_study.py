@@ -18,7 +18,8 @@ import pytest
 
 from gonio.errors import PlanChangedError, StudyError
 from gonio.lab import Run, Study, make_script_plan, run, self_test_plan
-from gonio.lab.judging.results import Ratio, RunRecord
+from gonio.lab.judging.results import Ratio
+from gonio.lab.record import RunRecord
 from gonio.lab.running.study import locked, transaction
 from gonio.lab.showing.tables import seen
 from lab.own_training import noisy
@@ -95,7 +96,7 @@ def newer(study: Path) -> None:
     [
         (lambda study: shutil.rmtree(study), "there is no plan.json in it. Give the folder of a study"),
         (lambda study: (study / "plan.json").write_text("{"), "plan.json cannot be read: Expecting property name"),
-        (lambda study: (study / "plan.json").write_text("{}"), "plan.json cannot be read: 'recipes'"),
+        (lambda study: (study / "plan.json").write_text("{}"), "plan.json cannot be read: task: Field required"),
         (lambda study: (study / "plan.json").write_text("[]"), "plan.json cannot be read"),
         (lambda study: (study / "plan.json").write_text('"\\ud800"'), "plan.json cannot be read"),
         (

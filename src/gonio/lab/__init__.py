@@ -16,7 +16,8 @@ _HOME = {
     **dict.fromkeys(("run", "watcher_for"), "running.scheduler"),
     "Run": "running.scripts",
     "Study": "running.study",
-    **dict.fromkeys(("Results", "RunRecord"), "judging.results"),
+    "Results": "judging.results",
+    "RunRecord": "record",
     "across": "judging.multi_task",
     "filter_summary": "running.filter_summary",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab import tasks as tasks
     from gonio.lab.judging.multi_task import across as across
     from gonio.lab.judging.results import Results as Results
-    from gonio.lab.judging.results import RunRecord as RunRecord
     from gonio.lab.judging.self_test import self_test as self_test
     from gonio.lab.judging.self_test import self_test_plan as self_test_plan
     from gonio.lab.plan import AttackConfig as AttackConfig
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.planning.dry_run import dry_run as dry_run
     from gonio.lab.planning.planner import make_plan as make_plan
     from gonio.lab.planning.planner import make_script_plan as make_script_plan
+    from gonio.lab.record import RunRecord as RunRecord
     from gonio.lab.running import engines as engines
     from gonio.lab.running.filter_summary import filter_summary as filter_summary
     from gonio.lab.running.scheduler import run as run

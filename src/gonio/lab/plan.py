@@ -7,10 +7,11 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
@@ -30,6 +31,7 @@ _LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "m
 _LATER |= {"device": "cpu", "metrics": {}}
 _FIRST_OF_TRAINING = ("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay")
 _ALWAYS = object()
+CLOSED = ConfigDict(extra="forbid")  # of records that are read from a file: an unknown key is an error
 # No result depends on these fields.
 _UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
 
@@ -57,6 +59,8 @@ class TrainingConfig:
         betas: of `adamw`, and of what `muon` trains by AdamW; None: the optimizer's own.
         others_factor: with `muon`, the learning rate of what is no matrix over `lr`; None: 0.015.
     """
+
+    __pydantic_config__ = CLOSED
 
     epochs: int
     batch_size: int
@@ -114,6 +118,8 @@ class Tuning:
         sampler: how trials are proposed.
     """
 
+    __pydantic_config__ = CLOSED
+
     trials: int
     seed: int = TUNING_SEED
     rate_factor: float = 8.0
@@ -134,6 +140,8 @@ class AttackConfig:
         seed: of the baseline on which the transferred examples are made; no run of the study uses it.
     """
 
+    __pydantic_config__ = CLOSED
+
     epsilon: float
     low: float | None = None
     high: float | None = None
@@ -152,6 +160,8 @@ class Measure:
         options: arguments of that function; a recipe's own setting may replace some.
     """
 
+    __pydantic_config__ = CLOSED
+
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -166,6 +176,8 @@ class RecipeEntry:
             `examples` of the training split LSUV reads first). Empty for a recipe of a comparison, where everything but
             the recipe is equal.
     """
+
+    __pydantic_config__ = CLOSED
 
     name: str
     content: Mapping[str, Any]
@@ -224,13 +236,15 @@ class StudyPlan:
         metrics: further metrics that are shown, with their units; they decide nothing.
     """
 
+    __pydantic_config__ = CLOSED
+
     task: str
     model: str
     recipes: tuple[RecipeEntry, ...]
     seeds: tuple[int, ...]
     training: TrainingConfig | None
     metric: str
-    direction: str
+    direction: Annotated[str, Field(pattern="^(max|min)$")]
     unit: str
     splits: Mapping[str, int]
     data: str
@@ -317,17 +331,18 @@ class StudyPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StudyPlan:
-        """The inverse of :meth:`to_dict`; unknown keys are an error."""
+        """The inverse of :meth:`to_dict`; an unknown key or a value of another type is a ValueError."""
+        if not isinstance(data, Mapping):
+            raise ValueError("a plan is a mapping")
         values = {key: value for key, value in data.items() if key != "hash"}
-        values["recipes"] = tuple(RecipeEntry(**entry) for entry in values["recipes"])
-        training = dict(values["training"] or {})
-        training |= {"betas": tuple(training["betas"])} if training.get("betas") else {}  # JSON has lists alone
-        values["training"] = TrainingConfig(**training) if training else None
-        for key, kind in (("tuning", Tuning), ("threat", AttackConfig), ("measure", Measure)):
-            values[key] = kind(**values[key]) if values.get(key) else None
-        for key in ("seeds", "notes", "history"):
-            values[key] = tuple(values[key])
-        return cls(**values)
+        for key in ("training", "tuning", "threat", "measure"):
+            values[key] = values.get(key) or None
+        return _adapter().validate_python(values)
+
+
+@cache
+def _adapter() -> TypeAdapter[StudyPlan]:
+    return TypeAdapter(StudyPlan)
 
 
 def counted(count: int, noun: str) -> str:

@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +33,7 @@ from gonio.errors import (
     listing,
 )
 from gonio.models.built_in import BUILT_IN
+from gonio.system import memory
 
 Found = tuple[Callable[..., nn.Module], Mapping[str, str]]
 """A function that builds models, and its names for `num_classes` and `in_channels`."""
@@ -158,7 +158,7 @@ class Configured:
         config = self.configuration(**sizes)
         with self._building(), torch.device("meta"):
             planned = sum(p.numel() * p.element_size() for p in self.model(config).parameters())
-        if planned > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        if planned > (memory() or planned):
             why = f"its weights would take {planned / 2**30:.0f} GiB, more than this machine's memory"
             raise NotApplicableError("resolve()", self.spec, why, _DO)
         with self._building():

@@ -7,21 +7,22 @@ nor time. From each output tensor the autograd graph is followed back to the fir
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gonio.editing.twin import set_tensors_, twin_of
 from gonio.editing.where import sites
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
-from gonio.surgery.equivalent import call, evaluating, examples_for
+from gonio.surgery.equivalent import call, examples_for
 from gonio.surgery.facts import TABLES
-from gonio.surgery.graph import restoring
 
-_Nodes = dict[Any, nn.Module]  # by the node of autograd that made it: the layer of an output
+_Nodes = dict[Any, str]  # by the node of autograd that made an output: the path of its layer
 
 
 def output_layers(model: nn.Module) -> tuple[set[int], str]:
@@ -60,72 +61,57 @@ def _cores(model: nn.Module) -> Iterator[nn.Module]:
 
 def _of_run(model: nn.Module, example: Any) -> set[nn.Module]:
     inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
-    with _without_data(model):
-        found = _from_mode(model, inputs, training=False)
-        try:
-            return found | _from_mode(model, inputs, training=True)
-        except Exception:  # training may need more, such as labels
-            return found
+    found = _from_mode(model, inputs, training=False)
+    with suppress(Exception):  # training may need more, such as labels
+        found |= _from_mode(model, inputs, training=True)
+    return {site.module for site in sites(model) if site.path in found}
 
 
-@contextmanager
-def _without_data(model: nn.Module) -> Iterator[None]:
-    """Put tensors without data in the place of all parameters and buffers, the same one for a shared tensor."""
-    bare: dict[int, Tensor] = {}
-    registries: list[dict[str, Any]] = [each for m in model.modules() for each in (m._parameters, m._buffers)]
-    kept = [(registry, dict(registry)) for registry in registries]
-    recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-    try:
-        for registry, before in kept:
-            for name, tensor in before.items():
-                if tensor is None or (tensor.is_meta and tensor.requires_grad):
-                    continue
-                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                trains = isinstance(tensor, nn.Parameter) and new.is_floating_point()
-                registry[name] = bare.setdefault(id(tensor), nn.Parameter(new) if trains else new)
-        for module in recurrent:  # they keep a list of their weights, which setting an attribute updates
-            for name, tensor in list(module._parameters.items()):
-                setattr(module, name, tensor)
-        yield
-    finally:
-        for registry, before in kept:
-            registry.update(before)
-        for module in recurrent:
-            for name, tensor in list(module._parameters.items()):
-                setattr(module, name, tensor)
+def _without_data(model: nn.Module) -> nn.Module:
+    """A twin with tensors without data in the place of all parameters and buffers, the same one for a shared tensor."""
+    twin, bare = twin_of(model), dict[int, Tensor]()
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if not (tensor.is_meta and tensor.requires_grad):
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            trains = isinstance(tensor, nn.Parameter) and new.is_floating_point()
+            bare[id(tensor)] = nn.Parameter(new) if trains else new
+    set_tensors_(twin, bare)
+    return twin
 
 
-def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[nn.Module]:
+def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
+    """The paths of the output layers of a model without data."""
     made: _Nodes = {}
 
-    def record(module: nn.Module, _: Any, output: Any) -> None:
+    def record(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                made[tensor.grad_fn] = module
+                made[tensor.grad_fn] = path
 
-    layers = [m for m in model.modules() if not isinstance(m, TABLES) and any(has_filters(m, n) for n in m._parameters)]
-    handles = [layer.register_forward_hook(record) for layer in layers]
-    try:
-        with evaluating(model), restoring(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            model.train(training)
-            outputs = call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    twin = _without_data(model).train(training)
+    layers = {site.path: site.module for site in sites(twin) if _has_weights(site.module)}
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(record, path)))
+        outputs = call(twin, inputs)
     direct = outputs.values() if isinstance(outputs, Mapping) else outputs
     direct = direct if not isinstance(direct, Tensor) else (direct,)
     ends = [tensor.grad_fn for tensor in direct if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
-    return {layer for end in ends for layer in _last(end, made) if has_filters(layer)}
+    return {path for end in ends for path in _last(end, made) if has_filters(layers[path])}
 
 
-def _last(end: Any, made: _Nodes) -> set[nn.Module]:
+def _has_weights(module: nn.Module) -> bool:
+    return not isinstance(module, TABLES) and any(has_filters(module, name) for name in module._parameters)
+
+
+def _last(end: Any, made: _Nodes) -> set[str]:
     """The first layers on the way back from an output; none if one of them feeds another."""
     first = {node for node in _reached([end], made) if node in made}
     below = _reached([node for start in first for node, _ in start.next_functions if node is not None], {})
     return set() if first & below else {made[node] for node in first}
 
 
-def _reached(start: list[Any], stops: Mapping[Any, nn.Module]) -> set[Any]:
+def _reached(start: list[Any], stops: _Nodes) -> set[Any]:
     seen, pending = set(start), list(start)
     while pending:
         node = pending.pop()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -14,12 +14,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, as_selector, select, sites
-from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.nn.switchable_function import batch_statistics
-from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.equivalent import call
 from gonio.surgery.facts import facts_of
 
 # dimensions of one sample
@@ -92,16 +92,16 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
     device = layers[0].site.module.get_buffer("running_mean").device
     count = 0
     with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
+        # Without wrappers: a data-parallel one would exchange buffers at each call.
+        plain = stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
+        modules = {site.path: site.module for site in sites(plain)}
         for moments in layers:
-            module = moments.site.module
-            stack.callback(_restorer(module))
-            module.train()
+            module = modules[moments.site.path].train()
+            stack.enter_context(_own_buffers(module))
             stack.enter_context(module.register_forward_pre_hook(moments.add, with_kwargs=True))
-        # The model itself: a data-parallel wrapper would exchange buffers at each call.
         for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):
-            call(unwrapped(model), batch)
+            call(plain, batch)
             count += 1
     if several_ranks():
         count = int(total(torch.tensor(float(count), device=device)))
@@ -130,15 +130,15 @@ def _check_step(mine: Tensor) -> None:
         )
 
 
-def _restorer(module: nn.Module) -> Callable[[], None]:
-    """Restores the buffers that a forward in training mode updates."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
-
-    def restore() -> None:
-        for name, value in before.items():
-            module.get_buffer(name).copy_(value)
-
-    return restore
+@contextmanager
+def _own_buffers(module: nn.Module) -> Iterator[None]:
+    """Copies of the buffers inside, because a forward in training mode updates them."""
+    before = dict(module._buffers)
+    module._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
+    try:
+        yield
+    finally:
+        module._buffers.update(before)
 
 
 def _store_(edit: Edit, moments: _RunningMoments) -> None:

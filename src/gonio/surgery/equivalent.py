@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gonio.editing.edit import Edit, run_reversed
+from gonio.editing.edit import Edit
+from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
-from gonio.editing.wrapping import run_eagerly, unwrapped
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
-from gonio.surgery.graph import restoring
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 
@@ -128,10 +128,25 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     """The floating-point outputs of a model in evaluation mode, flattened in order."""
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    return _run(model, example)[0]
+
+
+def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
+    """The outputs of a model, and the number of dimensions of each layer's output where all calls agree."""
+    dims: dict[str, set[int]] = {}
+
+    def record(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            dims.setdefault(path, set()).add(output.dim())
+
+    with evaluating(model) as plain, torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+        for site in sites(plain):
+            if not site.module._modules:
+                hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))
         torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
-        leaves, _ = tree_flatten(call(model, example))
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves, _ = tree_flatten(call(plain, example))
+    found = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return found, {path: next(iter(each)) for path, each in dims.items() if len(each) == 1}
 
 
 def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
@@ -243,37 +258,3 @@ class SameFunction:
         changed = edit.changes[0].path if len({change.path for change in edit.changes}) == 1 else ""
         do = "Leave layers out by `where` to find the one that depends on more than its input; please report the model."
         return NotApplicableError(edit.verb, changed, why, do, action=action)
-
-
-def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
-    """The outputs of a model, and the number of dimensions of each layer's output."""
-    dims: dict[str, set[int]] = {}
-
-    def record(path: str, output: Any) -> None:
-        if isinstance(output, Tensor):
-            dims.setdefault(path, set()).add(output.dim())
-
-    handles = [
-        site.module.register_forward_hook(lambda _m, _i, output, path=site.path: record(path, output))
-        for site in sites(model)
-        if not site.module._modules
-    ]
-    try:
-        with restoring(model):
-            found = outputs(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, {path: next(iter(each)) for path, each in dims.items() if len(each) == 1}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, with compiled parts run eagerly; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()  # may raise half-way, in a model that is its own child
-        with run_eagerly(model):
-            yield
-    finally:  # also if Ctrl-C comes here
-        run_reversed([partial(setattr, module, "training", training) for module, training in modes])

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized
-from gonio.surgery.equivalent import SameFunction, evaluating
+from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
 from gonio.surgery.graph import trace
 
@@ -135,8 +136,8 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
 
 
 def _value(found: parametrize.ParametrizationList) -> Tensor:
-    with evaluating(found):  # torch's spectral norm takes a step at each read in training
-        value: Tensor = found()
+    with evaluating(found) as twin:  # torch's spectral norm takes a step at each read in training
+        value: Tensor = twin()
     return value.detach().clone()
 
 

@@ -12,16 +12,15 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from gonio.editing.edit import run_reversed
+from gonio.editing.twin import twin_of
 from gonio.editing.wrapping import unwrapped
 from gonio.surgery.facts import (
     ACTIVATIONS,
@@ -322,8 +321,8 @@ class _Tracer(fx.Tracer):
 def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, int] | None = None) -> Graph:
     """Trace a model symbolically, called with its first arguments alone; never raises because of the model.
 
-    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. The model's attributes and
-    modes and the random generator are restored. One thread traces at a time; meanwhile other threads may call modules
+    Arguments that have defaults keep them: `if mask is None` is decided as in a plain call. A twin of the model is
+    traced; the random generator is restored. One thread traces at a time; meanwhile other threads may call modules
     that are not compiled. `training` is the mode in which the model is traced; None for its own. `dims` becomes
     :attr:`Graph.dims`.
 
@@ -333,35 +332,18 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
     """
     model = unwrapped(model)
     try:
-        with _TRACING, restoring(model), warnings.catch_warnings():
+        with _TRACING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
+            twin = twin_of(model)
             if training is not None:
-                model.train(training)
-            arguments = list(inspect.signature(model.forward).parameters.values())[1:]
+                twin.train(training)
+            arguments = list(inspect.signature(twin.forward).parameters.values())[1:]
             defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
             tracer = _Tracer()
-            graph = tracer.trace(model, concrete_args=defaults)
+            graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:  # the model's own code can raise anything under a tracer
         return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
     return Graph(model, tuple(graph.nodes), measured=tracer.measured, dims=dims or {})
-
-
-@contextmanager
-def restoring(model: nn.Module) -> Iterator[None]:
-    """Restore modes, and attributes that a forward sets to proxies."""
-
-    def restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-        now = vars(module)
-        if now.keys() != attributes.keys() or any(now[key] is not value for key, value in attributes.items()):
-            now.clear()
-            now.update(attributes)
-
-    before = [partial(restore, module, dict(vars(module))) for module in model.modules()]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:  # also if Ctrl-C comes here
-        run_reversed(before)
 
 
 # --- the layers that follow ---------------------------------------------------------------------------

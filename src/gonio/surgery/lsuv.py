@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.twin import evaluating
+from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.seeding import generator
-from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.equivalent import call
 from gonio.surgery.facts import WEIGHTED, why_not_dense
 from gonio.surgery.init import check_function
 
@@ -69,8 +71,9 @@ def lsuv_(
         check_function("lsuv_", function, {})
     refuse_shards(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=can_act)
-    with Edit(model, "lsuv_") as edit, evaluating(model), torch.no_grad():
-        ordered = _in_execution_order(model, batch, found)
+    with Edit(model, "lsuv_") as edit, evaluating(model) as twin, torch.no_grad():
+        layers = {site.path: site.module for site in sites(twin)}
+        ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
         for site in found:
             if site not in ordered:
                 edit.note(f"{site.path} did not run on the batch: left as it was")
@@ -84,17 +87,17 @@ def lsuv_(
             edit.set_data_(weight, weight)
             if function is not None:
                 function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
-            _scale_(edit, site, batch, tolerance, max_steps)
+            _scale_(edit, site, partial(_output_std, twin, layers[site.path], batch), tolerance, max_steps)
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
 
-def _scale_(edit: Edit, site: Site, batch: Any, tolerance: float, max_steps: int) -> None:
+def _scale_(edit: Edit, site: Site, std_of: Callable[[], float], tolerance: float, max_steps: int) -> None:
     """Divide a layer's weight by the standard deviation of its output until that is near 1."""
-    std, steps = _output_std(edit.model, site.module, batch), 0
+    std, steps = std_of(), 0
     while abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
         site.module.weight.div_(std)  # type: ignore[operator]
-        std, steps = _output_std(edit.model, site.module, batch), steps + 1
+        std, steps = std_of(), steps + 1
     edit.changed(site.path, f"output std {std:.3f} after {steps} step{'s' if steps != 1 else ''}")
     if not abs(std - 1) <= tolerance:
         why = "its output is constant" if std == 0 else f"its output's std is {std:.3g}"
@@ -117,11 +120,11 @@ def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float:
     return measured[0]
 
 
-def _in_execution_order(model: nn.Module, batch: Any, found: list[Site]) -> list[Site]:
+def _in_execution_order(model: nn.Module, batch: Any, found: Mapping[nn.Module, Site]) -> list[Site]:
     ran: list[Site] = []
     with ExitStack() as stack:
-        for site in found:
-            stack.enter_context(site.module.register_forward_hook(lambda *_, site=site: ran.append(site)))
+        for module, site in found.items():
+            stack.enter_context(module.register_forward_hook(lambda *_, site=site: ran.append(site)))
         call(model, batch)
     if not ran:
         raise NotApplicableError("lsuv_", "", "no selected layer ran on the batch", "Check `where`.", action="scale")

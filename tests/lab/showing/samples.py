@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
+from gonio.lab.judging.results import Effect, Ratio, Results
 from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
+from gonio.lab.record import RunRecord
 
 
 def printed(shown: RenderableType, *, width: int) -> str:

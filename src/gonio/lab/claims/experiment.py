@@ -12,9 +12,10 @@ import torch
 
 from gonio.errors import InvalidArgumentError
 from gonio.lab.claims.claim import Arm, Claim, Experiment, read_claim
-from gonio.lab.judging.results import RunRecord, scores_of
+from gonio.lab.judging.results import scores_of
 from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, counted, installed_versions, seeds_of
+from gonio.lab.record import RunRecord
 from gonio.lab.running.measures import spec_of
 from gonio.lab.running.scheduler import Quiet, Watcher, run
 from gonio.lab.running.study import Study

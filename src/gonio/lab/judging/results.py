@@ -18,48 +18,7 @@ import numpy as np
 from gonio.escaping import html_table
 from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
 from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan, counted
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """One recipe × one seed, as it ended.
-
-    Attributes:
-        recipe: its name; "baseline" for the unchanged model.
-        status: `finished`; `diverged` (NaN or Inf in a loss or output); `failed` (an exception, or the process died).
-        score: test score at the epoch with the best validation score; None unless finished.
-        best_epoch: that epoch, counted from 0.
-        curve: `train_loss` (task loss without penalty) and `val_score`, one number per epoch; a
-            non-finite number is None.
-        geometry: of the scored model, see :func:`gonio.lab.filter_summary`; empty unless finished.
-        plan: the recipe's plan for this model, layer by layer; "" for the baseline.
-        settings: tuned values of the recipe, by name; empty without tuning.
-        robustness: accuracy in percent on disturbed inputs, see
-            :func:`gonio.lab.running.robustness.robustness`; empty if the study does not attack models.
-        metrics: the task's further metrics on the test split, or the last values that a script logged, by name.
-        costs: of a script's run: `step_time` in seconds (median), and on an accelerator `memory` in bytes.
-        error: why the run diverged or failed.
-        seconds: CPU seconds of the run's process; ignored when records are compared.
-    """
-
-    recipe: str
-    seed: int
-    status: str
-    score: float | None = None
-    best_epoch: int | None = None
-    curve: Mapping[str, list[float | None]] = field(default_factory=dict)
-    geometry: Mapping[str, Any] = field(default_factory=dict)
-    plan: str = ""
-    error: str | None = None
-    seconds: float | None = field(default=None, compare=False)
-    settings: Mapping[str, float] = field(default_factory=dict)
-    robustness: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    costs: Mapping[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as JSON-able data."""
-        return asdict(self)
+from gonio.lab.record import RunRecord
 
 
 @dataclass(frozen=True)

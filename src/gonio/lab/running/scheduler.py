@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gonio.errors import Interrupted, InvalidArgumentError
-from gonio.lab.judging.results import RunRecord
 from gonio.lab.judging.statistics import require_scipy
 from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
+from gonio.lab.record import RunRecord
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
 from gonio.lab.running.scripts import execute_script

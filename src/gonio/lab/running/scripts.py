@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.judging.results import RunRecord
 from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan
+from gonio.lab.record import RunRecord
 from gonio.lab.running.cost import Gauge
 from gonio.lab.running.engines.local import die_with_parent
 from gonio.lab.running.filter_summary import filter_summary

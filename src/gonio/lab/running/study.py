@@ -7,7 +7,6 @@ counts as absent, and is written again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,16 +16,22 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import Json, TypeAdapter, ValidationError
 
 from gonio.errors import StudyError, StudyLockedError
 from gonio.escaping import plain
-from gonio.lab.judging.results import CostRow, RecipeTuning, Results, RunRecord, summarise
+from gonio.lab.judging.results import CostRow, RecipeTuning, Results, summarise
 from gonio.lab.plan import RecipeEntry, StudyPlan, extended
+from gonio.lab.record import RunRecord
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
+from gonio.system import flush_folder, lock_
 
 DATABASE, VERSION = "study.db", 3
+_MOST_ROWS = 1_000_000  # of a table
 _PLAN = "plan.json"
 _LOG = b"\x37\x7f\x06"  # the beginning of a log of SQLite
 # Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table, `looks` later.
@@ -283,7 +288,27 @@ def _columns(record: RunRecord, versions: Mapping[str, str]) -> tuple[str, str, 
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:
-    return RunRecord(**json.loads(text), seconds=seconds)
+    return replace(_types().record.validate_json(text), seconds=seconds)
+
+
+class _Types(NamedTuple):
+    record: TypeAdapter[RunRecord]
+    rows: Mapping[str, TypeAdapter[Any]]  # by table: what its columns contain
+
+
+@cache
+def _types() -> _Types:
+    """What a study must contain. Its checksums and hashes need no key: anyone can write a study."""
+    versions = Json[dict[str, str]]
+    rows: dict[str, Any] = {
+        "runs": tuple[str, int, str, Json[RunRecord], float | None, versions],
+        "costs": tuple[str, str, int, float],
+        "trials": tuple[str, int, Json[dict[str, float]], str, Json[RunRecord], float | None, versions],
+        "choices": tuple[str, Json[dict[str, float]]],
+        "artifacts": tuple[str, Json[dict[str, Any]]],
+        "looks": tuple[int],
+    }
+    return _Types(TypeAdapter(RunRecord), {table: TypeAdapter(kind) for table, kind in rows.items()})
 
 
 # --- the database -----------------------------------------------------------------------------------------
@@ -304,9 +329,18 @@ def transaction(folder: Path, *, create: bool = False, reading: bool = False) ->
             if found > VERSION:
                 why = f"{DATABASE} has format {found}, and this gonio reads up to {VERSION}"
                 raise StudyError(str(folder), why, "Use a newer gonio.")
+            _refuse_code(folder, database)
             yield database
     except (sqlite3.Error, UnicodeDecodeError) as error:  # a message of SQLite quotes damaged bytes
         raise StudyError(str(folder), f"{DATABASE} cannot be used: {error}", "Check the disk and the file.") from error
+
+
+def _refuse_code(folder: Path, database: sqlite3.Connection) -> None:
+    """Raise for views and triggers, which compute: a study has tables with values."""
+    others = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+    for kind, name in database.execute(others):
+        why = f"{DATABASE} contains the {kind} {plain(str(name)[:40])}, and a study has tables alone"
+        raise StudyError(str(folder), why, "Do not use this study.")
 
 
 def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection:
@@ -423,27 +457,27 @@ def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[A
         if not database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
             return [], []  # format 1
         checked = _has_checksums(database, table)
-        rows = database.execute(f"SELECT * FROM {table}").fetchall()
+        rows = database.execute(f"SELECT * FROM {table} LIMIT {_MOST_ROWS + 1}").fetchall()
+    if len(rows) > _MOST_ROWS:
+        raise StudyError(str(folder), f"table {table} has more than {_MOST_ROWS:,} rows", "No study has so many.")
     intact: list[tuple[Any, ...]] = []
     damaged: list[tuple[Any, ...]] = []
     for row in rows:
         content = row[:-1] if checked else row
-        valid = row[-1] == _checksum(content) if checked else _readable(table, content)
+        valid = (not checked or row[-1] == _checksum(content)) and _readable(table, content)
         (intact if valid else damaged).append(content)
     return intact, damaged
 
 
 def _readable(table: str, row: Sequence[Any]) -> bool:
-    """Whether a row without a checksum, of an older gonio, can be read."""
+    """Whether the values of a row have their types, and its record is of the seed and status that the row states."""
     try:
-        if table == "runs":
-            record = _record(row[3], row[4])
-            return record.status == row[2] and record.seed == row[1] and isinstance(json.loads(row[5]), dict)
-        if table == "trials":
-            return _record(row[4], row[5]).status == row[3] and isinstance(json.loads(row[2]), dict)
-        return table in ("costs", "looks") or isinstance(json.loads(row[1]), dict)
-    except (ValueError, TypeError):
+        found = _types().rows[table].validate_python(row)
+    except ValidationError:
         return False
+    if table == "runs":
+        return bool((found[3].status, found[3].seed) == (row[2], row[1]))
+    return table != "trials" or bool(found[4].status == row[3])
 
 
 def _discard(folder: Path) -> None:
@@ -484,7 +518,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a study's folder, which must exist; the operating system releases it when the process dies."""
     with (folder / "lock").open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read(20).strip()
@@ -499,7 +533,14 @@ def _read_plan(folder: Path) -> StudyPlan:
     try:
         data: dict[str, Any] = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
         plan = StudyPlan.from_dict(data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except RecursionError:
+        raise StudyError(str(folder), f"{_PLAN} is nested too deeply", "Do not use this study.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        why = f"{_PLAN} cannot be read: {plain(place)}: {plain(first['msg'])}"
+        raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
+    except (ValueError, OSError) as error:
         why = f"{_PLAN} cannot be read: {error}"
         raise StudyError(str(folder), why, "Restore it, or start a new study.") from error
     if plan.hash != data.get("hash"):
@@ -511,7 +552,8 @@ def _read_plan(folder: Path) -> StudyPlan:
 def _hashes(folder: Path) -> list[str]:
     """The hashes of the plans that the database was written for; empty in a study of an older gonio."""
     found = dict(_rows(folder, "artifacts")[0])
-    return list(json.loads(found["plan"])["hashes"]) if "plan" in found else []
+    stated = json.loads(found["plan"]).get("hashes", []) if "plan" in found else []
+    return [str(each) for each in stated] if isinstance(stated, list) else []
 
 
 def _check_hash(folder: Path, plan: StudyPlan) -> None:
@@ -539,8 +581,4 @@ def _write_plan(folder: Path, plan: StudyPlan) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    flush_folder(folder)

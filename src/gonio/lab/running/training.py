@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.lab.judging.results import RunRecord
 from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
+from gonio.lab.record import RunRecord
 from gonio.lab.running.filter_summary import filter_summary
 from gonio.lab.running.measures import FinishedRun, spec_of
 from gonio.lab.running.robustness import device_of, from_text, robustness, to_text, transferable

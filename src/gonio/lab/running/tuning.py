@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from gonio.errors import import_extra
-from gonio.lab.judging.results import RunRecord, scores_of
+from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import RecipeEntry, StudyPlan
+from gonio.lab.record import RunRecord
 from gonio.seeding import derive_seed
 
 LEARNING_RATE = "lr"

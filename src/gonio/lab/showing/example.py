@@ -6,8 +6,9 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from gonio.lab.judging.results import Effect, Ratio, Results, RunRecord
+from gonio.lab.judging.results import Effect, Ratio, Results
 from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
+from gonio.lab.record import RunRecord
 
 RECIPES = {"orthogonal-init": 0.1, "decoupled-tanh": 0.9}
 SEEDS = tuple(range(8))

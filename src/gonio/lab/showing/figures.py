@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import shorten
-from gonio.lab.judging.results import Results, RunRecord
+from gonio.lab.judging.results import Results
 from gonio.lab.plan import BASELINE
+from gonio.lab.record import RunRecord
 from gonio.lab.showing.tables import Scale
 from gonio.pages.picture import svg
 from gonio.pages.pictures import Floats, Interval, angles, effects, intervals, learning_curves
@@ -147,9 +148,10 @@ def layers(runs: Sequence[RunRecord]) -> list[Layer]:
     found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     edges: Floats = np.zeros(0)
     for run in runs:
-        if run.geometry:
-            edges = np.asarray(run.geometry["angle_edges"], dtype=float)
-            for path, record in run.geometry["layers"].items():
+        own = np.asarray(run.geometry.get("angle_edges", ()), dtype=float)
+        edges = edges if len(edges) else own
+        if len(own) and np.array_equal(own, edges):
+            for path, record in run.geometry.get("layers", {}).items():
                 found.setdefault(path, {}).setdefault(run.recipe, []).append(record)
     made = []
     for path, recipes in found.items():

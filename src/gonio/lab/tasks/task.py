@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gonio.errors import InvalidArgumentError
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.seeding import derive_seed, generator
+from gonio.system import loader_context
 
 Batch = tuple[Tensor, Tensor]
 Augment = Callable[[Tensor, Generator], Tensor]
@@ -187,7 +187,7 @@ class ItemSet(_Unloaded):
                 batch_sampler=batches,  # type: ignore[arg-type]
                 num_workers=workers,
                 generator=Generator(),  # else an iteration would draw from the global generator, which dropout reads
-                multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+                multiprocessing_context=loader_context() if workers else None,
             )
             return map(_pair, iter(loader))
 
@@ -255,8 +255,8 @@ class LoaderSet(_Unloaded):
         loader = self._make(size)
         if not isinstance(loader, DataLoader):
             raise _unpaired(f"a function that returns a {type(loader).__name__}", "Return a torch DataLoader.")
-        if loader.num_workers and loader.multiprocessing_context is None and sys.platform == "linux":
-            loader.multiprocessing_context = "fork"  # other processes could not import the user's file by its name
+        if loader.num_workers and loader.multiprocessing_context is None:
+            loader.multiprocessing_context = loader_context()
         return loader
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gonio.editing.wrapping import run_eagerly, unwrapped
+from gonio.editing.twin import evaluating, set_tensors_
+from gonio.editing.wrapping import is_sharded
 from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
@@ -21,7 +22,7 @@ from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites
-from gonio.surgery.equivalent import call, evaluating
+from gonio.surgery.equivalent import call
 
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
 
@@ -83,13 +84,11 @@ class Signal:
 def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
     """The outputs of all layers without sub-layers, in the order in which they run, and notes.
 
-    The model runs twice, in evaluation mode and without compilation, the second time with its backward; modes,
-    buffers, gradients and hooks are restored afterwards, also if it raises.
+    A twin of the model runs twice, in evaluation mode and without compilation, the second time with its backward.
     """
-    plain = unwrapped(model)  # hooks set after a compiled call would never fire
-    computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
-    layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
-    with run_eagerly(plain), evaluating(plain), _first_statistics(plain):
+    with evaluating(model) as plain, _first_statistics(plain):
+        computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
+        layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
         outputs = _Outputs(layers)
         with torch.no_grad(), _hooked(layers, outputs):
             call(plain, batch)
@@ -261,7 +260,8 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
     """
     hooks = _Gradients()
     try:
-        with _unfrozen(model), torch.enable_grad(), _hooked(layers, hooks):
+        _unfreeze_(model)
+        with torch.enable_grad(), _hooked(layers, hooks):
             outputs = tree_leaves(call(model, batch))
             hooks.recording = False  # a checkpointed part calls its layers again in the backward
             roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -309,17 +309,11 @@ class _Gradients:
             gradient.node = tensor.grad_fn
 
 
-@contextmanager
-def _unfrozen(model: nn.Module) -> Iterator[None]:
-    """All parameters require gradients inside; restored afterwards."""
-    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+def _unfreeze_(twin: nn.Module) -> None:
+    """Let all parameters require gradients; a sharded model, which runs itself, keeps its own."""
+    if not is_sharded(twin):
+        frozen = [p for p in twin.parameters() if p.is_floating_point() and not p.requires_grad]
+        set_tensors_(twin, {id(p): nn.Parameter(p.detach()) for p in frozen})
 
 
 def _leads_to(later: Node | None, earlier: Node | None) -> bool:
@@ -361,8 +355,9 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
 
 
 def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
-    """Its output in training mode; hooks do not run, and its buffers are restored."""
-    kept = {name: buffer.clone() for name, buffer in norm._buffers.items() if buffer is not None}
+    """Its output in training mode; hooks do not run, and its buffers keep their values."""
+    kept = dict(norm._buffers)
+    norm._buffers.update({name: buffer.clone() for name, buffer in kept.items() if buffer is not None})
     norm.training = True
     try:
         found = norm.forward(*inputs)
@@ -370,8 +365,7 @@ def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
         return None
     finally:
         norm.training = False
-        for name, value in kept.items():
-            norm._buffers[name].copy_(value)  # type: ignore[union-attr]
+        norm._buffers.update(kept)
     return found if isinstance(found, Tensor) else None
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.twin import evaluating
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
@@ -20,7 +21,6 @@ from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.balance import least_scales
-from gonio.surgery.equivalent import evaluating
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.scales import ScaleVariable, scale_variables
@@ -101,8 +101,8 @@ def structure_of(model: nn.Module) -> Structure:
 
 def _traced(model: nn.Module) -> Structure | str:
     """What the graph shows, or why there is none."""
-    with evaluating(model):  # in train mode torch's spectral_norm takes a step at each read of a weight
-        graph = trace(model)
+    with evaluating(model) as twin:  # in train mode torch's spectral_norm takes a step at each read of a weight
+        graph = trace(twin)
         if graph.reason:
             return f"the model cannot be traced ({graph.reason})"
         free = [variable for variable in scale_variables(graph) if variable.free()]

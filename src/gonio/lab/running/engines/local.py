@@ -1,35 +1,33 @@
 """The interface of an engine, and the one of this machine: processes that end with the comparison, and devices.
 
-The processes are forked from a server that has imported torch, so a run starts in 40 ms instead of 3 s. The server
-imports this file first, beside the program that starts it; torch is therefore imported inside of functions.
+The processes are forked from a server that has imported torch, so a run starts in 40 ms instead of 3 s; on Windows each
+imports it anew. The server imports this file first, beside the program that starts it; torch is therefore imported
+inside of functions.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection, forkserver, get_context, parent_process, set_forkserver_preload
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
+from gonio import system
 from gonio.errors import InvalidArgumentError
 
 KINDS = ("cpu", "cuda", "mps")
 _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
 _POLL = 1.0  # seconds between two looks at a worker whose fork server is dead
-_PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 10.0  # seconds that a process has to end after its result has arrived
 
 
@@ -196,11 +194,11 @@ class Worker:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> None:
         self.stopped = False
-        context = get_context("forkserver")
+        context: Any = get_context(system.start_method())
         for attempt in range(_ATTEMPTS):
             self._orphaned = False  # the server that has forked it is dead
             self.receiver, sender = context.Pipe(duplex=False)
-            self._process: ForkServerProcess = context.Process(
+            self._process: BaseProcess = context.Process(
                 target=_call, args=(sender, os.getcwd(), gpu, function, arguments)
             )
             try:
@@ -248,18 +246,15 @@ class Worker:
         if not self._orphaned and not connection.wait([self._process.sentinel], 0):
             return False
         # The sentinel is ready also if the fork server was killed; the worker then goes on without it.
-        self._orphaned = _alive(self._process.pid or 0)
+        self._orphaned = system.start_method() == "forkserver" and system.alive(self._process.pid or 0)
         return not self._orphaned
 
     def stop(self) -> None:
         """Kill the worker, every process of its group and every process that they started now."""
         self.stopped = True
         pid = self._process.pid or 0
-        started = _descendants(pid)
+        system.kill_tree(pid)
         self._process.kill()
-        with suppress(ProcessLookupError, PermissionError):  # no group yet, or nothing is left of it
-            os.killpg(pid, signal.SIGKILL)
-        _kill(started)
         self._process.join()
         self.receiver.close()
 
@@ -270,14 +265,13 @@ def _call(
     """Runs in the worker."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, which the fork server does not do
-    os.setpgid(0, 0)  # a group of its own, so that processes which the function starts can be killed with it
+    system.lead_group()  # so that processes which the function starts can be killed with it
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `server_running`, for a server that somebody else started
     os.chdir(folder)  # so that relative names of user files mean the same as in the parent
     os.dup2(2, 1)  # output of user code goes to stderr; stdout is for results
-    _adopt_orphans()
     result = json.dumps(function(*arguments), allow_nan=False).encode()
-    _kill(_descendants(os.getpid()))
+    system.kill_tree(os.getpid(), itself=False)
     with suppress(BrokenPipeError):  # the parent is gone, and this process ends with it
         sender.send_bytes(result)
 
@@ -291,50 +285,7 @@ def die_with_parent() -> None:
 
 def _wait_for_end(sentinel: int) -> None:
     connection.wait([sentinel])
-    _kill(_descendants(os.getpid()))
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that :func:`_descendants` finds them (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _descendants(pid: int) -> list[int]:
-    """The processes that a process started, directly or not, also in sessions of their own; empty without /proc."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            children.setdefault(int(_stat(path.name)[1]), []).append(int(path.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _stat(pid: int | str) -> list[str]:
-    """State, parent and more of a process, from /proc."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        os.kill(pid, 0)
-        return _stat(pid)[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except OSError:  # no /proc
-        return True
+    system.end_tree()
 
 
 # --- the server that processes are forked from --------------------------------------------------------------
@@ -353,26 +304,23 @@ _SETTINGS = {
 def server_running(*modules: str) -> Iterator[None]:
     """The server runs, and a process that is started in the block never sees a SIGINT.
 
-    A terminal sends SIGINT to every process, and only the parent handles it. In the parent a signal during the block
-    arrives at its end.
-
     Args:
         modules: more that the server imports, if it is started now.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     environment = {name: os.environ.get(name) for name in _SETTINGS}
-    try:
-        os.environ.update(_SETTINGS)  # the server keeps them for its processes
-        set_forkserver_preload([__name__, *modules])
-        forkserver.ensure_running()
-        yield
-    finally:
-        for name, value in environment.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with system.interrupt_held():
+        try:
+            os.environ.update(_SETTINGS)  # the server keeps them for its processes
+            if system.start_method() == "forkserver":
+                set_forkserver_preload([__name__, *modules])
+                forkserver.ensure_running()
+            yield
+        finally:
+            for name, value in environment.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _preload() -> None:

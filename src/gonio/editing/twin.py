@@ -1,0 +1,125 @@
+"""Run a model without touching it: on other modules that share its tensors.
+
+A verb that only reads a model runs it in evaluation mode, with hooks, and under tracers that set attributes. On a twin
+all of this happens beside the model: other threads may train it or serve it meanwhile, and an interruption leaves
+nothing to restore.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio.editing.edit import run_reversed
+from gonio.editing.wrapping import holds_original, is_sharded, run_eagerly, unwrapped
+
+_NESTED = 4  # levels of lists and dicts in an attribute in which modules are found
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A model of new modules with the same classes, the same tensors and hooks, and no compiled part.
+
+    Modes, hooks, attributes and the entries of registries can be changed without effect on the model; a change of a
+    tensor in place is one of the model. Attributes that refer to modules of the model (also in lists, tuples, dicts,
+    bound methods, closures, partial functions and weak references) refer to their twins. Scripted modules are copied.
+
+    Example:
+        >>> from gonio.editing.twin import twin_of
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        >>> twin = twin_of(model).eval()
+        >>> twin[0].weight is model[0].weight, twin[1].training, model[1].training
+        (True, False, True)
+    """
+    parts: list[nn.Module] = []
+    twins: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if id(module) in twins:
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            whole = copy.deepcopy(module)
+            twins.update({id(a): b for a, b in zip(module.modules(), whole.modules(), strict=True)})
+            twins[id(module)] = whole  # `modules()` of a scripted module wraps its children anew at each call
+            continue
+        parts.append(module)
+        twins[id(module)] = object.__new__(type(module))
+    for module in parts:
+        vars(twins[id(module)]).update({name: _mapped(value, twins) for name, value in vars(module).items()})
+        vars(twins[id(module)])["_compiled_call_impl"] = None
+    compiled = {id(m): twins[id(m._modules["_orig_mod"])] for m in parts if holds_original(m)}
+    if compiled:  # a compiled module calls the original one, whatever its child is
+        plain = {id(twins[key]): inner for key, inner in compiled.items()}
+        for twin in twins.values():
+            twin._modules.update({n: plain[id(c)] for n, c in twin._modules.items() if id(c) in plain})
+    return compiled.get(id(model), twins[id(model)])
+
+
+def _mapped(value: Any, twins: Mapping[int, nn.Module], depth: int = 0) -> Any:
+    """An attribute with twins in the place of modules."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return twins.get(id(value), value)
+    if kind in (dict, OrderedDict) and depth < _NESTED:
+        return kind((_mapped(k, twins, _NESTED), _mapped(v, twins, depth + 1)) for k, v in value.items())
+    if kind in (list, tuple, set) and depth < _NESTED:
+        return kind(_mapped(each, twins, depth + 1) for each in value)
+    if kind is weakref.ref:
+        return weakref.ref(twins[id(value())]) if id(value()) in twins else value
+    if kind is MethodType and id(value.__self__) in twins:
+        return MethodType(value.__func__, twins[id(value.__self__)])
+    if kind is FunctionType and value.__closure__:
+        cells = [_mapped(cell.cell_contents, twins, _NESTED) for cell in value.__closure__]
+        if any(a is not b.cell_contents for a, b in zip(cells, value.__closure__, strict=True)):
+            closure = tuple(CellType(each) for each in cells)
+            return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+    if kind is partial:
+        arguments = [_mapped(each, twins, depth + 1) for each in value.args]
+        options = {name: _mapped(each, twins, depth + 1) for name, each in value.keywords.items()}
+        return partial(_mapped(value.func, twins, depth + 1), *arguments, **options)
+    return value
+
+
+def _named_globally(model: nn.Module) -> bool:
+    """Whether a function set as an attribute refers to a module of the model by a global name."""
+    parts = list(model.modules())
+    functions = [value for part in parts for value in vars(part).values() if type(value) is FunctionType]
+    named = {id(each.__globals__.get(name)) for each in functions for name in each.__code__.co_names}
+    return any(id(part) in named for part in parts)
+
+
+def set_tensors_(twin: nn.Module, tensors: Mapping[int, Tensor]) -> None:
+    """Put other tensors in the place of a twin's parameters and buffers, by their `id`; the model keeps its own."""
+    for module in twin.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in list(registry.items()):
+                if tensor is not None and id(tensor) in tensors:
+                    registry[name] = tensors[id(tensor)]  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):  # it keeps a list of its weights
+            module._flat_weights = [tensors.get(id(each), each) for each in module._flat_weights]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Gives a twin of the model inside its wrappers, in evaluation mode.
+
+    A sharded model runs itself, because the hooks that gather its shards refer to its own modules, and so does one
+    with a function that refers to its modules by a global name; every module gets its own mode back.
+    """
+    inner = unwrapped(model)
+    if not is_sharded(inner) and not _named_globally(inner):
+        yield twin_of(inner).eval()
+        return
+    modes = [(module, module.training) for module in inner.modules()]
+    try:
+        with run_eagerly(inner.eval()):
+            yield inner
+    finally:  # also if Ctrl-C comes here
+        run_reversed([partial(setattr, module, "training", training) for module, training in modes])

@@ -1,0 +1,151 @@
+"""A twin: other modules that share the tensors of a model, so that what runs it leaves the model alone."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.editing.twin import evaluating, set_tensors_, twin_of
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    features = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(4 * 36, 5))
+
+
+class Referring(nn.Module):
+    """Refers to its own parts in every way that an attribute can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.inside = nn.ModuleList([nn.Dropout(0.5)])
+        self.listed = [self.drop]
+        self.named = {"drop": self.drop}
+        self.bound = self.drop.forward
+        self.called = partial(nn.Module.__call__, self.drop)
+        self.weakly = weakref.ref(self.drop)
+        drop = self.drop
+        self.closed = lambda x: drop(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in (self.listed[0], self.named["drop"], self.bound, self.called, self.weakly(), self.closed):
+            x = each(x)
+        return self.inside[0](x)
+
+
+def test_tensors_are_shared_and_modules_are_not() -> None:
+    model = network()
+    twin = twin_of(model)
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
+    assert [id(b) for b in twin.buffers()] == [id(b) for b in model.buffers()]
+    assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+
+
+def test_references_lead_to_twins() -> None:
+    model = Referring()
+    with evaluating(model) as twin:
+        assert torch.equal(twin(X), X)  # no dropout anywhere
+    assert all(module.training for module in model.modules())
+
+
+def test_a_module_that_occurs_twice_is_one_twin() -> None:
+    layer = nn.Linear(2, 2)
+    twin = twin_of(nn.Sequential(layer, nn.ReLU(), layer))
+    assert twin[0] is twin[2]
+
+
+def test_hooks_run_and_hooks_of_the_twin_stay_there() -> None:
+    model, seen = network(), []
+    model[0].register_forward_hook(lambda *_: seen.append("model"))
+    twin = twin_of(model).eval()
+    twin[0].register_forward_hook(lambda *_: seen.append("twin"))
+    twin(X)
+    model(X)
+    assert seen == ["model", "twin", "model"]
+
+
+def test_other_tensors_stay_in_the_twin() -> None:
+    model = nn.GRU(3, 4)
+    before = [p.clone() for p in model.parameters()]
+    twin = twin_of(model)
+    set_tensors_(twin, {id(p): nn.Parameter(torch.zeros_like(p)) for p in model.parameters()})
+    assert not twin(torch.ones(1, 2, 3))[0].any()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_compiled_parts_run_eagerly() -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    inner = network()
+    model = nn.Sequential(torch.compile(inner, backend=refuse))
+    inner[0].compile(backend=refuse)
+    with evaluating(model) as twin:
+        assert twin(X).shape == (4, 5)
+
+
+def test_a_scripted_module_keeps_its_mode() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Dropout(0.5)))
+    with evaluating(model) as twin:
+        assert torch.equal(twin(X), X)
+    assert model[0].training
+
+
+def test_a_model_that_names_itself_globally_runs_itself() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    namespace = {"model": model}
+    exec("def forward(x):\n    return model[0](x)", namespace)
+    model.forward = namespace["forward"]
+    with evaluating(model) as same:
+        assert same is model
+        assert torch.equal(model(X), X)
+    assert model.training
+    assert model[0].training
+
+
+@pytest.mark.filterwarnings("error")
+def test_measuring_beside_training_and_serving() -> None:
+    """Another thread's steps see training mode, and predictions stay the same."""
+    trained, served = network(), network().eval()
+    expected = served(X).detach()
+    stop, wrong = threading.Event(), []
+
+    def use() -> None:
+        while not stop.is_set():
+            wrong.extend("mode" for m in trained.modules() if not m.training)
+            if not torch.equal(served(X), expected):
+                wrong.append("prediction")
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    for _ in range(3):
+        gonio.measure(trained)
+        gonio.measure(served, batch=X)
+    stop.set()
+    thread.join()
+    assert not wrong
+
+
+def test_threads_that_measure_one_model_see_the_same() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    expected = gonio.measure(model, batch=X).to_dict()["signals"]
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(gonio.measure(model, batch=X))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each.to_dict()["signals"] for each in found] == [expected] * 3
+    assert not model[0].weight.requires_grad
