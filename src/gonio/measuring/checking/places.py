@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain
@@ -322,6 +323,8 @@ def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
+    if is_lazy(local):
+        return Place(name, file, "", (), 0, _nothing, reason="a lazy layer that has seen no input yet")
     if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
         found = numbers_of(local)
         if found.tensor is None:
