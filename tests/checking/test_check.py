@@ -247,7 +247,10 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_lazy_and_quantised_tensors_are_named_or_checked_by_their_numbers() -> None:
-    found = {row.name: row.reason for row in gonio.check(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2)).state_dict()).tensors}
+    found = {
+        row.name: row.reason
+        for row in gonio.check(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2)).state_dict()).tensors
+    }
     assert found["0.weight"] == "a lazy layer that has seen no input yet"
 
     class Wide(torch.Tensor):
@@ -260,5 +263,8 @@ def test_lazy_and_quantised_tensors_are_named_or_checked_by_their_numbers() -> N
 
 def test_tied_tensors_keep_their_own_names() -> None:
     tied = torch.randn(4, 4)
-    names = {row.name for row in gonio.check({"model": {"a.weight": tied, "b.weight": tied}, "ema": {"a.weight": tied}}).tensors}
+    names = {
+        row.name
+        for row in gonio.check({"model": {"a.weight": tied, "b.weight": tied}, "ema": {"a.weight": tied}}).tensors
+    }
     assert names == {"a.weight", "b.weight", "ema.a.weight"}

@@ -101,7 +101,7 @@ def test_attention_s_packed_projection_is_adapted_too(net: nn.Module) -> None:
     assert found.change_norm == pytest.approx(float((merged - net.mha.in_proj_weight).norm()), rel=1e-4)
 
 
-# --- stacked experts in memory ------------------------------------------------------------------------------------------
+# --- stacked experts in memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["experts.up", "experts.down"])

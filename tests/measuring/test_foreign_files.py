@@ -56,7 +56,6 @@ def test_names_alone_make_no_weight_norm() -> None:
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-
 @FLOAT8_ROWS
 def test_an_8_bit_weight_beside_what_may_be_its_scale_is_not_compared() -> None:
     weight = seeded(256, 192)

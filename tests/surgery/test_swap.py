@@ -248,7 +248,8 @@ def sparse_layer() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [(lambda: nn.Linear(4, 4, dtype=torch.complex64), "its weight is complex"),
-     (lambda: nn.LazyLinear(4), "it is lazy; run one batch first"), (sparse_layer, "its weight is stored as sparse_coo")],
+     (lambda: nn.LazyLinear(4), "it is lazy; run one batch first"),
+     (sparse_layer, "its weight is stored as sparse_coo")],
 )  # fmt: skip
 def test_a_layer_whose_weight_cannot_be_shared_stays(make: Callable[[], nn.Module], why: str) -> None:
     model = nn.Sequential(make(), nn.Linear(4, 4))

@@ -27,9 +27,9 @@ for name, case in CASES.items():
             rows.append({"case": name, "origin": case.origin, "outcomes": found})
         except Skipped as missing:
             rows += [known[name]] if name in known else []
-            print(f"{name}: not run: {missing}", file=sys.stderr)
+            sys.stderr.write(f"{name}: not run: {missing}\n")
         except Exception as error:  # whatever is wrong with one case, the others have outcomes
             wrong.append(f"{name}: {type(error).__name__}: {error}")
 target.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
-print(f"{len(rows)} of {len(CASES)} cases have outcomes", *wrong, sep="\n")
+sys.stdout.write("\n".join([f"{len(rows)} of {len(CASES)} cases have outcomes", *wrong, ""]))
 sys.exit(bool(wrong))

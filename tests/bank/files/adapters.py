@@ -118,7 +118,8 @@ def saved(
         if changes:
             rewrite(folder, **changes)
         if beside:
-            save_file({**load_file(folder / "adapter_model.safetensors"), **beside}, folder / "adapter_model.safetensors")
+            path = folder / "adapter_model.safetensors"
+            save_file({**load_file(path), **beside}, path)
         changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
         assert changed
         weights = {n: v.double() for n, v in merged.items() if not error and (not refused or n not in changed)}
@@ -198,8 +199,10 @@ CASES: dict[str, Case] = {
     "alpha by a pattern that takes for ever": Case(
         FILES, lora(changes={"alpha_pattern": {"(a+)+q": 3}}, refused="alpha_pattern")),
     "PiSSA": Case(FILES, lora(init_lora_weights="pissa", alpha_pattern={"^q": 3})),
-    "PiSSA of Conv1D": Case(FILES, lora(init_lora_weights="pissa", target_modules=["c"], fan_in_fan_out=True), slow=True),
-    "PiSSA by iterations": Case(FILES, lora(init_lora_weights="pissa_niter_4", refused="'pissa_niter_4' changes the base")),
+    "PiSSA of Conv1D": Case(
+        FILES, lora(init_lora_weights="pissa", target_modules=["c"], fan_in_fan_out=True), slow=True),
+    "PiSSA by iterations": Case(
+        FILES, lora(init_lora_weights="pissa_niter_4", refused="'pissa_niter_4' changes the base")),
     "OLoRA": Case(FILES, lora(init_lora_weights="olora")),
     "OLoRA, rank-stabilised": Case(
         FILES, lora(init_lora_weights="olora", use_rslora=True, target_modules=["v"]), slow=True),
@@ -237,7 +240,8 @@ CASES: dict[str, Case] = {
     "an alpha of text": Case(FILES, lora(changes={"lora_alpha": "eight"}, refused="scale is not known"), slow=True),
     "an alpha without end": Case(FILES, lora(changes={"lora_alpha": 10**400}, refused="scale is not known"), slow=True),
     "patterns of a list": Case(FILES, lora(changes={"alpha_pattern": [1]}, refused="alpha_pattern"), slow=True),
-    "a pattern that is none": Case(FILES, lora(changes={"alpha_pattern": {"(": 3}}, refused="alpha_pattern"), slow=True),
+    "a pattern that is none": Case(
+        FILES, lora(changes={"alpha_pattern": {"(": 3}}, refused="alpha_pattern"), slow=True),
     "an initialisation of a list": Case(
         FILES, lora(changes={"init_lora_weights": [1]}, refused="'[1]' changes the base"), slow=True),
     "a part of the adapter that is new": Case(

@@ -1,4 +1,4 @@
-"""What trainers save: state dicts in containers, averages, folders, shards, TorchScript; all that is beside is named."""
+"""What trainers save: state dicts in containers, averages, folders, shards, TorchScript."""
 
 from __future__ import annotations
 
@@ -102,7 +102,12 @@ def lightning(folder: Path) -> File:
 
     module = Module()
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 3, 8, 8)), batch_size=2)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=str(folder), **quiet)
     trainer.fit(module, data)
     trainer.save_checkpoint(folder / "last.ckpt")
@@ -251,17 +256,19 @@ TENSORS = {"a metric": torch.tensor(71.2), "class_weights": torch.ones(10), "rng
 CASES: dict[str, Case] = {
     "a state dict": Case("torch.save", saved(STATE)),
     "a state dict, old format": Case("torch.save", old_format),
-    "a whole model": Case("torch.save", saved(model, error=r"an object of \S*Sequential\. Code in a file is never run")),
+    "a whole model": Case(
+        "torch.save", saved(model, error=r"an object of \S*Sequential\. Code in a file is never run")),
     "model.pth.tar with a metric that is a tensor": Case(
-        IMAGENET, saved({"epoch": 3, "arch": "r", "state_dict": STATE, "best_acc1": torch.tensor(7.0), "optimizer": STEPS},
+        IMAGENET, saved({"epoch": 3, "state_dict": STATE, "best_acc1": torch.tensor(7.0), "optimizer": STEPS},
                         name="model.pth.tar")),
     "tensors of many kinds beside": Case("trainers", saved({"state_dict": STATE, **TENSORS})),
     "a matrix beside": Case("trainers", saved({"model": STATE, "centers": normal(4, 4)})),
     "the state of an optimizer": Case(
         "trainers", saved(lambda: {"model_state_dict": STATE, "optimizer_state_dict": of_optimizer()})),
-    "model and step": Case("nanoGPT", saved({"model": prefixed("_orig_mod."), "iter_num": torch.tensor(5), "config": {}})),
+    "model and step": Case(
+        "nanoGPT", saved({"model": prefixed("_orig_mod."), "iter_num": torch.tensor(5), "config": {}})),
     "a namespace of arguments": Case(
-        "fairseq", saved({"args": argparse.Namespace(lr=1), "model": STATE}, error=r"an object of argparse\.Namespace")),
+        "fairseq", saved({"args": argparse.Namespace(lr=1), "model": STATE}, error=r"object of argparse\.Namespace")),
     "a configuration as a mapping": Case("fairseq", saved({"cfg": {"model": {"width": 8}}, "model": STATE})),
     "a module and its name": Case("DeepSpeed", saved({"module": STATE, "ds_version": "0.1", "buffer_names": ["a"]})),
     "flat partitions": Case(
@@ -275,8 +282,8 @@ CASES: dict[str, Case] = {
     "a state dict of a state dict": Case("trainers", saved({"state": {"model": STATE, "step": torch.tensor(3)}})),
     "Lightning": Case(PL, lightning, slow=True),
     "Lightning with the loss's tensors": Case(
-        PL, saved({"state_dict": {**prefixed("net."), "criterion.class_weights": torch.ones(4)}, "epoch": 1, "loops": {},
-                   "callbacks": {}, "hyper_parameters": {"lr": 1.0}}, under("net."))),
+        PL, saved({"state_dict": {**prefixed("net."), "criterion.class_weights": torch.ones(4)}, "epoch": 1,
+                   "loops": {}, "callbacks": {}, "hyper_parameters": {"lr": 1.0}}, under("net."))),
     "accelerate": Case("accelerate", accelerate_folder),
     "Trainer": Case(HF, trainer_folder, slow=True),
     "shards": Case(HF, sharded, slow=True),
@@ -297,12 +304,14 @@ CASES: dict[str, Case] = {
     "averages beside": Case("timm", saved({"state_dict": STATE, "state_dict_ema": OTHER, "epoch": 1})),
     "averages by their key": Case("timm ModelEmaV3", model_ema),
     "AveragedModel": Case(EMA, saved(averaged, under("module."))),
-    "a list of averages": Case("torch_ema", saved({"decay": 0.9, "shadow_params": [normal(8, 4)]}, error="Tensors are under")),
+    "a list of averages": Case(
+        "torch_ema", saved({"decay": 0.9, "shadow_params": [normal(8, 4)]}, error="Tensors are under")),
     "EMA of a diffusion model": Case(
         "ema-pytorch", saved({"step": 3, "model": prefixed("model."), "ema": prefixed("ema_model.")}, under("model."))),
     "a generator and a discriminator": Case(GAN, saved({"generator": STATE, "discriminator": OTHER}, error=PICK)),
     "a generator by its key": Case(GAN, saved({"generator": STATE, "discriminator": OTHER}, key="generator")),
-    "g and g_ema": Case("stylegan2-pytorch", saved({"g": STATE, "d": OTHER, "g_ema": dict(STATE)}, error="--key g on the")),
+    "g and g_ema": Case(
+        "stylegan2-pytorch", saved({"g": STATE, "d": OTHER, "g_ema": dict(STATE)}, error="--key g on the")),
     "g_ema by its key": Case("stylegan2-pytorch", saved({"g": OTHER, "d": dict(OTHER), "g_ema": STATE}, key="g_ema")),
     "model_g by its key": Case("HiFi-GAN", saved({"model_g": {"state_dict": STATE}, "model_d": OTHER}, key="model_g")),
     "a student and a teacher": Case("DINO", saved({"student": prefixed("module."), "teacher": OTHER}, key="student")),
@@ -320,7 +329,7 @@ CASES: dict[str, Case] = {
     "a list of tensors": Case("torch.save", saved([normal(3, 3)], error="looks for named tensors")),
     "a tensor": Case("torch.save", saved(normal(3, 3), error="looks for named tensors")),
     "a numpy scalar beside": Case(
-        "trainers", saved({"state_dict": STATE, "best": np.float64(3.0)}, error=r"more than tensors and plain containers")),
+        "trainers", saved({"state_dict": STATE, "best": np.float64(3.0)}, error="more than tensors and plain")),
     "a state dict in memory": Case("state_dict()", in_memory(STATE)),
     "a checkpoint in memory": Case("trainers", in_memory({"state_dict": STATE, "epoch": 3})),
     "two models in memory": Case(GAN, in_memory({"generator": STATE, "critic": OTHER}, error=PICK)),

@@ -91,7 +91,8 @@ CASES: dict[str, Case] = {
        for name, dtype in {"double": torch.float64, "half": torch.float16, "brain float": torch.bfloat16}.items()},
     "complex": Case(PT, kinds(torch.complex(normal(4, 3), normal(4, 3, seed=1)), COMPLEX)),
     "complex in safetensors": Case(ST, kinds(torch.complex(normal(4, 3), normal(4, 3)), COMPLEX, where="safetensors")),
-    "complex of double precision": Case(PT, kinds(torch.complex(normal(4, 3).double(), normal(4, 3).double()), COMPLEX)),
+    "complex of double precision": Case(
+        PT, kinds(torch.complex(normal(4, 3).double(), normal(4, 3).double()), COMPLEX)),
     "complex of half precision": Case(PT, kinds(
         lambda: torch.complex(normal(4, 3), normal(4, 3)).to(torch.complex32), COMPLEX)),
     "a conjugate view": Case(MEM, kinds(torch.complex(normal(4, 3), normal(4, 3)).conj(), COMPLEX, where="memory")),
@@ -105,7 +106,8 @@ CASES: dict[str, Case] = {
     "quantised as a whole": Case("torch", kinds(
         lambda: torch.quantize_per_tensor(normal(8, 6), 0.05, 0, torch.qint8), fresh=False)),
     "quantised by channels": Case("torch", kinds(
-        lambda: torch.quantize_per_channel(normal(8, 6), torch.full((8,), 0.05), torch.zeros(8), 0, torch.qint8), fresh=False)),
+        lambda: torch.quantize_per_channel(normal(8, 6), torch.full((8,), 0.05), torch.zeros(8), 0, torch.qint8),
+        fresh=False)),
     "a quantised subclass": Case(
         "torchao's kind", kinds(normal(4, 3).as_subclass(Doubling), expected=2 * normal(4, 3), where="memory")),
     "an opaque subclass": Case(
@@ -124,8 +126,8 @@ CASES: dict[str, Case] = {
     "a transposed view": Case(PT, kinds(normal(6, 8).mT)),
     "a part of a larger tensor": Case(PT, kinds(normal(20, 9)[2:10, ::2])),
     "channels last": Case(PT, kinds(normal(8, 4, 3, 3).to(memory_format=torch.channels_last))),
-    "expanded in memory": Case(MEM, kinds(torch.ones(1).expand(10**5, 10**5), "expanded: 10,000,000,000", where="memory",
-                                            fresh=False)),
+    "expanded in memory": Case(
+        MEM, kinds(torch.ones(1).expand(10**5, 10**5), "expanded: 10,000,000,000", where="memory", fresh=False)),
     "NaN": Case(PT, kinds(nan, "NaN", fresh=False)),
     "large numbers": Case(PT, kinds(1e30 * normal(8, 6))),
     "small numbers": Case(PT, kinds(1e-10 * normal(8, 6))),

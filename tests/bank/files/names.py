@@ -1,10 +1,9 @@
-"""Adapters under the names of diffusers, kohya's scripts, LyCORIS, loralib and others, written here as they write them."""
+"""Adapters under the names of diffusers, kohya's scripts, LyCORIS, loralib and others, as they write them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -38,12 +37,16 @@ def adapters(
         save_file({name: value.clone().contiguous() for name, value in state.items()}, folder / "lora.safetensors")
         said = refused or {}
         weights = {n: w.double() + (change or {}).get(n, 0) for n, w in base.items() if n not in said and not error}
-        return File(source=folder / "lora.safetensors", weights=weights, refused=said, error=error, base=base, fresh=fresh)
+        return File(
+            source=folder / "lora.safetensors", weights=weights, refused=said, error=error, base=base, fresh=fresh
+        )
 
     return file
 
 
-def pair(path: str, names: tuple[str, str] = ("lora_down.weight", "lora_up.weight"), **more: Tensor) -> dict[str, Tensor]:
+def pair(
+    path: str, names: tuple[str, str] = ("lora_down.weight", "lora_up.weight"), **more: Tensor
+) -> dict[str, Tensor]:
     """The two factors of the change of a 32×16 matrix, and further parts."""
     return {f"{path}.{names[0]}": A, f"{path}.{names[1]}": B, **{f"{path}.{key}": value for key, value in more.items()}}
 
@@ -54,7 +57,7 @@ def flat(path: str) -> str:
 
 alpha, PEFT = torch.tensor(ALPHA), ("lora_A.weight", "lora_B.weight")
 HALF = {f"{Q}.weight": ALPHA / RANK * DELTA}
-ALL = {name: "not known" for name in BASE}
+ALL = dict.fromkeys(BASE, "not known")
 UNKNOWN = {f"{Q}.weight": "the adapter's scale is not known"}
 HADA = {"hada_w1_a": normal(32, 2), "hada_w1_b": normal(2, 16), "hada_w2_a": normal(32, 2), "hada_w2_b": normal(2, 16)}
 
@@ -139,7 +142,7 @@ CASES: dict[str, Case] = {
     "lora_A and lora_B under diffusion_model": Case(
         COMFY, adapters(pair(f"diffusion_model.{Q}", PEFT, alpha=alpha), HALF)),
     "norms in the names of peft": Case(
-        DIFFUSERS, adapters(pair(Q, PEFT, alpha=alpha, **{"lora_magnitude_vector": torch.ones(32)}),
+        DIFFUSERS, adapters(pair(Q, PEFT, alpha=alpha, lora_magnitude_vector=torch.ones(32)),
                             {f"{Q}.weight": torch.nn.functional.normalize(BASE[f"{Q}.weight"].double()
                              + HALF[f"{Q}.weight"], dim=1) - BASE[f"{Q}.weight"].double()})),
     "biases of B under unet": Case(
@@ -156,7 +159,7 @@ CASES: dict[str, Case] = {
         LYCORIS, adapters(both(pair(FLAT, alpha=alpha), under(f"lora_unet_{flat(V)}", HADA)), HALF,
                           refused={f"{V}.{n}": "hada_w2_b, which is not read" for n in ("weight", "bias")})),
     "LoRA and LoKr": Case(
-        LYCORIS, adapters(both(pair(Q, alpha=alpha), under(V, {"lokr_w1": normal(4, 4), "lokr_w2": normal(6, 4)})), HALF,
+        LYCORIS, adapters(both(pair(Q, alpha=alpha), under(V, {"lokr_w1": A, "lokr_w2": normal(6, 4)})), HALF,
                           refused=changed_by(V, "lokr_w", "weight", "bias"))),
     "LoRA and a whole difference": Case(
         LYCORIS, adapters(both(pair(Q, alpha=alpha), under(V, {"diff": normal(24, 16)})), HALF,
@@ -170,7 +173,7 @@ CASES: dict[str, Case] = {
     "a trained scalar": Case(
         LYCORIS, adapters(pair(Q, alpha=alpha, scalar=torch.tensor(0.5)), refused=changed_by(Q, "scalar"))),
     "IA3 of LyCORIS": Case(LYCORIS, adapters(under(Q, {"weight": normal(1, 16), "on_input": torch.tensor(True)}),
-                                  refused={n: "" for n in BASE})),
+                                  refused=dict.fromkeys(BASE, ""))),
     "OFT of kohya": Case(KOHYA, adapters(under(Q, {"oft_blocks": normal(4, 4, 4), "alpha": alpha}),
                                          refused={f"{Q}.weight": "oft"})),
     "GLoRA": Case(LYCORIS, adapters(under(Q, {"a1.weight": normal(4, 16), "a2.weight": normal(16, 4),
@@ -188,6 +191,6 @@ CASES: dict[str, Case] = {
             | pair(f"base_model.model.{Q}", ("lora_A.two.weight", "lora_B.two.weight")),
             refused={f"{Q}.weight": "not known"})),
     "a part that is new": Case(
-        KOHYA, adapters(pair(Q, alpha=alpha, **{"lora_gate": torch.ones(32)}),
+        KOHYA, adapters(pair(Q, alpha=alpha, lora_gate=torch.ones(32)),
                         refused={f"{Q}.weight": "the adapter has a part that is not read: lora_gate"})),
 }  # fmt: skip

@@ -137,7 +137,9 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
-def packed_integers(bits: int, groups: int, *, symmetric: bool = True, order: bool = False, columns: int = 64) -> Packed:
+def packed_integers(
+    bits: int, groups: int, *, symmetric: bool = True, order: bool = False, columns: int = 64
+) -> Packed:
     """`pack-quantized`: codes plus half their range, the lowest bits first; zero points packed along the outputs."""
     half = 2 ** (bits - 1)
     codes = RNG.integers(-half, half, (ROWS, columns))

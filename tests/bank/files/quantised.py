@@ -1,4 +1,4 @@
-"""Quantised weights: as each tool packs them, what they stand for; what is packed in a way that is not read is named."""
+"""Quantised weights as each tool packs them, and what they stand for; those that are not read are named."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ CASES: dict[str, Case] = {
         GPTQ, packed(lambda: pack.gptq(4, 1, order=False), desc_act=True, refused="the order of its groups")
     ),
     "GPTQ repacked for Marlin": Case(
-        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), checkpoint_format="marlin", refused="marlin, which is not read")
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), checkpoint_format="marlin", refused="format marlin, which")
     ),
     "GPTQ marked as Marlin": Case(
         GPTQ, packed(lambda: pack.gptq(4, 1, order=True), is_marlin_format=True, refused="is_marlin_format True")
@@ -183,7 +183,7 @@ CASES: dict[str, Case] = {
              "w.scales": torch.ones(4, 16), "w.g_idx": torch.zeros(64, dtype=torch.int32)},
             {"w.qweight": SAID, "w.scales": NOT_READ},
         ),
-    ),  # fmt: skip
+    ),
     "AWQ": Case(AWQ, packed(pack.awq)),
     "AWQ with its configuration": Case(
         AWQ, packed(pack.awq, quant_method="awq", bits=4, group_size=16, version="gemm", zero_point=True)
@@ -216,7 +216,9 @@ CASES: dict[str, Case] = {
         refused({"w.weight": uint8, "w.weight_scale": torch.ones(16, 1).to(torch.float8_e4m3fn)}, {"w.weight": SAID}),
         float8=True,
     ),
-    "float8 of modelopt": Case(OPT, scaled("l.weight_scale", (), quant_method="modelopt", quant_algo="FP8"), float8=True),
+    "float8 of modelopt": Case(
+        OPT, scaled("l.weight_scale", (), quant_method="modelopt", quant_algo="FP8"), float8=True
+    ),
     "float8, one scale": Case(FP8, packed(lambda: pack.float8((1,), "_scale")), float8=True),
     "float8, a scale for a row": Case(FP8, packed(lambda: pack.float8((16, 1), "_scale")), float8=True),
     "float8, a scale for a block of 128": Case(
@@ -261,7 +263,8 @@ CASES: dict[str, Case] = {
     "HQQ": Case("HQQ", refused({"w.W_q": uint8, "w.scale": torch.ones(64, 1), "w.zero": torch.ones(64, 1)},
                                {"w.W_q": SAID, "w.scale": NOT_READ})),
     "AQLM": Case("AQLM", refused({"w.codes": torch.ones(4, 8, 2, dtype=torch.int8), "w.scales": torch.ones(4, 1, 1, 1),
-                                  "w.codebooks": normal(2, 256, 1, 8)}, {"w.codes": "how w.scales scales it is not known", "w.codebooks": NOT_READ})),
+                                  "w.codebooks": normal(2, 256, 1, 8)},
+                                 {"w.codes": "how w.scales scales it is not known", "w.codebooks": NOT_READ})),
     "EETQ": Case("EETQ", refused({"w.qweight": torch.ones(8, 16, dtype=torch.int8), "w.weight_scales": torch.ones(16)},
                                  {"w.qweight": SAID})),
     "Marlin of 2:4 sparse weights": Case(

@@ -123,7 +123,9 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
-        {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts} if suspects else {}
+        {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts}
+        if suspects
+        else {}
     )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)

@@ -153,8 +153,8 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
         if isinstance(value, Tensor):
             stored[str(name)] = StoredTensor.of(value, read and partial(read, name))
         elif path != str(name) and isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-            packed |= {f"{path}.{last}": StoredTensor.of(one) for last, one in zip(("weight", "bias"), value, strict=False)
-                       if isinstance(one, Tensor)}  # fmt: skip
+            pairs = zip(("weight", "bias"), value, strict=False)
+            packed |= {f"{path}.{last}": StoredTensor.of(one) for last, one in pairs if isinstance(one, Tensor)}
         elif value is not None:
             kind = type(value).__name__
             others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))

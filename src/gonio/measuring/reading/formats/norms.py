@@ -94,7 +94,7 @@ def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor, axes: lis
 
 
 def _own(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
-    """A weight of :mod:`gonio.parametrizations`: the raw tensor under its own name, and the state of what computes it."""
+    """A weight of :mod:`gonio.parametrizations`: the raw tensor, and the state of what computes the weight from it."""
     name = key.removesuffix("_parametrization._extra_state")
     parts = (name, *(part for part in stored if part.startswith(f"{name}_parametrization.")))
     if name not in stored:
