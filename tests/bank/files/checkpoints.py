@@ -309,6 +309,11 @@ CASES: dict[str, Case] = {
     "EMA of a diffusion model": Case(
         "ema-pytorch", saved({"step": 3, "model": prefixed("model."), "ema": prefixed("ema_model.")}, under("model."))),
     "a generator and a discriminator": Case(GAN, saved({"generator": STATE, "discriminator": OTHER}, error=PICK)),
+    "a generator and a step": Case(
+        GAN, saved({"generator": STATE, "critic": OTHER, "step": torch.tensor(3)}, error=PICK)),
+    "a generator and a matrix": Case(GAN, saved({"generator": STATE, "latents": normal(4, 8)}, error=PICK)),
+    "a generator in a container and a step": Case(
+        GAN, saved({"generator": {"state_dict": STATE}, "step": torch.tensor(3)}, error=PICK)),
     "a generator by its key": Case(GAN, saved({"generator": STATE, "discriminator": OTHER}, key="generator")),
     "g and g_ema": Case(
         "stylegan2-pytorch", saved({"g": STATE, "d": OTHER, "g_ema": dict(STATE)}, error="--key g on the")),
@@ -320,7 +325,7 @@ CASES: dict[str, Case] = {
     "params and params_ema": Case("BasicSR", saved({"params": STATE, "params_ema": OTHER})),
     "TorchScript": Case("torch.jit.script", scripted),
     "a traced model": Case("torch.jit.trace", traced),
-    "an exported program": Case("torch.export", exported),
+    "an exported program": Case("torch.export", exported, slow=True),
     "ONNX": Case("ONNX", raw("model.onnx", b"\x08\x07", r"its kind '\.onnx' is not known")),
     "GGUF": Case("llama.cpp", raw("model.gguf", b"GGUF\x03", r"its kind '\.gguf' is not known")),
     "Keras": Case("Keras", raw("model.h5", b"\x89HDF", r"its kind '\.h5' is not known")),

@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
         TORCH, tensors({"score.weight": normal(1, 16), "score.bias": torch.zeros(1)}, "score.weight")),
     "names without dots": Case("users", tensors({"weight": normal(4, 8), "bias": torch.zeros(4)}, "weight")),
     "GPT-2": Case(HF, of_transformers(lambda kit: kit.GPT2LMHeadModel(kit.GPT2Config(
-        n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16)))),
+        n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16))), slow=True),
     "Llama": Case(HF, of_transformers(lambda kit: kit.LlamaForCausalLM(kit.LlamaConfig(**llama))), slow=True),
     "Mixtral": Case(HF, of_transformers(lambda kit: kit.MixtralForCausalLM(kit.MixtralConfig(
         **moe, num_local_experts=3))), slow=True),
