@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bank.files.packings import COLUMNS, ROWS, as_bytes, four_bits
-from gonio.measuring import measure
+from bank.files.packings import COLUMNS, ROWS, as_bytes, four_bits, packed_integers
+from gonio.measuring import difference, measure
 
 DAMAGE: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "no description": lambda s: s.pop("w.weight.quant_state.bitsandbytes__nf4"),
@@ -64,3 +64,23 @@ def test_torch_s_quantised_layers_and_their_state_dicts_are_dequantised(tmp_path
             assert any("dequantised" in note for note in found[path].notes)
     dynamic = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(12, 8)), {nn.Linear}, dtype=torch.qint8)
     assert measure(dynamic)["0"].status == "measured"
+
+
+HOSTILE: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "a shape of floats": lambda s: s.update({"w.weight_shape": torch.tensor([16.0, float("nan")])}),
+    "a negative shape": lambda s: s.update({"w.weight_shape": torch.tensor([16, -64])}),
+    "a shape without values": lambda s: s.update({"w.weight_shape": torch.ones(2, dtype=torch.int64, device="meta")}),
+    "groups out of range": lambda s: s.update({"w.weight_g_idx": torch.full((COLUMNS,), 99, dtype=torch.int32)}),
+    "zero points of another shape": lambda s: s.update({"w.weight_zero_point": torch.ones(3, 3, dtype=torch.int32)}),
+    "a part that is new": lambda s: s.update({"w.weight_rotation": torch.eye(3)}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_packed_integers_that_do_not_fit_are_named(name: str) -> None:
+    state, _, _ = packed_integers(4, 4)
+    HOSTILE[name](state)
+    row = next(row for row in measure(state).values() if row.name.startswith("w.weight") and row.status == "skipped")
+    assert row.reason.startswith(("cannot be read: ", "int32: packed or quantised weights", "packed, and its part"))
+    before = {"w.weight": torch.ones(ROWS, COLUMNS), "v.weight": torch.eye(3)}
+    assert difference(before, {**state, "v.weight": torch.eye(3)})["w"].status == "not compared"

@@ -66,7 +66,8 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 def _is_lazy(module: nn.Module) -> bool:
     """Whether the first forward sets the module's own tensors."""
-    return any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
+    held = (*module._parameters.values(), *module._buffers.values())
+    return any(is_lazy(tensor) for tensor in held if tensor is not None)
 
 
 def _mapped(value: Any, twins: Mapping[int, nn.Module], depth: int = 0) -> Any:

@@ -159,8 +159,7 @@ def certify(model: nn.Module, example: Tensor | list[Tensor], *, steps: int = 30
         G. Papamakarios, A. Mnih, "The Lipschitz constant of self-attention", ICML 2021, Theorem 3.1: attention by dot
         products has none. https://arxiv.org/abs/2006.04710
     """
-    example = example[0] if isinstance(example, list) and example else example  # a loader's [inputs, labels]
-    given: object = example
+    given = example[0] if isinstance(example, list) and example else example  # a loader's [inputs, labels]
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) < 1:
         found = f"{type(given).__name__} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidArgumentError("certify() needs a batch of inputs in floating point", found, "Pass example=x.")
@@ -173,7 +172,7 @@ def certify(model: nn.Module, example: Tensor | list[Tensor], *, steps: int = 30
     network = copy.deepcopy(unwrapped(model)).double().eval()
     if facts_of(network) is not UNKNOWN or isinstance(network, (*WEIGHTED, *TORCH_NORMS)):
         network = nn.Sequential(network)  # the graph shows layers inside of a model
-    points = example.detach().to(_reference(network))
+    points = given.detach().to(_reference(network))
     graph = trace(network, training=False)
     if graph.reason:
         why = f"it cannot be traced by torch.fx ({graph.reason})"

@@ -197,8 +197,8 @@ def _beside(folder: Path) -> _Beside:
         found = small_json(folder / "quantize_config.json") or small_json(folder / "quant_config.json")
     text = config.get("text_config")
     padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
-    known = type(padding) is int and padding >= 0
-    return _Beside(found, small_json(folder / "adapter_config.json"), padding if known else 0)
+    row = padding if isinstance(padding, int) and padding >= 0 else 0
+    return _Beside(found, small_json(folder / "adapter_config.json"), row)
 
 
 def _no_source(given: object) -> InvalidArgumentError:

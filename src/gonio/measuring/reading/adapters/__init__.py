@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from math import isfinite
 from pkgutil import iter_modules
 from typing import Any, Final
@@ -26,8 +27,6 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
     r"(?:\.([^.]+?))??(?:\.(weight|bias))?"
 )
-# Names of older diffusers: to_q.lora.down.weight, and processor.to_q_lora.down.weight.
-_OLD = re.compile(r"(?:(?<=\.)processor\.)?(\w+)(?:\.lora|_lora)\.(down|up)\.weight$")
 PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
 
@@ -243,7 +242,7 @@ def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> li
     """The adapters among these tensors."""
     groups: dict[tuple[str, str], Group] = {}
     for key, tensor in stored.items():
-        if not (match := _KEY.fullmatch(_OLD.sub(r"\1.lora_\2.weight", key))):
+        if not (match := _KEY.fullmatch(_modern(key))):
             continue
         path, part, name, last = match[1] or "", match[2].removeprefix("token_adapter."), match[3] or "", match[4]
         path = ".".join(word for word in path.split(".") if word != "base_layer")
@@ -258,6 +257,16 @@ def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> li
                     group.parts.setdefault(what, shared.parts[what])
                     group.keys.setdefault(what, shared.keys[what])
     return [found for group in groups.values() for read in _readers() for found in read(group, config, stored)]
+
+
+def _modern(key: str) -> str:
+    """The key for one of older diffusers: `to_q.lora.down.weight`, or `processor.to_q_lora.down.weight`."""
+    for mark, part in product((".lora", "_lora"), ("down", "up")):
+        path = key.removesuffix(f"{mark}.{part}.weight")
+        if path != key:
+            parent, dot, last = path.rpartition(".")
+            return f"{parent.removesuffix('.processor')}{dot}{last}.lora_{part}.weight"
+    return key
 
 
 def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]) -> list[TensorEntry]:

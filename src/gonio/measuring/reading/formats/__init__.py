@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import product
 from pkgutil import iter_modules
@@ -38,6 +38,30 @@ class StoredWeight:
 StoredTensors = Mapping[str, StoredTensor]
 
 
+class FileTensors(StoredTensors):
+    """All tensors of a file, and those of each layer: the keys up to the last dot, and what follows it."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        return self._stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @cached_property
+    def layers(self) -> Mapping[str, StoredTensors]:
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for key, tensor in self._stored.items():
+            path, _, last = key.rpartition(".")
+            found.setdefault(path, {})[last] = tensor
+        return found
+
+
 @dataclass(frozen=True)
 class Format:
     """A format: which tensors may be the first part of a weight, and a function that decides it by shapes and values.
@@ -48,7 +72,7 @@ class Format:
         quantised: whether the configuration of a quantisation concerns it.
     """
 
-    read: Callable[[str, StoredTensors, Mapping[str, Any]], StoredWeight | None]
+    read: Callable[[str, FileTensors, Mapping[str, Any]], StoredWeight | None]
     endings: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     quantised: bool = True
@@ -107,11 +131,11 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
         suspects: the keys that may be a weight's first part, see :data:`ENDINGS`.
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
     """
-    refusal, made = refusal_of(config), []
+    refusal, made, tensors = refusal_of(config), list[StoredWeight](), FileTensors(stored)
     for name, known in product(suspects, FORMATS):
         if not (name.endswith(known.endings) or stored[name].dtype.startswith(known.dtypes)):
             continue
-        if (found := known.read(name, stored, config)) is not None:
+        if (found := known.read(name, tensors, config)) is not None:
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
     return sorted(made, key=lambda weight: weight.stored is not None)

@@ -12,8 +12,7 @@ from torch import Tensor
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
 from gonio.parametrizations import plain_state_dict
-
-ALIGNED = 0.9  # cosine of u and W v of a power iteration from which the dimension of the outputs is told
+from gonio.parametrizations.checkpoints import over_spectral_norm
 
 
 def _plain_name(key: str, ending: str) -> str:
@@ -66,31 +65,15 @@ def _spectral_norm(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> Sto
     axes = [axis for axis in (0, 1) if u.shape[0] == shape[axis] and v.shape[0] == prod(shape) // max(1, shape[axis])]
     if not axes:
         return None
-    made = computed(_divided, stored[key], u, v, axes, shape=shape)
+    made = computed(_divided, stored[key], u, v, shape=shape)
     said = "computed from the spectral norm's weight and vectors"
     return StoredWeight(_plain_name(key, ending), (key, *names), made, said, kind="spectrally normed")
 
 
-def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor, axes: list[int]) -> Tensor:
-    r"""W / uᵀWv, with W as a matrix whose rows are the outputs.
-
-    Outputs lie on dimension 0, or on 1 for a transposed convolution. Where both fit, it is the one for which u is the
-    direction of W v, as each step of the power iteration leaves it.
-
-    References: [1] T. Miyato et al., "Spectral normalization for generative adversarial networks", 2018, arXiv
-        1802.05957, equation (8) and algorithm 1.
-
-    Raises:
-        ValueError: where u is the direction of W v for none of two dimensions, or for both.
-    """
+def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor) -> Tensor:
     weight = original.load()
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    left, right = u.load().to(wide), v.load().to(wide)
-    images = {axis: wide.movedim(axis, 0).flatten(1) @ right for axis in axes}
-    near = [axis for axis in axes if torch.cosine_similarity(left, images[axis], dim=0) > ALIGNED]
-    if len(axes) > 1 and len(near) != 1:
-        raise ValueError("which dimension holds the outputs is not known: its vectors fit none of two, or both")
-    return wide / torch.dot(left, images[near[0] if near else axes[0]])
+    return over_spectral_norm(wide, u.load().to(wide), v.load().to(wide))
 
 
 def _own(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:

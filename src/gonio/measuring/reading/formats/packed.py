@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
+from gonio.errors import GonioError
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
 from gonio.measuring.reading.formats.bitsandbytes import halves
 from gonio.measuring.reading.formats.grouped import unpacked
 from gonio.measuring.reading.formats.microscaled import fp4_values
@@ -16,12 +17,17 @@ from gonio.measuring.reading.formats.microscaled import fp4_values
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
 
-def _packed(name: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
-    path = name.removesuffix("weight_packed")
-    beside = [key for key in stored if key.startswith(f"{path}weight_") and "." not in key.removeprefix(path)]
-    parts = {key.removeprefix(path): stored[key] for key in beside}
+def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+    path, layer = name.removesuffix("weight_packed"), stored.layers[name.rpartition(".")[0]]
+    parts = {last: tensor for last, tensor in layer.items() if last.startswith("weight_")}
     codes, scales = stored[name], parts.get("weight_scale")
-    if scales is None or len(codes.shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != codes.shape[0]:
+    if (
+        scales is None
+        or parts.get("weight_packed") is not codes
+        or len(codes.shape) != 2
+        or len(scales.shape) != 2
+        or scales.shape[0] != codes.shape[0]
+    ):
         return None
     unknown = sorted(set(parts) - set(_PARTS))
     if unknown:
@@ -33,16 +39,21 @@ def _packed(name: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWei
     load = _float_values if codes.dtype == "uint8" else _integer_values
     made = computed(load, parts, bits, columns, shape=(codes.shape[0], columns))
     said = "compressed-tensors" if codes.dtype == "int32" else "MXFP4" if scales.dtype == "uint8" else "NVFP4"
-    used = (name, *(key for key in beside if key != name))
+    used = (name, *(f"{path}{part}" for part in parts if part != "weight_packed"))
     return StoredWeight(f"{path}weight", used, made, f"dequantised from {bits} bits ({said})")
 
 
 def _integers(parts: StoredTensors) -> tuple[int, int] | None:
     """Bits and columns of packed integers, if all shapes fit each other."""
     shape = parts.get("weight_shape")
-    if shape is None or shape.entries != 2 or parts["weight_packed"].dtype != "int32":
+    if shape is None or shape.entries != 2 or shape.dtype not in ("int32", "int64"):
         return None
-    (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
+    if parts["weight_packed"].dtype != "int32":
+        return None
+    try:
+        (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
+    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+        return None
     bits = [n for n in (2, 4, 8) if -(-columns * n // 32) == words]
     groups, zeros, order = parts["weight_scale"].shape[1], parts.get("weight_zero_point"), parts.get("weight_g_idx")
     if row != rows or len(bits) != 1 or not groups or columns % groups or "weight_global_scale" in parts:
