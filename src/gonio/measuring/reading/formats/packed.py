@@ -21,13 +21,9 @@ def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeigh
     path, layer = name.removesuffix("weight_packed"), stored.layers[name.rpartition(".")[0]]
     parts = {last: tensor for last, tensor in layer.items() if last.startswith("weight_")}
     codes, scales = stored[name], parts.get("weight_scale")
-    if (
-        scales is None
-        or parts.get("weight_packed") is not codes
-        or len(codes.shape) != 2
-        or len(scales.shape) != 2
-        or scales.shape[0] != codes.shape[0]
-    ):
+    if scales is None or parts.get("weight_packed") is not codes:
+        return None
+    if len(codes.shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != codes.shape[0]:
         return None
     unknown = sorted(set(parts) - set(_PARTS))
     if unknown:
