@@ -10,6 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 
 import random
 import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pytest
@@ -30,6 +33,35 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
     config.addinivalue_line("markers", "processes: needs several; run by `make distributed`")
     config.addinivalue_line("markers", "inductor: needs torch's own compiler; skipped where a probe cannot compile")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A function that lets one of the processes of pytest-xdist make a file, which all of them then read."""
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
+            path = tmp_path_factory.mktemp("once") / name
+            make(path)
+            return path
+        path = tmp_path_factory.getbasetemp().parent / name
+        try:
+            path.with_suffix(".begun").touch(exist_ok=False)
+        except FileExistsError:
+            for _ in range(6000):
+                if path.exists() or path.with_suffix(".failed").exists():
+                    break
+                time.sleep(0.1)
+            assert path.exists(), f"another process could not make {name}"
+            return path
+        try:
+            make(path.with_suffix(".part"))
+        except BaseException:
+            path.with_suffix(".failed").touch()
+            raise
+        return path.with_suffix(".part").rename(path)
+
+    return made
 
 
 @functools.cache

@@ -95,7 +95,16 @@ def tunings(n: int, d: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("shape", [(80, 120), (560, 600), (640, 540), (1100, 1040)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (80, 120),
+        (560, 600),
+        pytest.param((640, 540), marks=pytest.mark.slow),
+        pytest.param((1100, 1040), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_intruders_are_those_of_the_full_decomposition(shape: tuple[int, int]) -> None:
     made = tunings(*shape)
     base = made.pop("base")

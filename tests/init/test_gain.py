@@ -102,7 +102,9 @@ NUMBER = "gain must be a finite number, the name of an activation"
     ("call", "error", "match"),
     [
         (lambda: gain("rleu"), UnknownNameError, r"no activation named 'rleu'\. Did you mean relu"),
-        (lambda: gain("relu", kind="mean"), InvalidArgumentError, "kind 'rms' or 'std'; found 'mean'"),
+        (lambda: gain("relu", kind="mean"), InvalidArgumentError, "kind among rms, .*; found 'mean'"),
+        (lambda: gain("gelu", "torch"), InvalidArgumentError, r"torch's table of gains has linear, .*; found 'gelu'"),
+        (lambda: gain("sigmoid", "small"), InvalidArgumentError, r"an activation that is 0 at 0 and has a slope there"),
         (lambda: gain(torch.ones_like, kind="std"), InvalidArgumentError, r"positive std .* found a squared std of 0"),
         (lambda: gain(nn.GLU()), InvalidArgumentError, r"elementwise activation.*found shape \(512,\)"),
         (lambda: gain(lambda z: 1.0), InvalidArgumentError, r"elementwise activation.*found float"),
@@ -119,3 +121,23 @@ def test_a_steep_activation_and_one_that_draws_numbers() -> None:
     assert gain(lambda z: torch.tanh(1e4 * (z - 0.2))) == pytest.approx(1, rel=1e-4)  # nearly a sign
     g = torch.Generator().manual_seed(0)
     assert gain(lambda z: z + torch.randn(z.shape, generator=g, dtype=z.dtype)) == pytest.approx(1 / sqrt(2), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [("tanh", 1.0), ("hardtanh", 1.0), ("softsign", 1.0), ("sin", 1.0), (lambda z: torch.atan(2 * z), 0.5),
+     ("relu", 2**0.5), ("leaky_relu", (2 / (1 + 0.01**2)) ** 0.5), ("gelu", 2.0), ("silu", 2.0)],
+)  # fmt: skip
+def test_small_gains_are_one_over_the_slopes_at_0(activation: Any, expected: float) -> None:
+    assert gain(activation, "small") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_the_gain_that_trains_is_small_for_odd_bounded_activations_alone(name: str) -> None:
+    kind = "small" if name in ("tanh", "hardtanh", "softsign", "sin") else "rms"
+    assert gain(name, "trains") == gain(name, kind)
+
+
+@pytest.mark.parametrize("name", ["linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu"])
+def test_the_table_of_torch(name: str) -> None:
+    assert gain(name, "torch") == nn.init.calculate_gain(name)

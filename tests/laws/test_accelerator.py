@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,14 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def recorded(once: Callable[[str, Callable[[Path], object]], Path]) -> Found:
     """What each case did on the device, from a process of its own."""
-    path = tmp_path_factory.mktemp("accelerator") / "events.json"
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-m", "laws.accelerator", str(path)], env=environment, check=True, timeout=500)
-    return json.loads(path.read_text())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+
+    def record(path: Path) -> None:
+        subprocess.run([sys.executable, "-m", "laws.accelerator", str(path)], env=environment, check=True, timeout=500)
+
+    return json.loads(once("accelerator.json", record).read_text())
 
 
 def check(recorded: Found, name: str) -> None:

@@ -504,7 +504,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", [*BOUNDED, *REFUSED])
+_QUICK = ("mobilenetv2_050", "mobilenetv3_small_050", "mixer_s32_224", "convnext_atto")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*BOUNDED, *REFUSED)]
+)
 def test_timm_models_are_bounded_or_refused_by_name(name):
     library = timm()
     if not library.list_models(name):

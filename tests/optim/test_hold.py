@@ -88,10 +88,10 @@ def test_norms_stay_in_every_layout(layer: str, norm: str, step: str) -> None:
     ("dtype", "norm", "tolerance"),
     [
         (torch.float32, "matrix", 1e-6),
-        (torch.float32, "filters", 1e-6),
-        (torch.float32, "columns", 1e-6),
+        pytest.param(torch.float32, "filters", 1e-6, marks=pytest.mark.slow),
+        pytest.param(torch.float32, "columns", 1e-6, marks=pytest.mark.slow),
         (torch.bfloat16, "filters", 2**-8),  # one rounding of the entries
-        (torch.float64, "filters", 1e-14),
+        pytest.param(torch.float64, "filters", 1e-14, marks=pytest.mark.slow),
     ],
 )
 def test_ten_thousand_steps(dtype: torch.dtype, norm: str, tolerance: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod, sqrt
+from typing import Any
 
 import pytest
 import torch
@@ -199,3 +200,67 @@ def test_tensors_of_one_layer_are_drawn_independently() -> None:
         edited = gonio.init_(model, init.orthogonal_, tensor=name, gain=1.0)
         assert f"{name}: orthogonal_(gain=1.0)" in str(edited)
     assert not torch.allclose(model.weight_ih_l0, model.weight_hh_l0)
+
+
+# --- biases and kinds of gain -------------------------------------------------------------------------
+
+
+def test_biases_are_zero_unless_asked() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(4, 5, 1), nn.Linear(5, 6, bias=False))
+    before = [model[0].bias.clone(), model[2].bias.clone()]
+    edited = gonio.init_(model, gonio.init.he_)
+    assert not model[0].bias.any()
+    assert not model[2].bias.any()
+    assert [change.what.rpartition(", ")[2] for change in edited.changes] == ["bias 0", "bias 0", "he_(gain=linear)"]
+    edited.undo_()
+    assert torch.equal(model[0].bias, before[0])
+    gonio.init_(model, gonio.init.he_, bias="keep")
+    assert torch.equal(model[2].bias, before[1])
+    gonio.init_(model, gonio.init.he_, bias=0.5)
+    assert model[0].bias.eq(0.5).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "zero", None])
+def test_a_bias_is_a_finite_number_or_kept(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match='init_ takes a finite number or "keep" as bias; found'):
+        gonio.init_(nn.Linear(2, 2), gonio.init.he_, bias=value)
+
+
+def test_the_bias_of_a_further_matrix_and_of_a_tied_one() -> None:
+    lstm = nn.LSTM(2, 3)
+    gonio.init_(lstm, gonio.init.orthogonal_, tensor="weight_hh_l0")
+    assert not lstm.bias_hh_l0.any()
+    assert lstm.bias_ih_l0.any()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    gonio.init_(model, gonio.init.orthogonal_)
+    assert not model[1].bias.any()
+
+
+def test_gains_by_kind() -> None:
+    def largest(**options: Any) -> float:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        edited = gonio.init_(model, gonio.init.orthogonal_, **options)
+        assert str(options.get("gain", "tanh")) in edited.changes[0].what
+        return float(torch.linalg.matrix_norm(model[0].weight.detach(), 2))
+
+    assert largest() == pytest.approx(1, rel=1e-5)
+    assert largest(gain="rms") == pytest.approx(1.5925, rel=1e-4)
+    assert largest(gain="torch") == pytest.approx(5 / 3, rel=1e-5)
+    assert largest(gain="tanh") == pytest.approx(1, rel=1e-5)
+
+
+def test_deep_tanh_networks_keep_signals_apart() -> None:
+    """Document 004: with random biases 50 layers map different inputs to nearly the same output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(50)])
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+
+    def common() -> float:
+        out = model(x).detach().double()
+        return float(out.mean(0).norm() / out.norm(dim=1).mean())
+
+    gonio.init_(model, gonio.init.orthogonal_, gain=1.0, bias="keep")
+    kept = common()
+    gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
+    assert common() < 0.1 < kept

@@ -26,11 +26,13 @@ from gonio.nn import angular, magnitude
 from gonio.optim import hold_
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes.document import shortened
+from gonio.surgery import init_
 from gonio.surgery.swap import accepted_layers
 
 VERBS = ("init", "swap", "parametrize", "penalty")
 TRAINING = ("optimizer", "hold")  # parts that act on the optimizer's steps; each is one mapping, no list of rules
 HOLD = "hold_"
+_OF_VERB = ("where", "tensor", "seed")  # parameters of `init_` that a rule states otherwise
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -143,7 +145,8 @@ _Entries = Iterator[tuple[str, Entry]]
 def _initialisers() -> _Entries:
     for name, value in _public(init):  # mup_ needs the shape of another model's weight, which a rule cannot give
         if name.endswith("_") and inspect.isfunction(value) and name != "mup_":
-            yield name, Entry(name, value, _options_of(value, skip=1, hidden=("layout", "generator")))
+            own = _options_of(value, skip=1, hidden=("layout", "generator"))
+            yield name, Entry(name, value, MappingProxyType({**own, **_options_of(init_, skip=2, hidden=_OF_VERB)}))
 
 
 def _converters() -> _Entries:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
+_MOST_ENTRIES = 2**22  # of an input that is tried
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             yield (batch, *declared[key]), 0
     match _first_layer(model):
         case nn.modules.conv._ConvNd() as conv:
-            dims = conv.weight.dim() - 2
-            yield from (((batch, conv.in_channels, *[size] * dims), 0) for size in _SIZES)
+            shapes = [(batch, conv.in_channels, *[size] * (conv.weight.dim() - 2)) for size in _SIZES]
+            yield from ((shape, 0) for shape in shapes if prod(shape) <= _MOST_ENTRIES)
         case nn.Linear() as linear:
             tokens = {vars(m).get("num_features", 8) for m in model.modules() if facts_of(m).why_not_affine is not None}
             yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,), *((n,) for n in sorted(tokens))))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from math import isfinite
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of
+from gonio.init.gain import KINDS, gain
 from gonio.init.variance import write_
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
@@ -29,15 +31,18 @@ def init_(
     *,
     where: Where = None,
     tensor: str = "weight",
+    bias: float | Literal["keep"] = 0.0,
     seed: int = 0,
     **options: Any,
 ) -> Edited:
-    r"""Initialise a weight of every chosen layer in place; biases stay as they are.
+    r"""Initialise a weight of every chosen layer in place, and set its bias to 0.
 
     Each weight is drawn from a generator that depends on `seed` and the layer's path alone, so two models with a layer
     of the same path have the same weight there. If the function takes a `gain` and none is given, it is that of the
-    activation after the layer, found by tracing the model; if none is found, the function's default is used, with a
-    note. The padding row of an embedding is not changed. A tied weight is initialised once, by its first path.
+    activation after the layer, found by tracing the model, of the kind `"trains"` of :func:`gonio.init.gain`; another
+    kind is asked for by its name, e.g. `gain="rms"` or `gain="torch"`. If no activation is found, the function's
+    default is used, with a note. The padding row of an embedding is not changed. A tied weight is initialised once, by
+    its first path.
 
     Layers with several matrices take one call per tensor: `tensor="in_proj_weight"` for the packed projections of
     ``nn.MultiheadAttention``, each of which is drawn on its own, or `"weight_hh_l0"` for an LSTM. A call for `"weight"`
@@ -46,6 +51,9 @@ def init_(
     Args:
         function: one of :mod:`gonio.init`, or any `f(weight, *, layout, generator, …)` that fills the weight in place.
         where: which layers; None for all that have such a weight matrix.
+        bias: the value of each entry of the bias that belongs to the weight, `bias` for `weight` and `bias_hh_l0` for
+            `weight_hh_l0`; "keep" to leave it as it is. Random biases, torch's default, are the same for all inputs:
+            of 50 linear layers they make a fifth of the output.
         options: arguments of the function, e.g. `gain="relu"`.
 
     Raises:
@@ -57,8 +65,8 @@ def init_(
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> print(gonio.init_(model, gonio.init.orthogonal_, gain=1.0))
         init_: 2 modules
-          0  orthogonal_(gain=1.0)
-          2  orthogonal_(gain=1.0)
+          0  orthogonal_(gain=1.0), bias 0
+          2  orthogonal_(gain=1.0), bias 0
         >>> torch.allclose(model[0].weight @ model[0].weight.T, torch.eye(8), atol=1e-5)
         True
     """
@@ -66,26 +74,44 @@ def init_(
     refuse_flat_shards(model, "init_")
     able = partial(can_act, tensor=tensor)
     found = select(model, where, verb="init_", can_act=able)
-    takes_gain = "gain" in inspect.signature(function).parameters and "gain" not in options and tensor == "weight"
-    gains = activation_after(model) if takes_gain else {}
+    if bias != "keep" and not (isinstance(bias, (int, float)) and isfinite(bias)):
+        raise InvalidArgumentError('init_ takes a finite number or "keep" as bias', repr(bias), "Leave it out for 0.")
+    asked = options.get("gain", "trains")
+    traced = "gain" in inspect.signature(function).parameters and asked in KINDS and tensor == "weight"
+    gains = activation_after(model) if traced else {}
     with Edit(model, "init_") as edit:
-        if takes_gain and any(site.path not in gains for site in found):
+        if traced and any(site.path not in gains for site in found):
             edit.note("the function's own gain where the following activation is not known")
         done: set[int] = set()
         for site in found:
             weight = site.module.get_parameter(tensor)
             if id(weight) in done:
-                edit.changed(site.path, "tied: initialised above")
+                edit.changed(site.path, "tied: initialised above" + _set_bias_(edit, site, tensor, bias, done))
                 continue
             done.add(id(weight))
-            own = options | ({"gain": gains[site.path]} if site.path in gains else {})
+            own = {name: value for name, value in options.items() if not (traced and name == "gain")}
+            shown = dict(own)
+            if site.path in gains:
+                shown["gain"] = gains[site.path] if asked == "trains" else f"{asked} of {gains[site.path]}"
+                own["gain"] = gain(gains[site.path], asked)
             edit.set_data_(weight, _drawn(site, tensor, function, seed, own))
-            call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in own.items())})"
-            edit.changed(site.path, call if tensor == "weight" else f"{tensor}: {call}")
+            call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+            call = call if tensor == "weight" else f"{tensor}: {call}"
+            edit.changed(site.path, call + _set_bias_(edit, site, tensor, bias, done))
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if tensor == "weight" and where is None:
             _note_further_matrices(edit)
     return edit.done()
+
+
+def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[int]) -> str:
+    """Set the bias that belongs to a weight, once; what was done, for the table."""
+    bias = site.module._parameters.get(tensor.replace("weight", "bias")) if "weight" in tensor else None
+    if value == "keep" or bias is None or id(bias) in done or bias.dim() != 1 or bias.is_meta:
+        return ""
+    done.add(id(bias))
+    edit.set_data_(bias, torch.full_like(bias, value))
+    return f", bias {value:g}"
 
 
 def check_function(verb: str, function: Any, options: dict[str, Any]) -> None:
