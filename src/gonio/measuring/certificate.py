@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
 from typing import Any
@@ -119,7 +119,7 @@ class Certificate:
         yield Text(self.sentence())
 
 
-def certify(model: nn.Module, example: Tensor | list[Tensor], *, steps: int = 30, seed: int = 0) -> Certificate:
+def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int = 30, seed: int = 0) -> Certificate:
     r"""Bounds of the l2 Lipschitz constant of a model in evaluation mode.
 
     .. math:: \text{lower} \le \sup_{x \ne y} \frac{\lVert f(x) - f(y) \rVert}{\lVert x - y \rVert} \le \text{upper}
@@ -137,7 +137,7 @@ def certify(model: nn.Module, example: Tensor | list[Tensor], *, steps: int = 30
     examples of a batch separately. Rounding of narrower arithmetic is not included.
 
     Args:
-        example: (n, …) inputs; more of them give a better lower bound. Of a list, as a loader yields it, the first.
+        example: (n, …) inputs; more of them give a better lower bound. Of several, as a loader yields them, the first.
         steps: of the lower bound, half of them power iterations.
         seed: of the first directions.
 
@@ -159,7 +159,7 @@ def certify(model: nn.Module, example: Tensor | list[Tensor], *, steps: int = 30
         G. Papamakarios, A. Mnih, "The Lipschitz constant of self-attention", ICML 2021, Theorem 3.1: attention by dot
         products has none. https://arxiv.org/abs/2006.04710
     """
-    given = example[0] if isinstance(example, list) and example else example  # a loader's [inputs, labels]
+    given = example[0] if isinstance(example, (list, tuple)) and example else example  # a loader's [inputs, labels]
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) < 1:
         found = f"{type(given).__name__} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidArgumentError("certify() needs a batch of inputs in floating point", found, "Pass example=x.")
