@@ -115,3 +115,42 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"'matplotlib'.*pip install .gonio\[lab\]. \(in a clone"):
         magnitude.Tanh().plot()
+
+
+# --- normalisation ------------------------------------------------------------------------------------
+
+
+def expected_regions(shape: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """By definition: the entries that share statistics with the first one."""
+    regions = {name: torch.zeros(shape, dtype=torch.bool) for name in ("BN", "LN", "IN", "GN", "SN")}
+    regions["BN"][:, 0] = True
+    regions["LN"][0] = True
+    regions["IN"][0, 0] = True
+    regions["GN"][0, : shape[1] // 2] = True
+    regions["SN"] = regions["BN"] | regions["LN"]
+    return regions
+
+
+@pytest.mark.parametrize("name", ["BN", "LN", "IN", "GN", "SN"])
+def test_regions_are_those_of_the_definitions(name: str) -> None:
+    shape = (3, 4, 5)
+    norm = plots._usual_norms(4, 5)[name]
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    assert torch.equal(plots.averaged_over(norm, shape), expected_regions(shape)[name])
+    assert all(torch.equal(before[key], value) for key, value in norm.state_dict().items())
+
+
+def test_the_switchable_panel_is_that_of_the_layer() -> None:
+    found = [plots.averaged_over(norm, (3, 4, 5)) for norm in (plots._EqualShares(), gonio.nn.SwitchableNorm1d(4))]
+    assert torch.equal(*found)
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = gonio.nn.SwitchableNorm1d(4, eps=1e-12).double()(x)
+    torch.testing.assert_close(plots._EqualShares()(x), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_regions_of_a_layer_of_ones_own() -> None:
+    figure = plots.normalisation_regions({"tokens": nn.LayerNorm(5)}, shape=(2, 3, 5))
+    assert [axes.get_title() for axes in figure.axes] == ["tokens"]
+    assert plots.averaged_over(nn.LayerNorm(5), (2, 3, 5)).sum() == 5
+    with pytest.raises(InvalidArgumentError, match=r"the shape that it takes; found \(2, 3, 2\) for \(2, 3, 5\)"):
+        plots.normalisation_regions({"pool": nn.AdaptiveAvgPool1d(2)}, shape=(2, 3, 5))

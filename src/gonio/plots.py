@@ -7,14 +7,15 @@ are the pictures of the pages (:mod:`gonio.pages.pictures`), drawn by Matplotlib
 
 from __future__ import annotations
 
+import copy
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, MissingExtraError
 from gonio.escaping import shorten
@@ -26,7 +27,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["angles", "angular", "depth", "effects", "learning_curves", "magnitude", "operator", "panels", "spectrum"]
+__all__ = [
+    "angles",
+    "angular",
+    "depth",
+    "effects",
+    "learning_curves",
+    "magnitude",
+    "normalisation_regions",
+    "operator",
+    "panels",
+    "spectrum",
+]
 __dir__ = __all__.copy  # the public names alone
 
 Function = Callable[[Tensor], Tensor]
@@ -201,6 +213,78 @@ def on_plane(magnitude: Function, angular: Function, *, reach: float) -> Tensor:
     second, first = torch.meshgrid(side, side, indexing="ij")
     norm = torch.hypot(first, second)
     return magnitude(norm) * angular(torch.atan2(second.abs(), first)) * (norm > 0)
+
+
+# --- normalisation ----------------------------------------------------------------------------------------
+
+
+def normalisation_regions(
+    norms: Mapping[str, nn.Module] | None = None, *, shape: tuple[int, int, int] = (4, 6, 5)
+) -> Figure:
+    """Which entries of an input (N, C, L) each layer averages over, for the entry at sample 0, channel 0, position 0.
+
+    A panel has a row per sample and a column per channel, each of L positions. What is dark was *measured*: the
+    derivative of one entry of the layer's output in training mode by all entries of its input is not 0 there. By
+    default batch, layer, instance, group (of C/2 channels) and switchable normalisation are drawn.
+
+    Args:
+        norms: layers that take an input of this shape, by the title of their panel.
+
+    Raises: InvalidArgumentError if a layer gives another shape; MissingExtraError without Matplotlib.
+
+    Example:
+        >>> [axes.get_title() for axes in gonio.plots.normalisation_regions().axes]
+        ['BN', 'LN', 'IN', 'GN', 'SN']
+
+    References: Y. Wu and K. He, "Group Normalization", 2018, Figure 2. https://arxiv.org/abs/1803.08494
+    """
+    samples, channels, positions = shape
+    chosen = _usual_norms(channels, positions) if norms is None else norms
+    figure, every = panels(len(chosen))
+    for axes, (title, norm) in zip(every, chosen.items(), strict=True):
+        region = averaged_over(norm, shape)
+        axes.pcolormesh(
+            region.flatten(1).double().numpy(), cmap="Blues", vmin=0, vmax=1.4, edgecolors="0.8", linewidth=0.3
+        )
+        for channel in range(1, channels):
+            axes.axvline(channel * positions, color="0.3", linewidth=1)
+        axes.set(title=title, xlabel="channel, with its positions", ylabel="sample")
+        axes.set_xticks([(i + 0.5) * positions for i in range(channels)], [str(i) for i in range(channels)])
+        axes.set_yticks([i + 0.5 for i in range(samples)], [str(i) for i in range(samples)])
+        axes.invert_yaxis()
+    return figure
+
+
+def averaged_over(norm: nn.Module, shape: Sequence[int]) -> Tensor:
+    """The entries of an input on which the first entry of a layer's output depends, in training mode."""
+    twin = copy.deepcopy(norm).double().train()
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    y = twin(x)
+    if y.shape != x.shape:
+        found = f"{tuple(y.shape)} for {tuple(x.shape)}"
+        raise InvalidArgumentError("a normalisation gives the shape that it takes", found, "Give another layer.")
+    (gradient,) = torch.autograd.grad(y.flatten()[0], x)
+    return gradient != 0
+
+
+def _usual_norms(channels: int, positions: int) -> dict[str, nn.Module]:
+    return {
+        "BN": nn.BatchNorm1d(channels),
+        "LN": nn.LayerNorm([channels, positions]),
+        "IN": nn.InstanceNorm1d(channels),
+        "GN": nn.GroupNorm(2, channels),
+        "SN": _EqualShares(),
+    }
+
+
+class _EqualShares(nn.Module):
+    """A switchable norm with a third of the statistics of each kind, without scale and shift."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.var_mean(x, dims, correction=0, keepdim=True) for dims in ((2,), (1, 2), (0, 2))]
+        variance, mean = (torch.stack(torch.broadcast_tensors(*each)).mean(0) for each in zip(*parts, strict=True))
+        found: Tensor = (x - mean) / variance.sqrt()
+        return found
 
 
 # --- figures --------------------------------------------------------------------------------------------

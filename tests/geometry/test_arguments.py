@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,57 @@ def test_an_index_of_vectors_of_any_size(size: float) -> None:
     assert float(found.cosines) == pytest.approx(1.0, abs=1e-5)
     with pytest.raises(InvalidArgumentError, match=r"found 1 of 2 zero or non-finite\. Leave these rows out"):
         G.SignIndex(torch.tensor([[1.0, 0.0], [1e-20, 0.0]]))
+
+
+KERNEL = seeded(4, 3, 3, 3, dtype=torch.float64)
+BOX = torch.linspace(0, 3, 5, dtype=torch.float64)
+OTHERS = {  # that take more than one array of filters; each with its arrays alone
+    "angle_between": (G.angle_between, (seeded(5, 8), seeded(5, 8, seed=1))),
+    "conv_spectral_norm": (lambda w: G.conv_spectral_norm(w, (6, 6)), (KERNEL,)),
+    "conv_spectral_norm_bound": (G.conv_spectral_norm_bound, (KERNEL,)),
+    "conv_spectral_norm_certificate": (G.conv_spectral_norm_certificate, (KERNEL,)),
+    "conv_spectral_norm_estimate": (lambda w: G.conv_spectral_norm_estimate(w, (6, 6)), (KERNEL,)),
+    "intruder_dimensions": (
+        lambda a, b: G.intruder_dimensions(a, b, k=2).cosines,
+        (seeded(6, 8), seeded(6, 8, seed=1)),
+    ),
+    "least_scale": (lambda a, b: G.least_scale([a, b]), (seeded(3, 4), seeded(5, 3))),
+    "match": (lambda a, b: G.match(a, b).cosines, (seeded(5, 8), seeded(5, 8, seed=1))),
+    "matrix_view": (G.matrix_view, (KERNEL,)),
+    "normalize": (G.normalize, (KERNEL,)),
+    "operator_matrix": (lambda w: G.operator_matrix(w, (4, 4)), (KERNEL,)),
+    "operator_norm_bound": (G.operator_norm_bound, (KERNEL,)),
+    "principal_angles": (G.principal_angles, (seeded(8, 2), seeded(8, 3, seed=1))),
+    "random_angle_density": (lambda t: G.random_angle_density(t, 5), (BOX,)),
+    "safe_norm": (lambda x: G.safe_norm(x, dim=-1), (KERNEL,)),
+    "scale_imbalance": (lambda a, b: G.scale_imbalance([a, b]), (seeded(3, 4), seeded(5, 3))),
+    "top_subspace": (lambda m: G.top_subspace(m, 2).values, (seeded(6, 8),)),
+    "unview": (lambda m: G.unview(m, KERNEL.shape), (G.matrix_view(KERNEL),)),
+    "unview_operator": (lambda m: G.unview_operator(m, (4, 3, 3, 3), (4, 4)), (G.operator_matrix(KERNEL, (4, 4)),)),
+}
+OF_NUMBERS = {"alignment_deviation", "expected_coherence", "marchenko_pastur", "welch_bound"}
+OF_MODULES_AND_FUNCTIONS = {"layout_of", "nonnegative_norm"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_function_takes_arrays(name: str) -> None:
+    function, tensors = OTHERS[name]
+    expected = torch.as_tensor(function(*tensors))
+    found = torch.as_tensor(function(*(tensor.numpy() for tensor in tensors)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_no_function_is_left_out() -> None:
+    functions = {name for name in G.__all__ if inspect.isfunction(getattr(G, name))}
+    assert functions == {*OF_FILTERS, *OTHERS, *OF_NUMBERS, *OF_MODULES_AND_FUNCTIONS}
+
+
+def test_the_check_of_document_004_as_it_is_printed() -> None:
+    """Corollary 2: a matrix of n² numbers from N(0, 1/n) is nearly orthogonal."""
+    np.random.seed(0)  # noqa: NPY002 - the document draws so
+    n = 100
+    W = np.random.randn(n, n) / np.sqrt(n)  # noqa: NPY002
+    X = np.dot(W.T, W)
+    mse = np.square(X - np.eye(n)).mean()
+    assert mse == pytest.approx(1 / n, rel=0.1)
+    assert float(G.orthogonality_defect(W).entrywise) == pytest.approx(mse, rel=1e-9)

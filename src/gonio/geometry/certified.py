@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.conv_norm import conv_spectral_norm
 from gonio.geometry.conv_operator import Taps, taps_of
+from gonio.geometry.norms import Array, as_real
 from gonio.geometry.views import PLAIN, Layout
 
 ROUNDING = 1e-9  # relative; float64 eigenvalues of matrices with 10⁵ rows are far closer
@@ -23,7 +24,7 @@ _POINTS = {_DENSEST: 1 << 28, 12: 1 << 34, 6: 1 << 37}
 _SWEEPS = 20
 
 
-def operator_norm_bound(weight: Tensor, *, layout: Layout = PLAIN) -> float:
+def operator_norm_bound(weight: Array, *, layout: Layout = PLAIN) -> float:
     r"""Upper bound of the operator norm of a linear layer or convolution on every input size, rounded up.
 
     With the symbol :math:`F(\omega)` and :math:`F F^H = \sum_d G_d e^{i \omega d}`, the smaller of
@@ -48,7 +49,7 @@ def operator_norm_bound(weight: Tensor, *, layout: Layout = PLAIN) -> float:
 
     References: [1] H. Ehlich, K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964.
     """
-    weight = weight.detach().double()
+    weight = as_real(weight).detach().double()
     if not weight.isfinite().all():
         found = f"NaN or infinity in a weight of shape {tuple(weight.shape)}"
         raise InvalidArgumentError("operator_norm_bound() needs finite entries", found, "Find the step that made them.")

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.norms import Array, as_real
 
 TRACY_WIDOM = 3.2724  # 0.999 quantile of the Tracy–Widom law of order 1
 LAW_POINTS = 4096  # of the Marchenko–Pastur distribution function
 Number = TypeVar("Number", float, Tensor)
 
 
-def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
+def random_angle_density(theta: Array, dim: int) -> Tensor:
     r"""Density of the angle between two random directions in `dim` dimensions.
 
     .. math:: p(\theta) = \frac{\Gamma(d/2)}{\sqrt\pi\,\Gamma((d-1)/2)} \sin^{d-2}\theta
@@ -40,7 +41,7 @@ def random_angle_density(theta: Tensor | float, dim: int) -> Tensor:
         raise InvalidArgumentError(
             "random_angle_density() needs dim >= 2", f"dim={dim}", "In one dimension angles are 0 or π."
         )
-    theta = torch.as_tensor(theta)
+    theta = as_real(theta)
     inside = (theta >= 0) & (theta <= pi)
     sine = theta.sin().clamp(min=0)
     return torch.exp(torch.special.xlogy(dim - 2, sine) + _log_density_at_right_angle(dim)) * inside

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.norms import widen
+from gonio.geometry.norms import Array, as_real, widen
 from gonio.geometry.views import PLAIN, Layout
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -137,7 +137,7 @@ def periodic_grid(shape: Sequence[int], layout: Layout, *, least: int = 16) -> t
 # --- dense ----------------------------------------------------------------------------------------
 
 
-def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
+def operator_matrix(weight: Array, size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
     r"""The matrix :math:`K` with :math:`\operatorname{vec}(\text{conv}(x)) = K \operatorname{vec}(x)` on a grid.
 
     The layer's map without bias, dense, (out · output grid) × (in · input grid): for grids of a few hundred pixels.
@@ -150,6 +150,7 @@ def operator_matrix(weight: Tensor, size: Sequence[int], layout: Layout = PLAIN)
         tensor([[1., 2., 0.],
                 [0., 1., 2.]])
     """
+    weight = as_real(weight)
     dims = weight.ndim - 2
     if dims not in CONV or len(size) != dims or weight.numel() == 0:
         raise InvalidArgumentError(
@@ -184,7 +185,7 @@ def _pad_sides(weight: Tensor, layout: Layout) -> list[int]:
     return [side for pair in reversed(sides) for side in pair]
 
 
-def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
+def unview_operator(matrix: Array, shape: Sequence[int], size: Sequence[int], layout: Layout = PLAIN) -> Tensor:
     """The weight of `shape` whose :func:`operator_matrix` on the grid `size` is nearest to `matrix`.
 
     Each weight entry is the mean of the matrix entries that it determines: the exact inverse on operator
@@ -198,6 +199,7 @@ def unview_operator(matrix: Tensor, shape: Sequence[int], size: Sequence[int], l
         >>> gonio.geometry.unview_operator(gonio.geometry.operator_matrix(weight, (3,)), (1, 1, 2), (3,))
         tensor([[[1., 2.]]])
     """
+    matrix = as_real(matrix)
     wide = widen(matrix)  # sums of half-precision entries overflow
     zero = torch.zeros(tuple(shape), dtype=wide.dtype, device=wide.device)
     view, pull = torch.func.vjp(partial(operator_matrix, size=size, layout=layout), zero)[:2]

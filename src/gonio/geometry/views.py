@@ -163,7 +163,9 @@ def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: Vie
     return filters.flatten(3).movedim(-1, 1).flatten(0, 1) if weight.ndim > 2 else filters
 
 
-def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:
+def unview(
+    matrix: Tensor | ArrayLike, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters"
+) -> Tensor:
     """The weight of `shape` whose :func:`matrix_view` is `matrix`; exact, no arithmetic.
 
     Raises: InvalidArgumentError if `matrix` is not of the form that the view of such a weight has.
@@ -174,7 +176,7 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         >>> torch.equal(gonio.geometry.unview(rows, weight.shape, view="taps"), weight)
         True
     """
-    shape = torch.Size(shape)
+    matrix, shape = torch.as_tensor(matrix), torch.Size(shape)
     expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
     if tuple(matrix.shape) != expected:
         raise InvalidArgumentError(
@@ -186,7 +188,7 @@ def unview(matrix: Tensor, shape: Sequence[int], layout: Layout = PLAIN, *, view
         return matrix.reshape(shape)
     if view == "taps":
         matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
-    return from_matrices(matrix, shape, layout)
+    return from_matrices(torch.as_tensor(matrix), shape, layout)
 
 
 def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
