@@ -20,6 +20,9 @@ from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
+# The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
+FIXED = "a table that is not trained, in a model that is"
+CONSTANT = "every row is the same: it starts from a constant"
 
 
 @dataclass(frozen=True)
