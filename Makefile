@@ -61,6 +61,7 @@ matrix: $(VENV)/.dev
 # Other people's models and files through every verb: the data of docs/reads-and-edits.md, and the page.
 bank: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m bank.live.cases docs/bank-live.json
+	PYTHONPATH=tests $(BIN)/python -m bank.files docs/bank-files.json
 	$(BIN)/python docs/build_bank.py
 
 # The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.

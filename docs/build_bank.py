@@ -2,7 +2,7 @@
 
 `python docs/build_bank.py` writes it from docs/bank-live.json and docs/bank-files.json, which the banks of the tests
 write (`make bank`); with `--check` it fails if the page differs. Each file is a list of
-`{"case": …, "origin": …, "outcomes": {verb: "same function" | "works" | "refused: …"}}`.
+`{"case": …, "origin": …, "outcomes": {verb: "same function" | "works" | "right: …" | "left: …" | "refused: …"}}`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "reads-and-edits.md"
+LEFT = ("left", "refused")  # kinds of outcomes in which nothing was done, with the reason behind a colon
 REASONS = 4  # reasons of refusals that are shown for a verb, the most frequent ones first
 
 HEAD = """\
@@ -79,7 +80,8 @@ def _verbs(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         for verb, outcome in row["outcomes"].items():
             counts[verb][outcome.partition(":")[0]] += 1
-    kinds = [kind for kind in ("same function", "works", "refused") if any(count[kind] for count in counts.values())]
+    met = dict.fromkeys(kind for count in counts.values() for kind in count)
+    kinds = [*(kind for kind in met if kind not in LEFT), *(kind for kind in LEFT if kind in met)]
     lines = [f"| verb | {' | '.join(kinds)} |", f"|---|{'--:|' * len(kinds)}"]
     return [*lines, *(f"| `{v}` | {' | '.join(str(n[k] or '') for k in kinds)} |" for v, n in counts.items())]
 
@@ -89,8 +91,9 @@ def _refusals(rows: list[dict[str, Any]]) -> list[str]:
     reasons: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         for verb, outcome in row["outcomes"].items():
-            if outcome.startswith("refused: "):
-                reasons[verb][_general(outcome.removeprefix("refused: "))] += 1
+            kind, _, said = outcome.partition(": ")
+            if kind in LEFT:
+                reasons[verb][_general(said)] += 1
     if not reasons:
         return []
     found = [f"### Why it refuses: {sum(sum(each.values()) for each in reasons.values())} refusals", ""]
@@ -112,7 +115,7 @@ def _cases(rows: list[dict[str, Any]]) -> list[str]:
     """One line per case: what is refused."""
     lines = ["### Case by case", "", "| origin | case | done | refused |", "|---|---|--:|---|"]
     for row in rows:
-        refused = [f"`{verb}`" for verb, outcome in row["outcomes"].items() if outcome.startswith("refused")]
+        refused = [f"`{verb}`" for verb, outcome in row["outcomes"].items() if outcome.partition(":")[0] in LEFT]
         done = len(row["outcomes"]) - len(refused)
         lines.append(f"| {row['origin']} | {row['case']} | {done} | {', '.join(refused)} |")
     return [*lines, ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
 from typing import Any
@@ -20,7 +20,7 @@ from gonio.escaping import printed
 from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
-from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of
+from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of, why_not_dense
 from gonio.surgery.graph import Graph, trace
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input
@@ -119,7 +119,7 @@ class Certificate:
         yield Text(self.sentence())
 
 
-def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0) -> Certificate:
+def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int = 30, seed: int = 0) -> Certificate:
     r"""Bounds of the l2 Lipschitz constant of a model in evaluation mode.
 
     .. math:: \text{lower} \le \sup_{x \ne y} \frac{\lVert f(x) - f(y) \rVert}{\lVert x - y \rVert} \le \text{upper}
@@ -137,7 +137,7 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
     examples of a batch separately. Rounding of narrower arithmetic is not included.
 
     Args:
-        example: (n, …) inputs; more of them give a better lower bound.
+        example: (n, …) inputs; more of them give a better lower bound. Of several, as a loader yields them, the first.
         steps: of the lower bound, half of them power iterations.
         seed: of the first directions.
 
@@ -159,16 +159,20 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
         G. Papamakarios, A. Mnih, "The Lipschitz constant of self-attention", ICML 2021, Theorem 3.1: attention by dot
         products has none. https://arxiv.org/abs/2006.04710
     """
-    given: object = example
+    given = example[0] if isinstance(example, (list, tuple)) and example else example  # a loader's [inputs, labels]
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) < 1:
         found = f"{type(given).__name__} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidArgumentError("certify() needs a batch of inputs in floating point", found, "Pass example=x.")
     if steps < 1:
         raise InvalidArgumentError("certify() needs steps >= 1", f"{steps}", "Use about 30.")
+    for name, parameter in model.named_parameters():
+        if (reason := why_not_dense(parameter)) is not None:
+            do = "Certify a part of the model without it."
+            raise NotApplicableError("certify", name.rpartition(".")[0], reason, do, action="bound")
     network = _copy_of(unwrapped(model)).double().eval()
     if facts_of(network) is not UNKNOWN or isinstance(network, (*WEIGHTED, *TORCH_NORMS)):
         network = nn.Sequential(network)  # the graph shows layers inside of a model
-    points = example.detach().to(_reference(network))
+    points = given.detach().to(_reference(network))
     graph = trace(network, training=False)
     if graph.reason:
         why = f"it cannot be traced by torch.fx ({graph.reason})"

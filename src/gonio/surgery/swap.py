@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
-from gonio.surgery.facts import tail_of, without_tail
+from gonio.surgery.facts import tail_of, why_not_dense, without_tail
 from gonio.surgery.graph import trace
 
 
@@ -146,8 +147,11 @@ def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
     if not isinstance(module, accepted):
         return f"it is a {type(module).__name__}, not a {' or '.join(kind.__name__ for kind in accepted)}"
     # the output projection of torch's attention is never called: its parent reads its weight
-    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return "its parent reads its weight and does not call it" if read else None
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its parent reads its weight and does not call it"
+    own = hasattr(getattr(factory, "__self__", None), "takes")  # a layer that computes with the same weight
+    weight = module._parameters.get("weight")
+    return why_not_dense(weight) if own or (weight is not None and is_lazy(weight)) else None
 
 
 def _check_replaceable(site: Site) -> None:

@@ -27,7 +27,7 @@ from gonio.geometry.duplicates import NEAR
 from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.reading.entry import CONSTANT, FIXED, PADDING
+from gonio.measuring.reading.entry import CONSTANT, FIXED, MAYBE_PADDING, PADDING
 
 LEVELS = ("info", "warn", "error")
 _TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
@@ -258,7 +258,8 @@ def _zero(t: TensorMeasurement) -> str | None:
 
 @rule("G102", WEIGHT_RULES)
 def _dead(t: TensorMeasurement) -> str | None:
-    if not t.zero_filters or t.zero_filters == t.total_filters or (t.zero_filters == 1 and PADDING in t.notes):
+    padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
+    if not t.zero_filters or t.zero_filters == t.total_filters or padding:
         return None
     return f"{t.zero_filters} of {t.total_filters} filters {are(t.zero_filters)} 0"
 
