@@ -58,9 +58,11 @@ matrix: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/pytest -q -p laws.matrix -m matrix --matrix docs/matrix.json -n $(WORKERS) --dist loadfile tests/laws
 	PYTHONPATH=tests $(BIN)/python -m laws.matrix docs/matrix.json docs/matrix.md
 
-# What each verb makes of the files and models of others: run the banks, write their outcomes.
+# Other people's models and files through every verb: the data of docs/reads-and-edits.md, and the page.
 bank: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m bank.live.cases docs/bank-live.json
 	PYTHONPATH=tests $(BIN)/python -m bank.files docs/bank-files.json
+	$(BIN)/python docs/build_bank.py
 
 # The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.
 soak: $(VENV)/.dev

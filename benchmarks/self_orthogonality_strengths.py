@@ -45,8 +45,11 @@ def data() -> tuple[Tensor, Tensor]:
     return (x - x[:1000].mean()) / x[:1000].std(), torch.tensor(digits.target)[order]
 
 
-def trained(form: str, strength: float, optimizer: str, seed: int) -> dict[str, float]:
-    """Accuracy in percent, the spread of angles of the second layer in degrees, and penalty over loss at the start."""
+def trained(form: str, strength: float, optimizer: str, seed: int) -> dict[str, float | None]:
+    """Accuracy in percent, spread of the second layer's angles in degrees or None if its weights are not finite, ratio.
+
+    The ratio is that of penalty and loss at the start.
+    """
     torch.manual_seed(seed)
     model, (x, y), (epochs, make) = network(), data(), TRAINING[optimizer]
     rule = SelfOrthogonality.paper(strength) if form == "paper()" else SelfOrthogonality(strength)
@@ -65,10 +68,16 @@ def trained(form: str, strength: float, optimizer: str, seed: int) -> dict[str, 
         score = 100 * float((model(x[1397:]).argmax(1) == y[1397:]).double().mean())
     degrees = angles(model[2].weight.detach().double()).rad2deg()
     spread = degrees[~torch.eye(len(degrees), dtype=torch.bool)].std()
-    return {"accuracy": score, "spread": float(spread), "ratio": first or 0.0}
+    return {"accuracy": score, "spread": float(spread) if spread.isfinite() else None, "ratio": first or 0.0}
 
 
-def table(cells: dict[str, list[dict[str, float]]]) -> str:
+def _spread(runs: list[dict[str, float | None]]) -> str:
+    known = [run["spread"] for run in runs if run["spread"] is not None]
+    lost = len(runs) - len(known)
+    return f"{lost} of {len(runs)} diverged" if lost else f"{statistics.fmean(known):.1f}°"
+
+
+def table(cells: dict[str, list[dict[str, float | None]]]) -> str:
     lines = [
         "| form | strength | penalty / loss at the start | Adam: accuracy, spread | SGD: accuracy, spread |",
         "|---|--:|--:|--:|--:|",
@@ -76,10 +85,12 @@ def table(cells: dict[str, list[dict[str, float]]]) -> str:
     for form, strengths in STRENGTHS.items():
         for strength in strengths:
             found = [cells[f"{form} {strength:g} {optimizer}"] for optimizer in TRAINING]
-            mean = [{key: statistics.fmean(run[key] for run in runs) for key in runs[0]} for runs in found]
-            shown = [f"≈ {each['accuracy']:.0f} %, {each['spread']:.1f}°" for each in mean]
+            ratio = statistics.fmean(run["ratio"] or 0.0 for run in found[0])
+            shown = [
+                f"≈ {statistics.fmean(run['accuracy'] or 0.0 for run in runs):.0f} %, {_spread(runs)}" for runs in found
+            ]
             name = form if strength else "none"
-            lines.append(f"| {name} | {strength:g} | {mean[0]['ratio']:.2g} | {' | '.join(shown)} |")
+            lines.append(f"| {name} | {strength:g} | {ratio:.2g} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from gonio.editing.wrapping import run_eagerly, unwrapped
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import printed
-from gonio.measuring.figures.lipschitz import Factor, UpperBounds, quotient
+from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of, why_not_dense
@@ -143,7 +143,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
 
     Raises:
         NotApplicableError: with the path, if a layer or operation has no known constant, such as attention, layer
-            norm and products of activations, or if the model cannot be traced.
+            norm and products of activations, or if the model cannot be copied, traced or run on one example.
         InvalidArgumentError: for an example that is not a batch in floating point, or steps below 1.
 
     Example:
@@ -169,7 +169,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
         if (reason := why_not_dense(parameter)) is not None:
             do = "Certify a part of the model without it."
             raise NotApplicableError("certify", name.rpartition(".")[0], reason, do, action="bound")
-    network = copy.deepcopy(unwrapped(model)).double().eval()
+    network = _copy_of(unwrapped(model)).double().eval()
     if facts_of(network) is not UNKNOWN or isinstance(network, (*WEIGHTED, *TORCH_NORMS)):
         network = nn.Sequential(network)  # the graph shows layers inside of a model
     points = given.detach().to(_reference(network))
@@ -183,7 +183,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
         raise NotApplicableError("certify", "", why, "Wrap it in a module that takes one.", action="bound")
     with run_eagerly(network), torch.random.fork_rng(devices=[]):
         bounds = UpperBounds(graph)
-        outputs = bounds.run(points[:1].clone())
+        outputs = _outputs_of_one(bounds, points)
         if not torch.allclose(_flat(outputs), _flat(network(points[:1].clone())), rtol=1e-6, atol=1e-9, equal_nan=True):
             why = "its traced graph has another output than the model, which may have hooks or random parts"
             raise NotApplicableError("certify", "", why, "Remove them, or certify a part of it.", action="bound")
@@ -192,6 +192,25 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
     upper = bounds.upper.get(graph.nodes[-1], 0.0)
     head = _head_of(graph, bounds.upper)
     return Certificate(upper=upper, lower=lower, rows=bounds.rows(gains), network=network, head=head)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # of tensors and modules that cannot be copied
+        why = f"it cannot be copied ({type(error).__name__}: {error})".splitlines()[0]
+        raise NotApplicableError("certify", "", why, "Fold its weights first.", action="bound") from error
+
+
+def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
+    try:
+        return bounds.run(points[:1].clone())
+    except GonioError:
+        raise
+    except Exception as error:  # of the model's own code
+        why = f"it does not run on one example ({type(error).__name__}: {error})".splitlines()[0]
+        do = "Certify a part that treats the examples of a batch separately."
+        raise NotApplicableError("certify", "", why, do, action="bound") from error
 
 
 def _reference(network: nn.Module) -> Tensor:
@@ -211,11 +230,11 @@ def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] 
 # --- the lower bound ----------------------------------------------------------------------------------
 
 
-class _Distances(fx.Interpreter):
+class _Distances(Run):
     """Runs the graph on two inputs: how far their values at each node are apart, per distance of the inputs."""
 
     def __init__(self, graph: Graph, kept: Collection[fx.Node]) -> None:
-        super().__init__(graph.model, graph=graph.nodes[0].graph)
+        super().__init__(graph)
         self.kept = kept
         self.values: dict[fx.Node, Tensor] = {}
 

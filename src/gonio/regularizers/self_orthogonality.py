@@ -41,6 +41,7 @@ class SelfOrthogonality(OutputRegularizer):
     a spread of 1/b (mean) or :math:`k(k-1)/b` (sum), which nothing removes: see :meth:`debias`.
 
     Args:
+        strength: 0.01 to 0.1 leaves the accuracy of small networks as it is; from 1 on it may cost accuracy.
         mean_ratio: the paper's :math:`\lambda_1`; 0 for the spread term alone.
         spread_ratio: the paper's :math:`\lambda_2`; 0 for the mean term alone.
         gamma: how hard the sign is. With gamma times the standard deviation of the outputs well below 1 the tanh is

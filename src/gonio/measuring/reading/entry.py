@@ -21,6 +21,9 @@ from gonio.geometry.views import ATTENTION
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
+# The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
+FIXED = "a table that is not trained, in a model that is"
+CONSTANT = "every row is the same: it starts from a constant"
 
 
 @dataclass(frozen=True)

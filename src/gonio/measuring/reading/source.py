@@ -31,6 +31,7 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
@@ -91,6 +92,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         opened, made = Opened({}), entries_of_model(source)
     else:
         opened, beside = _opened(source)
+        opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
         about = beside.adapters
         config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
         adapters = adapters_in(opened.stored, config) if config is not None else []
@@ -112,11 +114,12 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What the configurations in a file's folder say: its quantisation, its adapters, the row of padding."""
+    """What the configurations in a file's folder say: quantisation, adapters, the row of padding, rows of tables."""
 
     quantization: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Any] = field(default_factory=dict)
     padding: int = 0
+    vocabulary: int | None = None
 
 
 def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> Iterator[TensorEntry]:
@@ -198,7 +201,9 @@ def _beside(folder: Path) -> _Beside:
     text = config.get("text_config")
     padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
     row = padding if isinstance(padding, int) and padding >= 0 else 0
-    return _Beside(found, small_json(folder / "adapter_config.json"), row)
+    vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    known = vocabulary if isinstance(vocabulary, int) else None
+    return _Beside(found, small_json(folder / "adapter_config.json"), row, known)
 
 
 def _no_source(given: object) -> InvalidArgumentError:
