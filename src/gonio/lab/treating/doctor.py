@@ -82,12 +82,12 @@ def doctor(
     before = found = measure(model, batch=inputs.example)
     steps: list[Step] = []
     edits: list[Edited] = []
-    plan, untreated = _prescribed(before, model)
-    for prescription, treats in plan:
+    for prescription, treats in _prescribed(before, model)[0]:
         step, edit, found = _tried(model, prescription, treats, found, inputs, apply_unproven)
         steps.append(step)
         if edit is not None:
             edits.append(edit)
+    untreated = _prescribed(found, model)[1]  # what only followed from a treated finding is gone
     return Treatment(before.source, before, found, tuple(steps), untreated, model, tuple(edits))
 
 
@@ -235,5 +235,5 @@ def _held_out(before: list[float], after: list[float], task: Task | None) -> tup
         return None, f"{task.name} has too few validation examples for a proof"
     mean, low, high = seen
     unit = f" {task.metric.unit}".rstrip()
-    said = f"{task.metric.name} on held-out {task.name}: {mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}, margin {task.sesoi:g}"
-    return low >= -task.sesoi, said
+    interval = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}"
+    return low >= -task.sesoi, f"{task.metric.name} on held-out {task.name}: {interval}, margin {task.sesoi:g}"

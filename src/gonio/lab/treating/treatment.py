@@ -53,7 +53,7 @@ class Treatment:
         source: the name of the model or file.
         before, after: the measurements of the model and of its treated copy.
         steps: each prescribed treatment with its verdict.
-        untreated: the findings without a prescription, each with the reason.
+        untreated: the findings that are left and have no prescription, each with the reason.
         model: the treated copy; None for a file without its model.
     """
 
