@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix soak versions wheel sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix bank soak versions wheel sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -57,6 +57,12 @@ interface: $(VENV)/.dev
 matrix: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/pytest -q -p laws.matrix -m matrix --matrix docs/matrix.json -n $(WORKERS) --dist loadfile tests/laws
 	PYTHONPATH=tests $(BIN)/python -m laws.matrix docs/matrix.json docs/matrix.md
+
+# Other people's models and files through every verb: the data of docs/reads-and-edits.md, and the page.
+bank: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m bank.live.cases docs/bank-live.json
+	PYTHONPATH=tests $(BIN)/python -m bank.files docs/bank-files.json
+	$(BIN)/python docs/build_bank.py
 
 # The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.
 soak: $(VENV)/.dev

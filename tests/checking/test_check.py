@@ -244,3 +244,27 @@ def test_the_command(tmp_path: Path) -> None:
     path.write_bytes(b"\1")
     assert invoke("check", path).exit_code == 3
     assert invoke("check", path, path, "--save", prints).exit_code == 2
+
+
+def test_lazy_and_quantised_tensors_are_named_or_checked_by_their_numbers() -> None:
+    found = {
+        row.name: row.reason
+        for row in gonio.check(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2)).state_dict()).tensors
+    }
+    assert found["0.weight"] == "a lazy layer that has seen no input yet"
+
+    class Wide(torch.Tensor):
+        def dequantize(self) -> torch.Tensor:
+            return torch.full((3, 2), torch.nan)
+
+    broken = gonio.check({"w.weight": torch.ones(3, 2).as_subclass(Wide)})
+    assert [f.code for f in broken.findings][:1] == ["G001"]
+
+
+def test_tied_tensors_keep_their_own_names() -> None:
+    tied = torch.randn(4, 4)
+    names = {
+        row.name
+        for row in gonio.check({"model": {"a.weight": tied, "b.weight": tied}, "ema": {"a.weight": tied}}).tensors
+    }
+    assert names == {"a.weight", "b.weight", "ema.a.weight"}

@@ -307,6 +307,26 @@ def test_a_finished_study_on_a_full_disk_is_read(tmp_path: Path, monkeypatch: py
         Study.open(tmp_path)
 
 
+def test_runs_in_the_log_of_a_folder_that_cannot_be_written_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = Study.create(tmp_path / "live", plan_of(seeds=2))
+    study.add(study.plan.recipes[1], finished("r0", 0), {})
+    with closing(sqlite3.connect(tmp_path / "live" / "study.db")) as reader:  # it keeps the log from being emptied
+        reader.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM runs").fetchall()
+        study.add(study.plan.recipes[1], finished("r0", 1), {})
+        shutil.copytree(tmp_path / "live", tmp_path / "archive")
+    (tmp_path / "archive" / "study.db-shm").unlink(missing_ok=True)
+    assert (tmp_path / "archive" / "study.db-wal").stat().st_size
+    before = sorted((file.name, file.read_bytes()) for file in (tmp_path / "archive").iterdir() if file.is_file())
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert Study.open(tmp_path / "archive").runs() == (finished("r0", 0), finished("r0", 1))
+    after = sorted((file.name, file.read_bytes()) for file in (tmp_path / "archive").iterdir() if file.is_file())
+    assert after == before
+
+
 # --- damage -----------------------------------------------------------------------------------------------
 
 

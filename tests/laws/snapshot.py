@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from gonio.surgery.equivalent import call
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,12 @@ class Snapshot:
     training: list[tuple[str, bool]]
     attributes: list[tuple[str, list[str]]]
     hooks: list[tuple[str, str, int]]
-    state: list[tuple[str, Tensor]]
+    state: list[tuple[str, Any]]
     outputs: list[Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, x: Tensor) -> Snapshot:
+    def of(cls, model: nn.Module, x: Any) -> Snapshot:
+        """Of a model and an input: a tensor, a tuple of arguments or a dict."""
         named = list(model.named_modules(remove_duplicate=False))
         parameters = list(model.named_parameters(remove_duplicate=False))
         return cls(
@@ -36,7 +40,7 @@ class Snapshot:
             training=[(path, m.training) for path, m in named],
             attributes=[(path, sorted(vars(m))) for path, m in named],
             hooks=_hooks(model),
-            state=[(key, value.clone()) for key, value in model.state_dict().items()],
+            state=[(key, _kept(value)) for key, value in model.state_dict().items()],
             outputs=_outputs(model, x),
         )
 
@@ -56,15 +60,31 @@ def _hooks(model: nn.Module) -> list[tuple[str, str, int]]:
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
+def _outputs(model: nn.Module, x: Any) -> list[Tensor]:
     """Outputs of copies in both modes, from one state of the global generator (for dropout)."""
     found = []
     for training in (False, True):
-        twin = copy.deepcopy(model).train(training)
+        twin = copied(model).train(training)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            found.append(twin(x))
+            leaves, _ = tree_flatten(call(twin, x))
+        found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found
+
+
+def _kept(value: Any) -> Any:
+    """An entry of a state dict, which `get_extra_state` may make anything."""
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also of sparse parameters and of a weight that a hook of torch.nn.utils computed with a graph."""
+    attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    copies: dict[int, Any] = {id(value): value.detach().clone() for value in attributes if not value.is_leaf}
+    for p in model.parameters():
+        if p.layout is not torch.strided:  # torch copies dense parameters alone
+            copies[id(p)] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, copies)
 
 
 def assert_restored(before: Snapshot, after: Snapshot) -> None:
@@ -72,9 +92,16 @@ def assert_restored(before: Snapshot, after: Snapshot) -> None:
         _assert_same(name, getattr(before, name), getattr(after, name))
     _assert_same("state-dict keys", [key for key, _ in before.state], [key for key, _ in after.state])
     for (key, old), (_, new) in zip(before.state, after.state, strict=True):
-        assert torch.equal(old, new), f"{key!r} has other values after undo"
+        assert _equal(old, new), f"{key!r} has other values after undo"
     for old, new in zip(before.outputs, after.outputs, strict=True):
-        assert torch.equal(old, new), "the output differs after undo"
+        assert _equal(old, new), "the output differs after undo"
+
+
+def _equal(old: Any, new: Any) -> bool:
+    if not isinstance(old, Tensor):
+        return bool(old == new)
+    a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (old, new))
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _assert_same(name: str, old: list[Any], new: list[Any]) -> None:

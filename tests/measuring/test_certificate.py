@@ -525,3 +525,12 @@ def test_timm_models_are_bounded_or_refused_by_name(name):
     else:
         with pytest.raises(NotApplicableError, match=rf"^certify: cannot bound .*{REFUSED[name]}"):
             gonio.certify(model, x, steps=4)
+
+
+def test_a_batch_of_a_loader_is_taken_and_sparse_weights_are_refused() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    for batch in ([x, torch.zeros(2)], (x, torch.zeros(2))):
+        assert gonio.certify(model, batch).upper == gonio.certify(model, x).upper
+    model.weight = nn.Parameter(torch.eye(3, 4).to_sparse(), requires_grad=False)
+    with pytest.raises(NotApplicableError, match="its weight is stored as sparse_coo"):
+        gonio.certify(nn.Sequential(model), x)

@@ -122,20 +122,19 @@ def test_parametrized_weights_are_measured_as_the_layer_uses_them(train: bool) -
     state = measure(torchs.state_dict())["weight"]
     assert state.frobenius == pytest.approx(found["weight"].frobenius, rel=1e-6)
     raw = {"parametrizations.weight.original": torch.randn(5, 6), "parametrizations.weight.0.base": torch.eye(5, 6)}
-    assert (
-        "the tensor that a parametrization computes the weight from"
-        in measure(raw)["parametrizations.weight.original"].notes
-    )
+    row = measure(raw)["parametrizations.weight.original"]
+    assert (row.status, row.reason) == ("no filters", "a part of a parametrization that is not read")
 
 
 @pytest.mark.parametrize("kind", [parametrizations.Sphere, parametrizations.SpectralNorm])
-def test_the_raw_weight_of_an_own_parametrized_checkpoint_says_so(kind: type, tmp_path: Path) -> None:
+def test_an_own_parametrized_checkpoint_has_the_weight_that_the_layer_uses(kind: type, tmp_path: Path) -> None:
     made = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
     parametrizations.attach(made[0], "weight", kind())
     save_file(made.state_dict(), tmp_path / "m.safetensors")
     for source in (made.state_dict(), tmp_path / "m.safetensors"):
         found = measure(source)
-        assert found["0"].notes == ("the tensor that a parametrization computes the weight from",)
+        assert found["0"].notes == ("computed by the parametrization that the file describes",)
+        assert found["0"].frobenius == pytest.approx(float(made[0].weight.detach().norm()), rel=1e-6)
         assert found["1"].notes == ()
 
 

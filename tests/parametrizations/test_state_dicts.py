@@ -241,3 +241,14 @@ def test_partial_state_dicts() -> None:
     assert torch.equal(layer.weight, before)
     missing = layer.load_state_dict({}, strict=False).missing_keys
     assert set(missing) == set(layer.state_dict())
+
+
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.ConvTranspose1d(6, 6, 5)])
+def test_the_outputs_of_a_square_spectral_norm_are_told_by_its_vectors(layer: nn.Module) -> None:
+    layer = nn.utils.parametrizations.spectral_norm(layer).eval()
+    state = layer.state_dict()
+    plain = P.plain_state_dict(state)["weight"]
+    torch.testing.assert_close(plain, layer.weight.detach(), rtol=1e-5, atol=1e-7)
+    state["parametrizations.weight.0._u"] = torch.ones_like(state["parametrizations.weight.0._u"])
+    with pytest.raises(InvalidArgumentError, match="which dimension holds the outputs is not known"):
+        P.plain_state_dict(state)

@@ -215,7 +215,10 @@ def test_the_strength_at_each_step(regularizer: R.Regularizer, expected: list[fl
         (lambda: R.ScaleShift(1.0, direction_strength=-1.0), r"ScaleShift\(\) needs direction_strength >= 0"),
         (lambda: R.ScaleShift(0.0, direction_strength=1.0), r"and strength > 0 beside it"),
         (lambda: R.ScaleShift(1.0, direction_scale="x"), r"direction_scale=…\) takes 'none' or 'sqrt_numel'"),
-        (lambda: R.SelfOrthogonality(1.0, gamma=0.0), r"needs mean_ratio >= 0 and gamma > 0"),
+        (
+            lambda: R.SelfOrthogonality(1.0, gamma=0.0),
+            r"needs mean_ratio and spread_ratio >= 0, one of them and gamma > 0",
+        ),
         (lambda: R.SelfOrthogonality(1.0, reduction="x"), r"reduction=…\) takes 'mean' or 'sum'"),
         (lambda: R.SelfOrthogonality(1.0, samples=1), r"needs samples >= 2; found samples=1"),
         (lambda: R.Warmup(0), r"Warmup\(\) needs steps >= 1"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from catalog import seeded
 from gonio import regularizers as R
+from gonio.errors import InvalidArgumentError
 from gonio.geometry import angles
 from tolerances import close
 
@@ -21,6 +22,7 @@ OPTIONS: dict[str, R.SelfOrthogonality] = {
     "standardised": R.SelfOrthogonality(1.0, standardize=True),
     "standardised, not centred": R.SelfOrthogonality(1.0, standardize=True, center=False),
     "sum": R.SelfOrthogonality(1.0, reduction="sum"),
+    "mean alone": R.SelfOrthogonality(1.0, spread_ratio=0.0),
 }
 OVER_OPTIONS = pytest.mark.parametrize("regularizer", OPTIONS.values(), ids=OPTIONS)
 
@@ -292,3 +294,28 @@ def test_samples_are_positions_of_the_outputs() -> None:
     assert int(used.sum()) == 20
     rows = y.movedim(1, -1).reshape(-1, 4)[used]
     torch.testing.assert_close(value, R.SelfOrthogonality(1.0).value(rows))
+
+
+# --- the two terms ------------------------------------------------------------------------------------
+
+
+def test_ratios_are_factors_of_the_terms() -> None:
+    y = seeded(64, 6, dtype=DOUBLE)
+    mean, spread = (float(R.SelfOrthogonality(1.0, **{f"{name}_ratio": 0.0}).value(y)) for name in ("spread", "mean"))
+    both = R.SelfOrthogonality(1.0, mean_ratio=50.0, spread_ratio=3.0)
+    assert float(both.value(y)) == pytest.approx(mean / 2 + 3 * spread, rel=1e-12)
+    terms = both.evaluate(y).terms
+    assert float(terms["mean"]) == pytest.approx(mean / 2, rel=1e-12)
+    assert float(terms["spread"]) == pytest.approx(3 * spread, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mean_ratio", "spread_ratio", "gamma"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_infinite_arguments_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"SelfOrthogonality\(\) needs a finite {name}; found {name}="):
+        R.SelfOrthogonality(1.0, **{name: value})
+
+
+def test_without_a_term_there_is_no_penalty() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs mean_ratio and spread_ratio >= 0, one of them and gamma > 0"):
+        R.SelfOrthogonality(1.0, mean_ratio=0.0, spread_ratio=0.0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gonio
 from catalog import seeded
 from gonio import nn as gnn
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from surgery.net import Net, trained
 
 
@@ -285,6 +285,32 @@ def test_batches_of_a_loader_are_taken(verb: str, make: Callable[[], nn.Module])
         "measure": lambda: gonio.measure(model, batch=batch),
     }
     assert calls[verb]() is not None
+
+
+TAKERS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "lsuv_": gonio.lsuv_, "measure": lambda m, b: gonio.measure(m, batch=b),
+    "calibrate_": lambda m, b: gonio.calibrate_(m, [b]), "fold_": lambda m, b: gonio.fold_(m.eval(), example=b),
+    "balance_": lambda m, b: gonio.balance_(m.eval(), example=b),
+    "equivalent": lambda m, b: gonio.equivalent(m, m, example=b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", TAKERS)
+def test_labels_of_a_tuple_are_left_out_and_a_loader_is_no_batch(verb: str) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+    data = TensorDataset(seeded(16, 3, 8, 8), torch.zeros(16))
+    assert TAKERS[verb](model(), data[:8]) is not None  # a tuple (inputs, labels)
+    with pytest.raises(InvalidArgumentError, match=r"found a DataLoader\. Pass one batch: next\(iter\(loader\)\)"):
+        TAKERS[verb](model(), DataLoader(data, batch_size=8))
+
+
+def test_a_lazy_layer_is_measured_on_a_batch_and_stays_lazy() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.LazyLinear(5))
+    assert [signal.path for signal in gonio.measure(model, batch=seeded(4, 6)).signals] == ["0", "1"]
+    assert torch.nn.parameter.is_lazy(model[1].weight)
+    assert model(seeded(4, 6)).shape == (4, 5)
 
 
 # --- what a verb leaves out ---------------------------------------------------------------------------

@@ -237,3 +237,22 @@ def test_modes_and_gradients_stay(training: bool) -> None:
     gonio.swap_(model, gnn.SwitchableNorm2d.from_batch_norm)
     assert all(module.training is training for module in model.modules())
     assert all(parameter.requires_grad is training for parameter in model.parameters())
+
+
+def sparse_layer() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(lambda: nn.Linear(4, 4, dtype=torch.complex64), "its weight is complex"),
+     (lambda: nn.LazyLinear(4), "it is lazy; run one batch first"),
+     (sparse_layer, "its weight is stored as sparse_coo")],
+)  # fmt: skip
+def test_a_layer_whose_weight_cannot_be_shared_stays(make: Callable[[], nn.Module], why: str) -> None:
+    model = nn.Sequential(make(), nn.Linear(4, 4))
+    assert f"0 stays: {why}" in str(gonio.swap_(model, gnn.DecoupledLinear.from_linear))
+    with pytest.raises(NoMatchError, match=why):
+        gonio.swap_(model, gnn.DecoupledLinear.from_linear, where="0")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import run_reversed
 from gonio.editing.wrapping import holds_original, is_sharded, run_eagerly, unwrapped
@@ -30,7 +31,8 @@ def twin_of(model: nn.Module) -> nn.Module:
 
     Modes, hooks, attributes and the entries of registries can be changed without effect on the model; a change of a
     tensor in place is one of the model. Attributes that refer to modules of the model (also in lists, tuples, dicts,
-    bound methods, closures, partial functions and weak references) refer to their twins. Scripted modules are copied.
+    bound methods, closures, partial functions and weak references) refer to their twins. Scripted and lazy modules
+    are copied.
 
     Example:
         >>> from gonio.editing.twin import twin_of
@@ -44,7 +46,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if id(module) in twins:
             continue
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) or _is_lazy(module):
             whole = copy.deepcopy(module)
             twins.update({id(a): b for a, b in zip(module.modules(), whole.modules(), strict=True)})
             twins[id(module)] = whole  # `modules()` of a scripted module wraps its children anew at each call
@@ -60,6 +62,12 @@ def twin_of(model: nn.Module) -> nn.Module:
         for twin in twins.values():
             twin._modules.update({n: plain[id(c)] for n, c in twin._modules.items() if id(c) in plain})
     return compiled.get(id(model), twins[id(model)])
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether the first forward sets the module's own tensors."""
+    held = (*module._parameters.values(), *module._buffers.values())
+    return any(is_lazy(tensor) for tensor in held if tensor is not None)
 
 
 def _mapped(value: Any, twins: Mapping[int, nn.Module], depth: int = 0) -> Any:

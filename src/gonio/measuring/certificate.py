@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
 from typing import Any
@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from gonio.editing.wrapping import run_eagerly, unwrapped
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import printed
-from gonio.measuring.figures.lipschitz import Factor, UpperBounds, quotient
+from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
-from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of
+from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of, why_not_dense
 from gonio.surgery.graph import Graph, trace
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input
@@ -119,7 +119,7 @@ class Certificate:
         yield Text(self.sentence())
 
 
-def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0) -> Certificate:
+def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int = 30, seed: int = 0) -> Certificate:
     r"""Bounds of the l2 Lipschitz constant of a model in evaluation mode.
 
     .. math:: \text{lower} \le \sup_{x \ne y} \frac{\lVert f(x) - f(y) \rVert}{\lVert x - y \rVert} \le \text{upper}
@@ -137,13 +137,13 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
     examples of a batch separately. Rounding of narrower arithmetic is not included.
 
     Args:
-        example: (n, …) inputs; more of them give a better lower bound.
+        example: (n, …) inputs; more of them give a better lower bound. Of several, as a loader yields them, the first.
         steps: of the lower bound, half of them power iterations.
         seed: of the first directions.
 
     Raises:
         NotApplicableError: with the path, if a layer or operation has no known constant, such as attention, layer
-            norm and products of activations, or if the model cannot be traced.
+            norm and products of activations, or if the model cannot be copied, traced or run on one example.
         InvalidArgumentError: for an example that is not a batch in floating point, or steps below 1.
 
     Example:
@@ -159,16 +159,20 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
         G. Papamakarios, A. Mnih, "The Lipschitz constant of self-attention", ICML 2021, Theorem 3.1: attention by dot
         products has none. https://arxiv.org/abs/2006.04710
     """
-    given: object = example
+    given = example[0] if isinstance(example, (list, tuple)) and example else example  # a loader's [inputs, labels]
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) < 1:
         found = f"{type(given).__name__} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise InvalidArgumentError("certify() needs a batch of inputs in floating point", found, "Pass example=x.")
     if steps < 1:
         raise InvalidArgumentError("certify() needs steps >= 1", f"{steps}", "Use about 30.")
-    network = copy.deepcopy(unwrapped(model)).double().eval()
+    for name, parameter in model.named_parameters():
+        if (reason := why_not_dense(parameter)) is not None:
+            do = "Certify a part of the model without it."
+            raise NotApplicableError("certify", name.rpartition(".")[0], reason, do, action="bound")
+    network = _copy_of(unwrapped(model)).double().eval()
     if facts_of(network) is not UNKNOWN or isinstance(network, (*WEIGHTED, *TORCH_NORMS)):
         network = nn.Sequential(network)  # the graph shows layers inside of a model
-    points = example.detach().to(_reference(network))
+    points = given.detach().to(_reference(network))
     graph = trace(network, training=False)
     if graph.reason:
         why = f"it cannot be traced by torch.fx ({graph.reason})"
@@ -179,7 +183,7 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
         raise NotApplicableError("certify", "", why, "Wrap it in a module that takes one.", action="bound")
     with run_eagerly(network), torch.random.fork_rng(devices=[]):
         bounds = UpperBounds(graph)
-        outputs = bounds.run(points[:1].clone())
+        outputs = _outputs_of_one(bounds, points)
         if not torch.allclose(_flat(outputs), _flat(network(points[:1].clone())), rtol=1e-6, atol=1e-9, equal_nan=True):
             why = "its traced graph has another output than the model, which may have hooks or random parts"
             raise NotApplicableError("certify", "", why, "Remove them, or certify a part of it.", action="bound")
@@ -188,6 +192,25 @@ def certify(model: nn.Module, example: Tensor, *, steps: int = 30, seed: int = 0
     upper = bounds.upper.get(graph.nodes[-1], 0.0)
     head = _head_of(graph, bounds.upper)
     return Certificate(upper=upper, lower=lower, rows=bounds.rows(gains), network=network, head=head)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # of tensors and modules that cannot be copied
+        why = f"it cannot be copied ({type(error).__name__}: {error})".splitlines()[0]
+        raise NotApplicableError("certify", "", why, "Fold its weights first.", action="bound") from error
+
+
+def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
+    try:
+        return bounds.run(points[:1].clone())
+    except GonioError:
+        raise
+    except Exception as error:  # of the model's own code
+        why = f"it does not run on one example ({type(error).__name__}: {error})".splitlines()[0]
+        do = "Certify a part that treats the examples of a batch separately."
+        raise NotApplicableError("certify", "", why, do, action="bound") from error
 
 
 def _reference(network: nn.Module) -> Tensor:
@@ -207,11 +230,11 @@ def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] 
 # --- the lower bound ----------------------------------------------------------------------------------
 
 
-class _Distances(fx.Interpreter):
+class _Distances(Run):
     """Runs the graph on two inputs: how far their values at each node are apart, per distance of the inputs."""
 
     def __init__(self, graph: Graph, kept: Collection[fx.Node]) -> None:
-        super().__init__(graph.model, graph=graph.nodes[0].graph)
+        super().__init__(graph)
         self.kept = kept
         self.values: dict[fx.Node, Tensor] = {}
 

@@ -122,8 +122,9 @@ class Tracker:
         self._model, self._every, self._selector = model, every, as_selector(where)
         if not self._entries():
             found = [entry for entry in entries_of_model(model) if entry.layout is not None]
-            paths = [entry.path[:80] for entry in found if not _is_complex(entry)]
-            refused = [f"{entry.path[:80]} (its weight is complex)" for entry in found if _is_complex(entry)]
+            left = self._left_out(found)
+            paths = [entry.path[:80] for entry in found if entry.name not in left]
+            refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
             raise NoMatchError("Tracker", str(self._selector), paths, refused=refused)
         optimizers = [] if optimizer is None else checked_optimizers(model, optimizer, also)
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
@@ -230,10 +231,21 @@ class Tracker:
         """The weights with filters of the selected layers."""
         modules = {site.path: site.module for site in sites(self._model)}
         found = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
-        weights = [entry for entry in found if not _is_complex(entry)]
+        left = self._left_out(found)
+        weights = [entry for entry in found if entry.name not in left]
         owners = [entry.name.rpartition(".")[0] for entry in weights]
         pairs = zip(weights, owners, strict=True)
         return [entry for entry, owner in pairs if self._selector(owner, modules.get(owner, self._model))]
+
+    def _left_out(self, entries: list[TensorEntry]) -> dict[str, str]:
+        """The weights whose steps cannot be measured, by name, and why."""
+        found = {entry.name: "its weight is complex" for entry in entries if entry.dtype.startswith("complex")}
+        for site in sites(self._model):
+            for name, tensor in site.module._parameters.items():
+                if tensor is not None and str(tensor.layout) != "torch.strided":
+                    label = f"{site.path}.{name}" if site.path else name
+                    found[label] = f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
+        return found
 
 
 def _shielded(ref: weakref.ref[Tracker], act: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:
@@ -257,10 +269,6 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
     if optimizer is None and (figures, copies, tuple(also)) != ("all", "all", ()):
         found = f"figures={figures!r}, copies={copies!r}, also={also!r} without one"
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
-
-
-def _is_complex(entry: TensorEntry) -> bool:
-    return entry.dtype.startswith("complex")
 
 
 def _first() -> bool:

@@ -21,7 +21,7 @@ def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
         known = " or ".join(each.__name__ for each in kinds)
         raise NotApplicableError(verb, found, f"it takes a {known}", "Select layers of that type.")
     for method in ("forward", "_conv_forward"):
-        if getattr(type(layer), method, None) is not getattr(kind, method, None):
+        if getattr(type(layer), method, None) is not getattr(kind, method, None) or method in vars(layer):
             why = f"this subclass of {kind.__name__} computes something else"
             raise NotApplicableError(verb, found, why, "Convert it to the torch layer first, or leave it out.")
     if isinstance(getattr(type(layer), "weight", None), property) or "weight" not in layer._parameters:

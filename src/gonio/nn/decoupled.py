@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.execution import autocast_is_on, inside_backward, is_sharded, ordinary_eager, several_ranks, total
@@ -483,6 +484,10 @@ class Decoupled(RunningStatistics):
     @classmethod
     def _from_plain(cls, layer: nn.Module, verb: str, options: dict[str, Any]) -> Self:
         check_plain(layer, cls.takes[0], verb=verb)
+        weight = layer._parameters["weight"]
+        if weight is None or is_lazy(weight) or not weight.is_floating_point():
+            why = "its weight is not a real floating-point tensor with a shape"
+            raise NotApplicableError(verb, type(layer).__name__, why, "Leave the layer out.")
         new = share_(cls(**_arguments(cls.takes[0], layer), **options), layer)
         new._set_operator_(new.operator)  # on the device and in the dtype of the weight
         return new

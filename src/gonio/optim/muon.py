@@ -189,6 +189,9 @@ def _refusal(group: dict[str, Any]) -> InvalidArgumentError | None:
         if parameter.is_complex():
             do = "Train it by another optimizer."
             return InvalidArgumentError("Muon takes real parameters", f"one of {parameter.dtype}", do)
+        if parameter.layout is not torch.strided:
+            do = "Train it by another optimizer."
+            return InvalidArgumentError("Muon takes dense parameters", f"one of {parameter.layout}", do)
         if group["matrices"] and parameter.ndim < 2:
             found = f"one of shape {tuple(parameter.shape)}"
             do = "Put it in a group with matrices=False, as gonio.param_groups(model, matrices=True) does."

@@ -19,6 +19,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.parametrizations.parametrization import VERSION, Parametrization, describe, kind_of
 
 _OWN = "_parametrization."
+_ALIGNED = 0.9  # cosine of u and W v of a power iteration from which the dimension of the outputs is told
 _DESCRIPTION = f"{_OWN}_extra_state"
 
 # torch's formats: the keys of one weight, by the meaning of their values. {n} is the name of the weight.
@@ -170,10 +171,31 @@ def _effective(tensors: Mapping[str, Tensor], *, transposed: bool | None) -> Ten
         dims = [d for d in range(v.dim()) if g.dim() == 0 or g.shape[d] == 1]
         return v * (g / torch.linalg.vector_norm(v, dim=dims, keepdim=g.dim() > 0))
     original, u, v = tensors["original"], tensors["u"], tensors["v"]
-    # torch takes dim 1 as output for transposed convolutions; without a layout, the length of u tells.
-    on_dim_1 = transposed if transposed is not None else u.numel() != original.shape[0]
-    matrix = (original.transpose(0, 1) if on_dim_1 else original).flatten(1)
+    if transposed is None:
+        return over_spectral_norm(original, u, v)
+    matrix = (original.transpose(0, 1) if transposed else original).flatten(1)
     return original / torch.dot(u, matrix @ v)
+
+
+def over_spectral_norm(original: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    r"""W / uᵀWv, with W as a matrix whose rows are the outputs, of the tensors that torch stores.
+
+    Outputs are on dimension 0, or on 1 for a transposed convolution. Where both fit, it is the one for which u is the
+    direction of W v, as each step of the power iteration leaves it.
+
+    Raises:
+        InvalidArgumentError: if this is so for neither of two, or for both.
+
+    References: [1] T. Miyato et al., "Spectral normalization for generative adversarial networks", 2018, arXiv
+        1802.05957, equation (8) and algorithm 1.
+    """
+    images = {dim: original.movedim(dim, 0).flatten(1) @ v for dim in (0, 1) if u.numel() == original.shape[dim]}
+    near = [dim for dim, image in images.items() if torch.cosine_similarity(u, image, dim=0) > _ALIGNED]
+    if len(images) > 1 and len(near) != 1:
+        found = "which dimension holds the outputs is not known: the vectors fit neither of two, or both"
+        do = "Run the model once in training mode, and save it again."
+        raise InvalidArgumentError("a spectral norm is W / uᵀWv", found, do)
+    return original / torch.dot(u, images[near[0] if len(images) > 1 else next(iter(images))])
 
 
 def weight_by_hook(module: nn.Module, name: str = "weight") -> Tensor | None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
@@ -98,7 +99,7 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
         why = "a scripted layer has a compiled forward", "Script the folded model instead."
         raise NotApplicableError("attach()", name, *why)
     there = parametrization_of(module, name)
-    torchs = f"parametrizations.{name}" if name in getattr(module, "parametrizations", {}) else None
+    torchs = f"parametrizations.{name}" if name in parametrizations_of_torch(module) else None
     legacy = next((n for n in (f"{name}_orig", f"{name}_g") if n in module._parameters), None)
     if there is not None or torchs or legacy:
         found = type(there).__name__ if there is not None else f"torch's own ({torchs or legacy})"
@@ -192,6 +193,13 @@ def is_parametrized(module: nn.Module, name: str | None = None) -> bool:
         (True, False)
     """
     return isinstance(module, Parametrized) and (name is None or name in module.parametrized_names)
+
+
+def parametrizations_of_torch(module: nn.Module) -> dict[str, ParametrizationList]:
+    """The lists of `torch.nn.utils.parametrize` by tensor: of the module itself, not of one to which it forwards."""
+    found = module._modules.get("parametrizations")
+    parts = dict(found.items()) if isinstance(found, nn.ModuleDict) else {}
+    return {name: part for name, part in parts.items() if isinstance(part, ParametrizationList)}
 
 
 def child_name(name: str) -> str:

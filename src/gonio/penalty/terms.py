@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
 from gonio.geometry.views import Layout, layout_of, matrix_view
+from gonio.parametrizations.mechanism import parametrizations_of_torch
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.base import AddGradient
@@ -54,8 +54,8 @@ class WeightRef:
         if own is not None:
             extra = self.module._modules.get(f"{self.name}_parametrization")
             return [own, *(extra.parameters() if extra is not None else ())]
-        if parametrize.is_parametrized(self.module, self.name):
-            return list(self.module.parametrizations[self.name].parameters())  # type: ignore[index, union-attr]
+        if (computed := parametrizations_of_torch(self.module).get(self.name)) is not None:
+            return list(computed.parameters())
         return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
 
     def stored(self) -> nn.Parameter | None:

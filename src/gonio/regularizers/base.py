@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -73,6 +73,14 @@ class Regularizer(ABC):
             f"strength={self.strength}",
             "A negative strength has no minimum.",
         )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                not isinstance(value, float) or math.isfinite(value),
+                f"{name}() needs a finite {each.name}",
+                f"{each.name}={value}",
+                "Choose a number.",
+            )
         require(self.every >= 1, f"{name}() needs every >= 1", f"every={self.every}", "Use 1 for every step.")
         for option, allowed in _options(type(self)).items():
             given = getattr(self, option)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
@@ -176,12 +177,20 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
 def call(model: nn.Module, example: Any) -> Any:
     """Call a model on a tensor, a tuple of arguments, a dict of keyword arguments or a list, as a DataLoader yields it.
 
-    Of a list, which may end in labels, the model gets as many entries as its forward needs.
+    Of a list, or of a tuple of more arguments than there are, which may end in labels, the model gets as many entries
+    as its forward needs.
+
+    Raises: InvalidArgumentError for a loader, of which one batch is wanted.
     """
-    if isinstance(example, list) and example:
-        parameters = inspect.signature(unwrapped(model).forward).parameters.values()
-        needed = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        return model(*example[: max(needed, 1)])
+    if isinstance(example, DataLoader):
+        do = "Pass one batch: next(iter(loader))."
+        raise InvalidArgumentError("a model is called on one batch", "a DataLoader", do)
+    if isinstance(example, (list, tuple)) and example:
+        parameters = [*inspect.signature(unwrapped(model).forward).parameters.values()]
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        more = len(example) > len(places) and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        if isinstance(example, list) or more:
+            return model(*example[: max(sum(p.default is p.empty for p in places), 1)])
     if isinstance(example, Mapping):
         return model(**example)
     if isinstance(example, tuple):

@@ -15,7 +15,7 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.geometry.views import layout_of, matrix_view, unview
-from gonio.parametrizations.mechanism import detach, is_parametrized
+from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
 from gonio.surgery.graph import trace
@@ -121,10 +121,10 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
         removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
         if removal is not None:
             stay[site.path] = f"a hook of torch.nn.utils computes its weight: use {removal}"
-        if not parametrize.is_parametrized(site.module) or id(site.module) in inside:
+        lists = parametrizations_of_torch(site.module)
+        if not lists or id(site.module) in inside:
             continue
-        inside.update(id(part) for part in site.module.parametrizations.modules())  # type: ignore[union-attr]
-        lists = dict(site.module.parametrizations.items())  # type: ignore[operator, union-attr]
+        inside.update(id(part) for found in lists.values() for part in found.modules())
         if any(found._buffers for found in lists.values()):
             stay[site.path] = "its parametrized tensor is no Parameter"
         elif any(owners[id(tensor)] > 1 for found in lists.values() for tensor in found._parameters.values()):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from gonio.editing.twin import twin_of
 from gonio.editing.wrapping import unwrapped
@@ -57,6 +57,8 @@ class Graph:
         reason: why tracing failed; empty if it did not.
         measured: by path, the facts of layers of unknown type that follow a weighted layer.
         dims: by path, the number of dimensions of a layer's outputs, as far as a run of the model told it.
+        constants: by the target of a node, the tensors that the forward computes from buffers alone.
+        read: the `id` of each tensor that the forward reads of a module.
     """
 
     model: nn.Module
@@ -64,6 +66,8 @@ class Graph:
     reason: str = ""
     measured: Mapping[str, Facts] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    read: frozenset[int] = frozenset()
 
     def called(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None for functions, methods and inputs."""
@@ -109,6 +113,16 @@ class Graph:
             if not computes_as(module, WEIGHTED):
                 inside = [p for child in module.children() for p in child.parameters()]
                 found.update((id(p), f"{path} ({type(module).__name__})") for p in inside)
+        return found
+
+    @cached_property
+    def read_by_name(self) -> dict[str, set[str]]:
+        """By path of each layer, the names of its tensors that the forward of the model reads without calling it."""
+        called, found = self.call_counts, {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            if path in called or isinstance(module, (*WEIGHTED, *TORCH_NORMS)):  # not those whose inside was traced
+                own = {**module._parameters, **module._buffers}
+                found[path] = {name for name, tensor in own.items() if id(tensor) in self.read}
         return found
 
     def why_pinned(self, path: str, module: nn.Module) -> str:
@@ -211,8 +225,8 @@ class Graph:
             return "it or the layer before it runs more than once"
         if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm)):
             return "it or the layer before it has forward hooks"
-        if any(id(p) in self.read_outside for p in norm._parameters.values()):
-            return "its scale or shift is read elsewhere too"
+        if self.read_by_name[str(nodes[-1].target)]:
+            return "its scale, shift or statistics are read elsewhere too"
         return self.why_pinned(str(feeds[0].target), layer) or self._why_other_axis(feeds[0], layer) or layer
 
     def _why_other_axis(self, node: fx.Node, layer: nn.Module) -> str:
@@ -270,6 +284,7 @@ class _Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._measuring = False
         self.measured: dict[str, Facts] = {}
+        self.read: dict[int, Tensor] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -315,6 +330,8 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if threading.get_ident() != self._thread or self._measuring:
             return attr_val
+        if isinstance(attr_val, Tensor):
+            self.read[id(attr_val)] = attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
@@ -343,7 +360,10 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
             graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:  # the model's own code can raise anything under a tracer
         return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
-    return Graph(model, tuple(graph.nodes), measured=tracer.measured, dims=dims or {})
+    names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: value for name, value in vars(twin).items() if name in names and isinstance(value, Tensor)}
+    facts, read = tracer.measured, frozenset(tracer.read)
+    return Graph(model, tuple(graph.nodes), measured=facts, dims=dims or {}, constants=constants, read=read)
 
 
 # --- the layers that follow ---------------------------------------------------------------------------

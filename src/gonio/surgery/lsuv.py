@@ -92,12 +92,16 @@ def lsuv_(
     return edit.done()
 
 
-def _scale_(edit: Edit, site: Site, std_of: Callable[[], float], tolerance: float, max_steps: int) -> None:
+def _scale_(edit: Edit, site: Site, std_of: Callable[[], float | None], tolerance: float, max_steps: int) -> None:
     """Divide a layer's weight by the standard deviation of its output until that is near 1."""
     std, steps = std_of(), 0
-    while abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
+    while std is not None and abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
         site.module.weight.div_(std)  # type: ignore[operator]
         std, steps = std_of(), steps + 1
+    if std is None:
+        edit.changed(site.path, "not scaled")
+        edit.note(f"{site.path} gets no values of the batch any more, since the layers before it have other weights")
+        return
     edit.changed(site.path, f"output std {std:.3f} after {steps} step{'s' if steps != 1 else ''}")
     if not abs(std - 1) <= tolerance:
         why = "its output is constant" if std == 0 else f"its output's std is {std:.3g}"
@@ -108,16 +112,18 @@ class _Reached(Exception):
     """Ends a forward pass at the measured layer."""
 
 
-def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float:
+def _output_std(model: nn.Module, module: nn.Module, batch: Any) -> float | None:
+    """Of the layer's first outputs with values; None if it has none, as an expert that a router does not choose."""
     measured: list[float] = []
 
     def stop(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        measured.append(float(output.double().std(correction=0)))
-        raise _Reached
+        if output.numel():
+            measured.append(float(output.double().std(correction=0)))
+            raise _Reached
 
     with module.register_forward_hook(stop), suppress(_Reached):
         call(model, batch)
-    return measured[0]
+    return measured[0] if measured else None
 
 
 def _in_execution_order(model: nn.Module, batch: Any, found: Mapping[nn.Module, Site]) -> list[Site]:

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
-from gonio.surgery.facts import tail_of, without_tail
+from gonio.surgery.facts import tail_of, why_not_dense, without_tail
+from gonio.surgery.graph import trace
 
 
 def swap_(
@@ -52,8 +54,9 @@ def swap_(
         NoMatchError: if `where` selects no layer that the factory takes.
         AlreadyAppliedError: if a selected layer already is of the class that the factory makes.
         NotApplicableError: if the model itself is selected, or the module inside a compiled wrapper, which cannot be
-            replaced in place; if a selected layer contains another one and the factory drops it; if the model is
-            sharded, or replicated and gets other parameters.
+            replaced in place; if a selected layer contains another one and the factory drops it; if the forward of the
+            model reads a tensor of the layer, such as running statistics, that the new layer does not have; if the
+            model is sharded, or replicated and gets other parameters.
         InvalidArgumentError: if the factory is a layer class or makes something else than a module, or if `optimizer`
             is not of this model.
 
@@ -74,11 +77,13 @@ def swap_(
         if isinstance(made, type) and isinstance(site.module, made):
             raise AlreadyAppliedError("swap_", site.path, f"a {site.kind}")
         _check_replaceable(site)
+    read = trace(model, training=False).read_by_name
     with Edit(model, "swap_") as edit:
         refused: dict[str, NotApplicableError] = {}
         for site in found:
             try:
                 parts = _made(factory, accepted, site, options)
+                _check_readable(site, parts, read.get(site.path, set()))
             except NotApplicableError as error:
                 refused[site.path] = error
                 continue
@@ -142,8 +147,11 @@ def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
     if not isinstance(module, accepted):
         return f"it is a {type(module).__name__}, not a {' or '.join(kind.__name__ for kind in accepted)}"
     # the output projection of torch's attention is never called: its parent reads its weight
-    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return "its parent reads its weight and does not call it" if read else None
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its parent reads its weight and does not call it"
+    own = hasattr(getattr(factory, "__self__", None), "takes")  # a layer that computes with the same weight
+    weight = module._parameters.get("weight")
+    return why_not_dense(weight) if own or (weight is not None and is_lazy(weight)) else None
 
 
 def _check_replaceable(site: Site) -> None:
@@ -168,6 +176,14 @@ def _made(
         found = f"a {type(parts[0]).__name__} for {site.path!r}"
         raise InvalidArgumentError(f"swap_ needs a factory that makes modules ({_name(factory)})", found, "Return one.")
     return parts
+
+
+def _check_readable(site: Site, parts: list[nn.Module], names: set[str]) -> None:
+    """The new layer has what the forward of the model reads of the old one without calling it."""
+    missing = sorted(name for name in names if len(parts) > 1 or not hasattr(parts[0], name))
+    if missing:
+        why = f"the forward of the model reads its {missing[0]}, which a {type(parts[0]).__name__} does not have"
+        raise _cannot_replace(site, why, "Leave it out.")
 
 
 def _replace_(edit: Edit, site: Site, parts: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:

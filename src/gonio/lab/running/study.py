@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -31,6 +33,7 @@ from gonio.system import flush_folder, lock_
 DATABASE, VERSION = "study.db", 3
 _MOST_ROWS = 1_000_000  # of a table
 _PLAN = "plan.json"
+_LOG = b"\x37\x7f\x06"  # the beginning of a log of SQLite
 # Version 2 added `trials`, `choices` and `artifacts`; version 3 a column `checksum` to each table, `looks` later.
 _RECORD = "status TEXT NOT NULL, record TEXT NOT NULL, seconds REAL, versions TEXT NOT NULL"
 _COLUMNS = {
@@ -341,7 +344,7 @@ def _refuse_code(folder: Path, database: sqlite3.Connection) -> None:
 
 
 def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection:
-    """An open database; where nothing can be written, not even SQLite's own files, only its main file is read."""
+    """An open database; where nothing can be written, not even SQLite's own files, it is read as it is or copied."""
     path = folder / DATABASE
     if not path.exists() or os.access(folder, os.W_OK):
         database = _opened(path, "mode=rwc" if create else "mode=rw")
@@ -357,16 +360,43 @@ def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection
         else:
             return database
     log = folder / f"{DATABASE}-wal"
-    if log.exists() and log.stat().st_size:
-        why = f"the last runs are in {log.name}, which cannot be read where nothing can be written"
-        raise StudyError(str(folder), why, "Copy the folder to a disk with space, and read the copy.")
-    return _opened(path, "immutable=1")
+    return _copied(folder, path, log) if log.exists() and log.stat().st_size else _opened(path, "immutable=1")
+
+
+def _copied(folder: Path, path: Path, log: Path) -> sqlite3.Connection:
+    """A copy in memory of a database whose last runs are in its log: SQLite writes to a folder to read a log."""
+    why = f"the last runs are in {log.name}, which cannot be read where nothing can be written"
+    do = "Copy the folder to a disk with space, and read the copy."
+    found = sqlite3.connect(":memory:")
+    found.text_factory = _text
+    try:
+        if log.read_bytes()[:3] != _LOG:
+            raise StudyError(str(folder), why, do)
+        before = [file.stat().st_mtime_ns for file in (path, log)]
+        with tempfile.TemporaryDirectory() as spare:
+            for file in (path, log):
+                shutil.copyfile(file, Path(spare) / file.name)
+            if [file.stat().st_mtime_ns for file in (path, log)] != before:  # written to meanwhile
+                raise StudyError(str(folder), why, do)
+            with closing(_opened(Path(spare) / path.name, "mode=rw")) as copy:
+                copy.backup(found)
+    except (OSError, sqlite3.Error) as error:
+        found.close()
+        raise StudyError(str(folder), f"{why} ({error})", do) from error
+    except StudyError:
+        found.close()
+        raise
+    return found
 
 
 def _opened(path: Path, how: str) -> sqlite3.Connection:
     database = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)
-    database.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # damage in one row, not all
+    database.text_factory = _text
     return database
+
+
+def _text(text: bytes) -> str:
+    return text.decode("utf-8", "backslashreplace")  # damage in one row, not all
 
 
 def prepare(folder: Path) -> None:

@@ -9,10 +9,11 @@ from itertools import product, takewhile
 
 from torch import Tensor
 
-from gonio.errors import GonioError, InvalidArgumentError
+from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.exports import counted
+from gonio.measuring.reading.adapters import Places
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
@@ -56,17 +57,21 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
     """
     found = contents_of(source)
     entries = _plain(found.entries)
-    wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in found.adapters)]
+    places = Places(base)
+    adapters = places.of([*found.adapters])
+    wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in adapters)]
     names = renamed([*(set(entries) & set(base)), *wanted] if wanted else [*entries], base)
     made = {names.get(name, name): entry for name, entry in entries.items()}
     alone = False  # whether an adapter has no tensor in the base
-    for adapter in found.adapters:
+    for adapter in adapters:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None
         missing = TensorEntry(name, "", None, None, f"the base has no weight {adapter.path}")
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
-    for name, path in _unread(made, base, found, names):
+    unread = _unread(made, base, found, names, places)
+    alone |= any(name not in base and name not in dict(unread) for name in made)
+    for name, path in unread:
         for owned in (key for key in base if key.rpartition(".")[0] == path):
             made[owned] = base[owned].unknown(f"changed by {name}, which is not read")
     if not made.keys() & base.keys():
@@ -93,7 +98,11 @@ def _plain(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _unread(
-    made: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry], found: Contents, names: Mapping[str, str]
+    made: Mapping[str, TensorEntry],
+    base: Mapping[str, TensorEntry],
+    found: Contents,
+    names: Mapping[str, str],
+    places: Places,
 ) -> list[tuple[str, str]]:
     """Tensors of adapters that are not read, each with the path of the layer of the base that it belongs to."""
     wrapped = {entry.weight_name for entry in found.entries if ".base_layer." in f".{entry.name}"}
@@ -104,7 +113,7 @@ def _unread(
     for name in made:
         parts = name.split(".") if name not in base else []
         for prefix, i in product(sorted(prefixes, key=len, reverse=True), range(len(parts) - 1, 0, -1)):
-            owner = f"{'.'.join(parts[:i])}.weight"
+            owner = f"{places.path('.'.join(parts[:i]))}.weight"
             plain = owner.removeprefix(prefix)
             if plain in base and (found.adapters or owner in wrapped):
                 pairs.append((name, plain.removesuffix("weight").removesuffix(".")))
@@ -161,7 +170,7 @@ def values_of(entry: TensorEntry, when: str) -> Tensor | str:
         return entry.reason
     try:
         found = numbers_of(entry.load())
-    except (GonioError, RuntimeError, ValueError, TypeError, OSError) as error:
+    except Exception as error:  # numbers of a file, or code of a tensor's class, can provoke any of them
         return f"cannot be read: {error}"
     if found.tensor is None:
         return found.reason

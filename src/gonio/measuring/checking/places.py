@@ -23,10 +23,11 @@ from typing import Any, BinaryIO
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, stored_entries
+from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in
@@ -287,14 +288,15 @@ def _of_content(content: Any, file: str) -> Inventory:
         except InvalidArgumentError:
             pass  # tensors that are under no known key are beside
     places, problems = [], []
-    names = {id(value): str(name) for name, value in state.items()}
+    prefix, names = f"{key}." if key else "", {str(name) for name in state}
     others = 0
     for name, value in _leaves(content):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
-        place = _of_tensor(names.get(id(value), name), value, file)
-        places.append(replace(place, beside=id(value) not in names))
+        own = name.startswith(prefix) and name.removeprefix(prefix) in names
+        place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
+        places.append(replace(place, beside=not own))
         problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [f"{others} other objects are not checked"] if others else []
@@ -321,6 +323,13 @@ def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
+    if is_lazy(local):
+        return Place(name, file, "", (), 0, _nothing, reason="a lazy layer that has seen no input yet")
+    if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
+        found = numbers_of(local)
+        if found.tensor is None:
+            return Place(name, file, header_of(local)[1], header_of(local)[0], 0, _nothing, reason=found.reason)
+        local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
     reason, size = "", 0
@@ -333,6 +342,11 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     else:
         size = local.nbytes
     return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason)
+
+
+@contextmanager
+def _nothing() -> Iterator[Read]:
+    yield lambda at, target: None
 
 
 @contextmanager

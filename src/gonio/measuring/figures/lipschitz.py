@@ -86,13 +86,23 @@ def quotient(a: float, b: float) -> float:
     return a / b if b > 0 else (inf if a > 0 else 1.0)
 
 
-class UpperBounds(fx.Interpreter):
-    """Runs the graph on one input and records the bound of every node that depends on it."""
+class Run(fx.Interpreter):
+    """Runs a traced graph on the layers of its model, and reads the constants of the trace."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph.model, graph=graph.nodes[0].graph)
         self.extra_traceback = False  # an error says where by itself
         self.traced = graph
+
+    def fetch_attr(self, target: str) -> Any:
+        return self.traced.constants[target] if target in self.traced.constants else super().fetch_attr(target)
+
+
+class UpperBounds(Run):
+    """Runs the graph on one input and records the bound of every node that depends on it."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
         self.upper: dict[fx.Node, float] = {}
         self.shapes: dict[fx.Node, torch.Size] = {}
         self.merged: dict[fx.Node, fx.Node] = {}  # norms, and the layers that their bounds include

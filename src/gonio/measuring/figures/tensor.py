@@ -20,7 +20,7 @@ from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
 from gonio.geometry.views import PLAIN
 from gonio.measuring.exports import are, counted
-from gonio.measuring.reading.entry import TensorEntry, numbers_of, why_no_filters
+from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -232,10 +232,15 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
+    if tensor.ndim == 2 and entry.layout == PLAIN and are_sinusoids(tensor):
+        reason = "sines and cosines of positions: fixed, not trained"
+        return _row(entry, **known, status="no filters", reason=reason, notes=notes)
     lone = entry.inferred and entry.layout == PLAIN and tensor.shape[1] == 1
     if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
         return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
+    if entry.padding is not None and values["zero_filters"] == 1 and not tensor[entry.padding].any():
+        values["notes"] = (*values["notes"], MAYBE_PADDING)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))
     return _row(entry, **known, status="measured", **values)

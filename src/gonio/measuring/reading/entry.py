@@ -20,6 +20,10 @@ from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
+MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
+# The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
+FIXED = "a table that is not trained, in a model that is"
+CONSTANT = "every row is the same: it starts from a constant"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class TensorEntry:
             plain model. "unknown" for a weight whose values are not known: `load` gives NaN, `reason` says why.
         weight_name: of a computed weight, its name in the plain model, if `name` is another one.
         inferred: whether the layout follows from name and shape alone, so that the values are held against it.
+        padding: of a matrix in a file that may be an embedding, the row that is 0 if it has a padding row.
     """
 
     name: str
@@ -51,6 +56,7 @@ class TensorEntry:
     role: Literal["", "part", "adapter", "unknown"] = ""
     weight_name: str = ""
     inferred: bool = False
+    padding: int | None = None
 
     @property
     def path(self) -> str:
@@ -113,6 +119,7 @@ def stored_entries(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
+LONG = 32  # inputs, and positions of a kernel, above which a tensor of three dimensions is rather a stack of matrices
 LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor of a model may repeat those that it stores
 PACKED = {torch.uint8, torch.int8, torch.int32}
 INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64}
@@ -190,7 +197,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
 _KINDS = {2: "linear or embedding", 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
-_RAW = "the tensor that a parametrization computes the weight from"
+_RAW = "a part of a parametrization that is not read"
 UNKNOWN = "not called a weight, so not read as filters"
 INPUTS_FIRST = "stored with its inputs first, as the bias tells"
 SMALL_KERNEL = 8  # positions of a convolution in a dimension, less than it has channels
@@ -224,6 +231,11 @@ def stores_inputs_first(shapes: Shapes) -> bool:
     return found == {True}
 
 
+def has_bias(name: str, shapes: Shapes) -> bool:
+    """Whether the file has a bias for this weight."""
+    return _bias_of(name, shapes) is not None
+
+
 def _bias_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
     """The shape of the bias beside a weight; None without one."""
     path, _, last = name.rpartition("weight")
@@ -245,7 +257,7 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
     if len(shape) < 2:
         return None, f"{len(shape)}-d tensor", "a single number" if not shape else "a vector", ()
     if ".parametrizations." in f".{name}" and last == "original":
-        return Layout(), "parametrization", "", (_RAW,)
+        return None, "parametrization", _RAW, ()
     bias = _bias_of(name, shapes)
     recurrent = _RECURRENT.fullmatch(name)
     named = last in ("weight", "lora_A", "lora_B", *ATTENTION) or recurrent is not None
@@ -260,12 +272,14 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
             return Layout(transposed=True), _KINDS[2], "", (INPUTS_FIRST if not square else f"{INPUTS_FIRST}es",)
     if len(shape) > 2 and told and bias is not None and bias[0] != shape[0]:
         return Layout(transposed=True), f"transposed {_KINDS[len(shape)]}", "", ("outputs on dim 1, as its bias tells",)
+    if len(shape) == 3 and (bias == shape[:2] or bias == shape[::2]):
+        return None, "3-d tensor", "a stack of matrices: its bias has a row for each", ()
+    if len(shape) == 3 and not told and min(shape[1:]) > LONG:
+        return None, "3-d tensor", f"a stack of matrices, or kernels of {shape[2]} positions: no bias tells", ()
     blocks, notes = _blocks(name, shapes)
     if len(shape) > 2:
         lone = shape[1] == 1 and shape[0] > 1
         notes = (*notes, "depthwise, or of one input channel" if lone else "groups unknown, read as 1")
-    if f"{name}_parametrization._extra_state" in shapes:
-        notes = (*notes, _RAW)
     return Layout(blocks=blocks), _KINDS[len(shape)], "", notes
 
 
@@ -307,3 +321,21 @@ def why_no_filters(tensor: Tensor, *, lone: bool) -> str:
     if alike and bool(first.any()) and bool((tensor == tensor[:1]).all()):
         return "the same kernel in every channel: fixed, not trained"
     return ""
+
+
+def are_sinusoids(table: Tensor) -> bool:
+    """Whether a matrix holds the sines and cosines of positions: pairs of entries whose squares add up to 1.
+
+    References: [1] A. Vaswani et al., "Attention is all you need", 2017, section 3.5. arXiv 1706.03762
+    """
+    rows, columns = table.shape
+
+    def fits(part: Tensor) -> bool:
+        squares = part.float().square()
+        whole = (squares.sum(1) - columns / 2).abs().max() < 1e-3 * columns
+        return bool(whole) and float(squares.max()) <= 1 + 1e-2
+
+    if columns % 2 or columns < 4 or rows < 2 or not fits(table[:2]) or not fits(table):
+        return False
+    first = table[0].float().square()
+    return bool(((first < 1e-4) | ((first - 1).abs() < 1e-2)).all())  # position 0

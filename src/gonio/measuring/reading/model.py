@@ -8,17 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
-from gonio.measuring.reading.entry import PADDING, TensorEntry, header_of, infer, is_batched_kernel
+from gonio.measuring.reading.entry import CONSTANT, FIXED, PADDING, TensorEntry, header_of, infer, is_batched_kernel
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
-from gonio.surgery.facts import facts_of
+from gonio.surgery.facts import TABLES, facts_of
 
 Read = Callable[[], Tensor]
 
@@ -28,6 +29,7 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
     seen: dict[int, str] = {}
     made: list[TensorEntry] = []
     everything = sites(model)
+    trained = any(p.requires_grad for site in everything for p in site.module._parameters.values() if p is not None)
     adapted = AdaptedLayers(everything)
     for site in everything:
         computed = _computed(site.module)
@@ -35,7 +37,9 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
             path = f"{site.path}.{name}" if site.path else name
             first = path if tensor is None else seen.setdefault(id(tensor), path)
             if first == path:
-                made.append(_entry_of(site, name, path, tensor, computed.get(name)))
+                entry = _entry_of(site, name, path, tensor, computed.get(name))
+                table = isinstance(site.module, TABLES) and name == "weight" and tensor is not None
+                made.append(replace(entry, notes=(*entry.notes, *_not_learned(tensor, trained))) if table else entry)
             else:
                 reason = f"tied to {first}, where it is measured"
                 made.append(TensorEntry(path, type(site.module).__name__, None, None, reason))
@@ -96,6 +100,17 @@ def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Rea
     except Exception as error:  # a tensor's subclass, or a property of the module, runs code of its own
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return TensorEntry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
+
+
+def _not_learned(table: Tensor | None, trained: bool) -> Iterator[str]:
+    """Why the rows of a table are alike without having been learned."""
+    if trained and isinstance(table, nn.Parameter) and not table.requires_grad:
+        yield FIXED
+    if type(table) is not nn.Parameter or table.is_meta or table.dim() != 2 or len(table) < 2:
+        return
+    with suppress(NotImplementedError):  # of narrow types without a comparison
+        if torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all()):
+            yield CONSTANT
 
 
 def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> TensorEntry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from gonio.measuring.reading.entry import (
     Shapes,
     TensorEntry,
     clean_names,
+    has_bias,
     infer,
     is_batched_kernel,
     stores_inputs_first,
 )
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
@@ -44,6 +46,7 @@ _STANDARD = frozenset(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
+_MODELS = (".safetensors", *SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,13 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
-        opened, quantization, about = _opened(source)
+        opened, beside = _opened(source)
+        opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
+        about = beside.adapters
         config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
-        made = [*_entries(opened.stored, quantization, parts), *opened.others]
+        made = [*_entries(opened.stored, beside, parts), *opened.others]
         if config is not None and config.refusal:
             opened = replace(opened, notes=(*opened.notes, plain(config.refusal)))
     if base is not None and not adapters:
@@ -107,11 +112,23 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     return Contents(made, opened.notes, tuple(adapters))
 
 
-def _entries(stored: StoredTensors, quantization: Mapping[str, Any], of_adapters: set[str]) -> Iterator[TensorEntry]:
+@dataclass(frozen=True)
+class _Beside:
+    """What the configurations in a file's folder say: quantisation, adapters, the row of padding, rows of tables."""
+
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    padding: int = 0
+    vocabulary: int | None = None
+
+
+def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
-        {part: one for one in stored_weights(suspects, stored, quantization) for part in one.parts} if suspects else {}
+        {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts}
+        if suspects
+        else {}
     )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)
@@ -121,6 +138,8 @@ def _entries(stored: StoredTensors, quantization: Mapping[str, Any], of_adapters
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
+            if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
+                made = replace(made, padding=beside.padding)
             yield _without_batch(replace(made, role="adapter") if name in of_adapters else made)
         elif weight.parts[0] == name:
             yield _computed(weight, cleaned.get(weight.name, weight.name), shapes)
@@ -157,10 +176,10 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
 
 
-def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Mapping[str, Any], Mapping[str, Any]]:
-    """The tensors, and the configurations of quantisation and of adapters in the file's folder."""
+def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
+    """The tensors, and the configurations in the file's folder."""
     if isinstance(source, Mapping):
-        return open_state(state_in(source, what="the mapping")), {}, {}
+        return open_state(state_in(source, what="the mapping")), _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
@@ -170,9 +189,21 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         opened = replace(
             opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
         )
-    config, adapters = (small_json(files[0].parent / f"{kind}config.json") for kind in ("", "adapter_"))
-    quantization = config.get("quantization_config")
-    return opened, quantization if isinstance(quantization, dict) else {}, adapters
+    return opened, _beside(files[0].parent)
+
+
+def _beside(folder: Path) -> _Beside:
+    """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
+    config = small_json(folder / "config.json")
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(found, dict):
+        found = small_json(folder / "quantize_config.json") or small_json(folder / "quant_config.json")
+    text = config.get("text_config")
+    padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
+    row = padding if isinstance(padding, int) and padding >= 0 else 0
+    vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    known = vocabulary if isinstance(vocabulary, int) else None
+    return _Beside(found, small_json(folder / "adapter_config.json"), row, known)
 
 
 def _no_source(given: object) -> InvalidArgumentError:
@@ -224,7 +255,20 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
         if found:
             names = ", ".join(f.name for f in found[:8])
             raise UnreadableFileError(str(folder), f"it holds several: {names}", "Name one of them.")
-    raise UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
+    raise _no_checkpoint(folder)
+
+
+def _no_checkpoint(folder: Path) -> UnreadableFileError:
+    """The error for a folder without a model of its own; it names the folders in it that may have one."""
+    if (folder / ".metadata").is_file():
+        what, do = "it is a checkpoint of torch.distributed.checkpoint", "Convert it by dcp_to_torch_save() of torch."
+        return UnreadableFileError(str(folder), what, do)
+    within = (one for one in sorted(islice(folder.iterdir(), 10_000)) if one.is_dir())
+    held = [plain(one.name) for one in within if any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))]
+    if held:
+        what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
+        return UnreadableFileError(str(folder), what, "Name one of them.")
+    return UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
 
 
 def small_json(path: Path) -> dict[str, Any]:

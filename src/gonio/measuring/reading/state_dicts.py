@@ -83,9 +83,11 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         raise _no_state(content, what)
     at, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
     others = [other.removeprefix(".") for other, _ in places if other != at]
-    known = {place.split(".")[1] for place, _ in places if place}
-    if at:
-        others += [name for name in _holders(content) if name not in known]
+    inner, read = content, ""
+    for word in at.split(".")[1:]:  # what lies beside it at each level
+        here = [f"{read}{name}" for name in _holders(inner) if name != word]
+        others += [name for name in here if not any(f"{other}.".startswith(f"{name}.") for other in others)]
+        inner, read = inner[word], f"{read}{word}."
     return Found(state, at.removeprefix("."), tuple(others))
 
 
@@ -102,13 +104,15 @@ def _no_state(content: Any, what: str) -> InvalidArgumentError:
 def _places(content: Mapping[Any, Any], at: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """(place, state dict) for every state dict under the known keys, or for the mapping itself.
 
-    A mapping with tensors and with a state dict in it is that of a trainer, unless it has more matrices itself.
+    A mapping with tensors and with a state dict in it is that of a trainer, unless it has more matrices itself; so is
+    one with a state dict under a key that is not known, which is not guessed.
     """
     known = ((key, content.get(key)) for key in _KEYS) if depth else ()
     inner = [
         place for key, held in known if isinstance(held, Mapping) for place in _places(held, f"{at}.{key}", depth - 1)
     ]
     own = any(isinstance(value, Tensor) for value in content.values())
+    own = own and (bool(inner) or _matrices(content) >= _most_matrices(content, _DEPTH))
     if own and _matrices(content) >= max((_matrices(state) for _, state in inner), default=0) + bool(inner):
         yield at, content
     else:
@@ -117,6 +121,12 @@ def _places(content: Mapping[Any, Any], at: str, depth: int) -> Iterator[tuple[s
 
 def _matrices(state: Mapping[Any, Any]) -> int:
     return sum(isinstance(value, Tensor) and value.ndim > 1 for value in state.values())
+
+
+def _most_matrices(content: Mapping[Any, Any], depth: int) -> int:
+    """The most matrices that a mapping inside of this one holds."""
+    held = [value for value in content.values() if depth and isinstance(value, Mapping)]
+    return max((max(_matrices(value), _most_matrices(value, depth - 1)) for value in held), default=0)
 
 
 def _holders(content: Mapping[Any, Any]) -> Iterator[str]:
@@ -151,7 +161,8 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
         if isinstance(value, Tensor):
             stored[str(name)] = StoredTensor.of(value, read and partial(read, name))
         elif path != str(name) and isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-            packed[f"{path}.weight"] = StoredTensor.of(value[0])
+            pairs = zip(("weight", "bias"), value, strict=False)
+            packed |= {f"{path}.{last}": StoredTensor.of(one) for last, one in pairs if isinstance(one, Tensor)}
         elif value is not None:
             kind = type(value).__name__
             others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))

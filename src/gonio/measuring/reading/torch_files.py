@@ -133,8 +133,8 @@ def _is_archive(path: Path) -> bool:
     """Whether the file is a zip archive.
 
     Raises:
-        UnreadableFileError: for TorchScript, and for an archive that unpacks to more than its size. torch stores
-            without compression, so that no file of its own does.
+        UnreadableFileError: for TorchScript, and for another archive that unpacks to more than its size. torch.save
+            stores without compression, so that no file of it does.
     """
     try:
         if not zipfile.is_zipfile(path):
@@ -144,10 +144,10 @@ def _is_archive(path: Path) -> bool:
             scripted = any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in archive.namelist())
     except Exception as error:
         raise damaged(path, error) from error
-    if unfolded > path.stat().st_size:
-        said = f"its archive would unfold to {unfolded} bytes"
-        raise UnreadableFileError(str(path), said, "Such a file is not written by torch.save.")
     if scripted:
         do = "Load it with torch.jit.load, and save its state_dict()."
         raise UnreadableFileError(str(path), "it is a TorchScript archive: code beside its tensors", do)
+    if unfolded > path.stat().st_size:
+        said = f"its archive would unfold to {unfolded} bytes"
+        raise UnreadableFileError(str(path), said, "Such a file is not written by torch.save.")
     return True

@@ -7,10 +7,12 @@ parts, or whose configuration, it does not understand is refused with the reason
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from math import isfinite
 from pkgutil import iter_modules
 from typing import Any, Final
@@ -25,6 +27,7 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
     r"(?:\.([^.]+?))??(?:\.(weight|bias))?"
 )
+PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
 
 
@@ -185,6 +188,42 @@ def _is_simple(pattern: Any) -> bool:
     return True
 
 
+# --- places in the base ----------------------------------------------------------------------------------------------
+
+_FLAT = re.compile(r"(?:lora_[a-z]+\d*|lycoris)_(\w+)")
+SEVERAL = "several adapters change it, and which of them are in use is not known"
+
+
+class Places:
+    """Where adapters belong in a base: kohya's names have underscores for dots, and packed attention no `weight`."""
+
+    def __init__(self, base: Collection[str]) -> None:
+        self._base = base
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in base)
+        times = Counter(path.replace(".", "_") for path in paths)
+        self._flat = {flat: path for path in paths if times[flat := path.replace(".", "_")] == 1}
+
+    def path(self, path: str) -> str:
+        """The path in the base of a path whose dots became underscores, after one word such as `lora_unet`."""
+        match = _FLAT.fullmatch(path)
+        return self._flat.get(match[1], path) if match else path
+
+    def of(self, adapters: list[Adapter]) -> list[Adapter]:
+        """The adapters at their places; a tensor that several of them change is refused."""
+        found = [self._of(adapter) for adapter in adapters]
+        times = Counter(adapter.weight for adapter in found)
+        return [replace(a, reason=a.reason or SEVERAL) if times[a.weight] > 1 else a for a in found]
+
+    def _of(self, adapter: Adapter) -> Adapter:
+        made = replace(adapter, path=self.path(adapter.path))
+        if made.tensor != "weight" or not made.path:
+            return made
+        parts = made.path.split(".")
+        paths = (".".join(parts[i:]) for i in range(len(parts)))
+        packed = any(f"{p}.{PACKED}" in self._base and f"{p}.weight" not in self._base for p in paths)
+        return replace(made, tensor=PACKED) if packed else made
+
+
 # --- all adapters of a file ------------------------------------------------------------------------------------------
 
 Reader = Callable[[Group, AdapterConfig, Mapping[str, StoredTensor]], list[Adapter]]
@@ -196,14 +235,14 @@ def _readers() -> tuple[Reader, ...]:
     return tuple(import_module(f"{__name__}.{name}").adapters_of for name in names)
 
 
-MARKS = (".lora_", ".oft_", "trainable_tokens_")  # in the keys of files that may hold adapters
+MARKS = (".lora_", ".oft_", "trainable_tokens_", ".lora.", "_lora.")  # in the keys of files that may hold adapters
 
 
 def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> list[Adapter]:
     """The adapters among these tensors."""
     groups: dict[tuple[str, str], Group] = {}
     for key, tensor in stored.items():
-        if not (match := _KEY.fullmatch(key)):
+        if not (match := _KEY.fullmatch(_modern(key))):
             continue
         path, part, name, last = match[1] or "", match[2].removeprefix("token_adapter."), match[3] or "", match[4]
         path = ".".join(word for word in path.split(".") if word != "base_layer")
@@ -220,6 +259,16 @@ def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> li
     return [found for group in groups.values() for read in _readers() for found in read(group, config, stored)]
 
 
+def _modern(key: str) -> str:
+    """The key for one of older diffusers: `to_q.lora.down.weight`, or `processor.to_q_lora.down.weight`."""
+    for mark, part in product((".lora", "_lora"), ("down", "up")):
+        path = key.removesuffix(f"{mark}.{part}.weight")
+        if path != key:
+            parent, dot, last = path.rpartition(".")
+            return f"{parent.removesuffix('.processor')}{dot}{last}.lora_{part}.weight"
+    return key
+
+
 def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]) -> list[TensorEntry]:
     """The product of each low-rank adapter and, if the base is given, the tensor of the base and the adapted one.
 
@@ -227,7 +276,7 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]
         base: the tensors of the adapted model by name; empty if it is not given.
     """
     made: list[TensorEntry] = []
-    for adapter in adapters:
+    for adapter in Places(base).of(adapters):
         end = f".{adapter.name}" if adapter.name else ""
         if adapter.product is not None:
             path = f"{adapter.path}.lora_BA{end}"

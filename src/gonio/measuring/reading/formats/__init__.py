@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import product
 from pkgutil import iter_modules
@@ -38,6 +38,30 @@ class StoredWeight:
 StoredTensors = Mapping[str, StoredTensor]
 
 
+class FileTensors(StoredTensors):
+    """All tensors of a file, and those of each layer: the keys up to the last dot, and what follows it."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        return self._stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @cached_property
+    def layers(self) -> Mapping[str, StoredTensors]:
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for key, tensor in self._stored.items():
+            path, _, last = key.rpartition(".")
+            found.setdefault(path, {})[last] = tensor
+        return found
+
+
 @dataclass(frozen=True)
 class Format:
     """A format: which tensors may be the first part of a weight, and a function that decides it by shapes and values.
@@ -48,7 +72,7 @@ class Format:
         quantised: whether the configuration of a quantisation concerns it.
     """
 
-    read: Callable[[str, StoredTensors, Mapping[str, Any]], StoredWeight | None]
+    read: Callable[[str, FileTensors, Mapping[str, Any]], StoredWeight | None]
     endings: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     quantised: bool = True
@@ -58,6 +82,18 @@ class Format:
 _UNDERSTOOD = {
     *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
     *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
+    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format"),
+}
+# The values of those that decide how numbers are packed; any other value is refused.
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": (
+        *("gptq", "gptq_v2", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+    ),
+    "pack_dtype": ("int32",),
+    "quant_algo": ("FP8", "NVFP4"),
+    "is_marlin_format": (False,),
 }
 _HARMLESS = {
     *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
@@ -65,7 +101,8 @@ _HARMLESS = {
     *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id"),
     *("use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "fuse_max_seq_len"),
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
-    *("model_file_base_name", "model_name_or_path", "quant_type", "is_marlin_format", "disable_exllama"),
+    *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
+    "kv_cache_quant_algo",
 }
 _METHODS = ("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt")
 
@@ -75,6 +112,11 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     method = str(config.get("quant_method") or "")[:40]
     if method not in _METHODS:
         return f"quantised by {method}, which is not read"
+    version = config.get("version") if method == "awq" or "w_bit" in config else "gemm"  # others: of the tool
+    wrong = [key for key, values in _VALUES.items() if config.get(key) is not None and config[key] not in values]
+    if wrong or str(version or "gemm").lower() != "gemm":
+        key = wrong[0] if wrong else "version"
+        return f"the quantisation has the {key} {str(config[key])[:40]}, which is not read"
     known = _UNDERSTOOD | _HARMLESS
     prefixes = ("llm_int8_", "bnb_4bit_", "load_in_", "_load_in_")
     unknown = [str(key)[:40] for key, value in config.items()
@@ -89,11 +131,11 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
         suspects: the keys that may be a weight's first part, see :data:`ENDINGS`.
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
     """
-    refusal, made = refusal_of(config), []
+    refusal, made, tensors = refusal_of(config), list[StoredWeight](), FileTensors(stored)
     for name, known in product(suspects, FORMATS):
         if not (name.endswith(known.endings) or stored[name].dtype.startswith(known.dtypes)):
             continue
-        if (found := known.read(name, stored, config)) is not None:
+        if (found := known.read(name, tensors, config)) is not None:
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
     return sorted(made, key=lambda weight: weight.stored is not None)

@@ -25,6 +25,8 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
         inputs, read = (32 * codes[0] // bits if bits else 0), _gptq_values
         said = "GPTQ" if "checkpoint_format" in about else "GPTQ, its zero points stored less one"
         parts |= {} if groups is None else {f"{path}g_idx": groups}
+        if groups is None and about.get("desc_act"):
+            return StoredWeight(f"{path}weight", tuple(parts), None, "the order of its groups (g_idx) is not stored")
     else:
         bits, inputs, read, said = _bits(32 * codes[1], scales[1]), codes[0], _awq_values, "AWQ"
     if bits not in (2, 4, 8) or not scales[0] or (bits != 4 and read is _awq_values):
@@ -47,8 +49,8 @@ def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> T
         [1] E. Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
         transformers", 2022. arXiv 2210.17323
     """
-    codes = _unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
-    zeros = _unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
+    codes = unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
+    zeros = unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
     if about.get("checkpoint_format") != "gptq_v2":
         zeros = zeros + 1
     scales = parts["scales"].load().mT.float()
@@ -66,7 +68,7 @@ def _awq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Te
         [1] J. Lin et al., "AWQ: activation-aware weight quantization for LLM compression and acceleration",
         2023. arXiv 2306.00978
     """
-    packed = (_unpacked(parts[name].load(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
+    packed = (unpacked(parts[name].load(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
     codes, zeros = (numbers[..., list(_AWQ_ORDER)].flatten(-2).float() for numbers in packed)
     scales = parts["scales"].load().float()
     group = _in_turn(codes.shape[0], scales.shape[0])
@@ -78,7 +80,7 @@ def _in_turn(inputs: int, groups: int) -> Tensor:
     return torch.arange(inputs) // -(-inputs // groups)
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
+def unpacked(packed: Tensor, bits: int) -> Tensor:
     """The codes in the last dimension's int32 numbers, the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)

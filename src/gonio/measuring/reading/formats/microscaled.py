@@ -35,9 +35,13 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
     References:
         [1] Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.3 and §6.3.
     """
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
     powers = scales.load().to(torch.int32) - 127
-    return torch.ldexp(table[halves(codes.load(), high_first=False)], powers.unsqueeze(-1)).reshape(shape)
+    return torch.ldexp(fp4_values(halves(codes.load(), high_first=False)), powers.unsqueeze(-1)).reshape(shape)
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """The numbers that codes of 4 bits stand for: a sign, 2 bits of exponent and 1 of mantissa."""
+    return torch.tensor([*_FP4, *(-value for value in _FP4)])[codes]
 
 
 FORMATS = (Format(_microscaled, ("_blocks",)),)

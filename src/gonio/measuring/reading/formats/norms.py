@@ -1,4 +1,4 @@
-"""Weights that a normalisation or a pruning computes: torch's weight norm, spectral norm and masks, old and new."""
+"""Weights that a normalisation or a pruning computes: torch's, old and new, and gonio's own parametrizations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
+from gonio.parametrizations import plain_state_dict
+from gonio.parametrizations.checkpoints import over_spectral_norm
 
 
 def _plain_name(key: str, ending: str) -> str:
@@ -63,25 +65,27 @@ def _spectral_norm(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> Sto
     axes = [axis for axis in (0, 1) if u.shape[0] == shape[axis] and v.shape[0] == prod(shape) // max(1, shape[axis])]
     if not axes:
         return None
-    made = computed(_divided, stored[key], u, v, axes, shape=shape)
+    made = computed(_divided, stored[key], u, v, shape=shape)
     said = "computed from the spectral norm's weight and vectors"
     return StoredWeight(_plain_name(key, ending), (key, *names), made, said, kind="spectrally normed")
 
 
-def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor, axes: list[int]) -> Tensor:
-    r"""W / uᵀWv, with W as a matrix whose rows are the outputs.
-
-    Outputs lie on dimension 0, or on 1 for a transposed convolution. Where both fit, it is the one on which the stored
-    vectors are singular vectors, that is where :math:`u^\top W v` is larger.
-
-    References: [1] T. Miyato et al., "Spectral normalization for generative adversarial networks", 2018, arXiv
-        1802.05957, equation (8) and algorithm 1.
-    """
+def _divided(original: StoredTensor, u: StoredTensor, v: StoredTensor) -> Tensor:
     weight = original.load()
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    left, right = u.load().to(wide), v.load().to(wide)
-    found = (left @ wide.movedim(axis, 0).flatten(1) @ right for axis in axes)
-    return wide / max(found, key=lambda sigma: float(sigma.abs()))
+    return over_spectral_norm(wide, u.load().to(wide), v.load().to(wide))
+
+
+def _own(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+    """A weight of :mod:`gonio.parametrizations`: the raw tensor, and the state of what computes the weight from it."""
+    name = key.removesuffix("_parametrization._extra_state")
+    parts = (name, *(part for part in stored if part.startswith(f"{name}_parametrization.")))
+    if name not in stored:
+        return None
+    made = computed(lambda: plain_state_dict({p: stored[p].load() for p in parts})[name], shape=stored[name].shape)
+    return StoredWeight(
+        name, parts, made, "computed by the parametrization that the file describes", kind="parametrized"
+    )
 
 
 def _pruned(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
@@ -94,6 +98,7 @@ def _pruned(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeig
 
 
 FORMATS = (
+    Format(_own, ("_parametrization._extra_state",), quantised=False),
     Format(_weight_norm, ("_g", ".original0"), quantised=False),
     Format(_spectral_norm, ("_orig", ".original"), quantised=False),
     Format(_pruned, ("_mask",), quantised=False),

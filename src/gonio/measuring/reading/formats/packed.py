@@ -1,0 +1,117 @@
+"""Weights of compressed-tensors and modelopt: integers packed in int32, or 4-bit floats with scales of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.errors import GonioError
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
+from gonio.measuring.reading.formats.bitsandbytes import halves
+from gonio.measuring.reading.formats.grouped import unpacked
+from gonio.measuring.reading.formats.microscaled import fp4_values
+
+_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+
+
+def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+    path, layer = name.removesuffix("weight_packed"), stored.layers[name.rpartition(".")[0]]
+    parts = {last: tensor for last, tensor in layer.items() if last.startswith("weight_")}
+    codes, scales = stored[name], parts.get("weight_scale")
+    if scales is None or parts.get("weight_packed") is not codes:
+        return None
+    if len(codes.shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != codes.shape[0]:
+        return None
+    unknown = sorted(set(parts) - set(_PARTS))
+    if unknown:
+        return StoredWeight(f"{path}weight", (name,), None, f"packed, and its part {unknown[0]} is not read")
+    found = _floats(parts) if codes.dtype == "uint8" else _integers(parts)
+    if found is None:
+        return None
+    bits, columns = found
+    load = _float_values if codes.dtype == "uint8" else _integer_values
+    made = computed(load, parts, bits, columns, shape=(codes.shape[0], columns))
+    said = "compressed-tensors" if codes.dtype == "int32" else "MXFP4" if scales.dtype == "uint8" else "NVFP4"
+    used = (name, *(f"{path}{part}" for part in parts if part != "weight_packed"))
+    return StoredWeight(f"{path}weight", used, made, f"dequantised from {bits} bits ({said})")
+
+
+def _integers(parts: StoredTensors) -> tuple[int, int] | None:
+    """Bits and columns of packed integers, if all shapes fit each other."""
+    shape = parts.get("weight_shape")
+    if shape is None or shape.entries != 2 or shape.dtype not in ("int32", "int64"):
+        return None
+    if parts["weight_packed"].dtype != "int32":
+        return None
+    try:
+        (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
+    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+        return None
+    bits = [n for n in (2, 4, 8) if -(-columns * n // 32) == words]
+    groups, zeros, order = parts["weight_scale"].shape[1], parts.get("weight_zero_point"), parts.get("weight_g_idx")
+    if row != rows or len(bits) != 1 or not groups or columns % groups or "weight_global_scale" in parts:
+        return None
+    if zeros is not None and (zeros.dtype, zeros.shape) != ("int32", (-(-rows * bits[0] // 32), groups)):
+        return None
+    return None if order is not None and order.shape != (columns,) else (bits[0], columns)
+
+
+def _integer_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
+    """(code − zero) · scale of its group; codes and zeros are stored plus half their range, zeros along the outputs."""
+    codes = unpacked(parts["weight_packed"].load(), bits)[:, :columns].float() - 2 ** (bits - 1)
+    scales = parts["weight_scale"].load().float()
+    if "weight_g_idx" in parts:
+        group = parts["weight_g_idx"].load().long()
+    else:
+        group = torch.arange(columns) // (columns // scales.shape[1])
+    if "weight_zero_point" in parts:
+        zeros = unpacked(parts["weight_zero_point"].load().mT, bits).mT[: len(codes)].float() - 2 ** (bits - 1)
+        codes = codes - zeros[:, group]
+    return codes.mul_(scales[:, group])
+
+
+def _modelopt(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+    name = key.removesuffix("_scale_2")
+    codes, scales = stored.get(name), stored.get(f"{name}_scale")
+    if codes is None or scales is None or codes.dtype != "uint8" or len(codes.shape) != 2 or stored[key].entries != 1:
+        return None
+    parts = {"weight_packed": codes, "weight_scale": scales, "factor": stored[key]}
+    found = _floats(parts)
+    if found is None:
+        return None
+    made = computed(_float_values, parts, *found, shape=(codes.shape[0], found[1]))
+    return StoredWeight(name, (name, f"{name}_scale", key), made, "dequantised from 4 bits (NVFP4)")
+
+
+def _floats(parts: StoredTensors) -> tuple[int, int] | None:
+    """Bits and columns of 4-bit floats, if all shapes fit each other."""
+    (rows, stored), scales = parts["weight_packed"].shape, parts["weight_scale"]
+    divisor, alone = parts.get("weight_global_scale"), scales.dtype == "uint8"
+    if set(parts) & {"weight_zero_point", "weight_g_idx", "weight_shape"} or len(scales.shape) != 2:
+        return None
+    block = 32 if alone else 16
+    if scales.shape != (rows, 2 * stored // block) or 2 * stored % block or (alone and divisor is not None):
+        return None
+    fits = alone or (scales.dtype == "float8_e4m3fn" and ("factor" in parts or divisor is not None))
+    return (4, 2 * stored) if fits and (divisor is None or divisor.entries == 1) else None
+
+
+def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
+    """4-bit float · scale of its block, divided by `weight_global_scale`, or times `weight_scale_2`.
+
+    References: [1] NVIDIA, "Pretraining large language models with NVFP4", 2025, arXiv 2509.25149, section 2.
+    """
+    scales = parts["weight_scale"].load()
+    scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+    if "weight_global_scale" in parts:
+        scales = scales / parts["weight_global_scale"].load().float().reshape(())
+    if "factor" in parts:
+        scales = scales * parts["factor"].load().float().reshape(())
+    values = fp4_values(halves(parts["weight_packed"].load(), high_first=False))
+    return values.unflatten(-1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(-2)
+
+
+FORMATS = (Format(_packed, ("weight_packed",)), Format(_modelopt, (".weight_scale_2",)))

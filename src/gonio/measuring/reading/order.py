@@ -1,0 +1,50 @@
+"""The order of a file's tensors along the depth of the model, as far as the file tells it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from gonio.measuring.reading.entry import StoredTensor
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A key that sorts the numbers in names as numbers.
+
+    Example:
+        >>> from gonio.measuring.reading.order import natural
+        >>> sorted(["layers.10", "layers.9", "layers.9.bias"], key=natural)
+        ['layers.9', 'layers.9.bias', 'layers.10']
+    """
+    parts = (part for part in _NUMBER.split(name) if part)
+    return tuple((0, int(part), "") if part.isdecimal() and len(part) < 20 else (1, 0, part) for part in parts)
+
+
+def in_depth_order(stored: Mapping[str, StoredTensor], vocabulary: int | None = None) -> dict[str, StoredTensor]:
+    """The tensors in natural order if the file lists them by the alphabet; any other order is the model's, and stays.
+
+    Args:
+        vocabulary: the configuration's `vocab_size`. The only matrix with so many rows, or the one in the module that
+            holds the numbered blocks, is where the model begins; one outside of that module is where the model ends.
+    """
+    names = list(stored)
+    if names != sorted(names):
+        return dict(stored)
+    ordered = sorted(names, key=natural)
+    homes = Counter(name.split(".")[0] for name in names if any(part.isdecimal() for part in name.split(".")[1:]))
+    home = homes.most_common(1)[0][0] if homes else None
+    tables = [
+        name
+        for name in ordered
+        if len(stored[name].shape) == 2
+        and stored[name].shape[0] == vocabulary
+        and not any(part.isdecimal() for part in name.split("."))
+    ]
+    first = [name for name in tables if len(tables) == 1 or (home is not None and name.startswith(f"{home}."))]
+    ends = {name.rpartition(".")[0] for name in tables if name not in first} if first else set()
+    last = [name for name in ordered if name.rpartition(".")[0] in ends]
+    moved = {*first, *last}
+    return {name: stored[name] for name in (*first, *(n for n in ordered if n not in moved), *last)}

@@ -1,0 +1,185 @@
+"""Weights packed number by number from the definition of each stored format, with the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = 16, 64
+RNG = np.random.default_rng(0)
+NF4 = np.linspace(-1, 1, 16).astype(np.float32) ** 3  # any table of 16 values
+Packed = tuple[dict[str, Tensor], np.ndarray, dict[str, Any]]
+
+
+def nibbles(codes: np.ndarray, *, high_first: bool) -> np.ndarray:
+    pairs = codes.reshape(-1, 2)
+    first, second = (pairs[:, 0], pairs[:, 1]) if high_first else (pairs[:, 1], pairs[:, 0])
+    return (first.astype(np.uint8) << 4) | second.astype(np.uint8)
+
+
+def as_bytes(description: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(description).encode()), dtype=torch.uint8)
+
+
+def four_bits(nested: bool) -> Packed:
+    codes = RNG.integers(0, 16, ROWS * COLUMNS)
+    blocks = ROWS * COLUMNS // 32
+    about: dict[str, Any] = {"quant_type": "nf4", "blocksize": 32, "dtype": "float32", "shape": [ROWS, COLUMNS]}
+    state = {"w.weight": torch.tensor(nibbles(codes, high_first=True)).reshape(-1, 1)}
+    state["w.weight.quant_map"] = torch.tensor(NF4)
+    if nested:
+        steps, table = RNG.integers(0, 256, blocks), RNG.normal(size=256).astype(np.float32)
+        coarse = RNG.uniform(1, 2, blocks // 8).astype(np.float32)
+        about |= {"nested_blocksize": 8, "nested_offset": 3.5}
+        state["w.weight.absmax"] = torch.tensor(steps.astype(np.uint8))
+        state["w.weight.nested_absmax"], state["w.weight.nested_quant_map"] = torch.tensor(coarse), torch.tensor(table)
+        scales = np.array([table[steps[b]] * coarse[b // 8] + 3.5 for b in range(blocks)])
+    else:
+        scales = RNG.uniform(1, 2, blocks).astype(np.float32)
+        state["w.weight.absmax"] = torch.tensor(scales)
+    state["w.weight.quant_state.bitsandbytes__nf4"] = as_bytes(about)
+    values = np.array([NF4[codes[i]] * scales[i // 32] for i in range(ROWS * COLUMNS)])
+    return state, values.reshape(ROWS, COLUMNS), {}
+
+
+def int8_rows() -> Packed:
+    codes, largest = RNG.integers(-127, 128, (ROWS, COLUMNS)), RNG.uniform(1, 2, ROWS).astype(np.float32)
+    state = {"w.weight": torch.tensor(codes, dtype=torch.int8), "w.SCB": torch.tensor(largest)}
+    return state, codes * largest[:, None] / 127, {}
+
+
+def float8(scale_shape: tuple[int, ...], suffix: str) -> Packed:
+    rows, columns = (200, 300) if scale_shape == (2, 3) else (ROWS, COLUMNS)
+    codes = torch.tensor(RNG.normal(size=(rows, columns))).to(torch.float8_e4m3fn)
+    scale = RNG.uniform(1, 2, scale_shape).astype(np.float32)
+    numbers = codes.double().numpy()
+    values = np.empty_like(numbers)
+    for i in range(rows):
+        for j in range(columns):
+            place = (i // 128, j // 128) if scale_shape == (2, 3) else (i, 0)[: len(scale_shape)]
+            values[i, j] = numbers[i, j] * (scale.item() if scale.size == 1 else scale[place])
+    return {"w.weight": codes, f"w.weight{suffix}": torch.tensor(scale)}, values, {}
+
+
+def in_int32(codes: np.ndarray, bits: int, order: list[int] | None = None) -> Tensor:
+    """Consecutive codes of the last axis in one number, the first in the lowest bits."""
+    per = 32 // bits
+    grouped = codes.reshape(*codes.shape[:-1], -1, per)[..., order or list(range(per))]
+    words = np.zeros(grouped.shape[:-1], dtype=np.uint32)
+    for place in range(per):
+        words |= grouped[..., place].astype(np.uint32) << np.uint32(bits * place)
+    return torch.tensor(words.view(np.int32))
+
+
+def gptq(bits: int, version: int, *, order: bool) -> Packed:
+    size = 16
+    codes = RNG.integers(0, 2**bits, (ROWS, COLUMNS))
+    zeros = RNG.integers(1, 2**bits, (COLUMNS // size, ROWS))
+    scales = RNG.uniform(0.5, 1, (COLUMNS // size, ROWS)).astype(np.float32)
+    group = RNG.permutation(COLUMNS) // size if order else np.arange(COLUMNS) // size
+    state = {
+        "w.qweight": in_int32(codes, bits).mT.contiguous(),
+        "w.qzeros": in_int32(zeros - (1 if version == 1 else 0), bits),
+        "w.scales": torch.tensor(scales),
+    }
+    about = {"bits": bits, **({} if version == 1 else {"checkpoint_format": "gptq_v2"})}
+    if order:
+        state["w.g_idx"] = torch.tensor(group, dtype=torch.int32)
+    values = [[(codes[o, i] - zeros[group[i], o]) * scales[group[i], o] for i in range(COLUMNS)] for o in range(ROWS)]
+    return state, np.array(values), about
+
+
+def awq() -> Packed:
+    size, order = 16, [0, 2, 4, 6, 1, 3, 5, 7]
+    codes = RNG.integers(0, 16, (COLUMNS, ROWS))
+    zeros = RNG.integers(0, 16, (COLUMNS // size, ROWS))
+    scales = RNG.uniform(0.5, 1, (COLUMNS // size, ROWS)).astype(np.float32)
+    state = {
+        "w.qweight": in_int32(codes, 4, order),
+        "w.qzeros": in_int32(zeros, 4, order),
+        "w.scales": torch.tensor(scales),
+    }
+    values = [[(codes[i, o] - zeros[i // size, o]) * scales[i // size, o] for i in range(COLUMNS)] for o in range(ROWS)]
+    return state, np.array(values), {}
+
+
+def mxfp4(experts: int) -> Packed:
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    codes = RNG.integers(0, 16, (experts, ROWS, COLUMNS))
+    powers = RNG.integers(120, 131, (experts, ROWS, COLUMNS // 32))
+    blocks = nibbles(codes, high_first=False).reshape(experts, ROWS, COLUMNS // 32, 16)
+    state = {"w_blocks": torch.tensor(blocks), "w_scales": torch.tensor(powers.astype(np.uint8))}
+    flat = zip(codes.reshape(-1), powers.repeat(32), strict=True)
+    return state, np.array([math.ldexp(table[c], int(p) - 127) for c, p in flat]).reshape(-1, COLUMNS), {}
+
+
+# --- compressed-tensors and modelopt ---------------------------------------------------------------------------------
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """The `quantization_config` that compressed-tensors writes."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def packed_integers(
+    bits: int, groups: int, *, symmetric: bool = True, order: bool = False, columns: int = 64
+) -> Packed:
+    """`pack-quantized`: codes plus half their range, the lowest bits first; zero points packed along the outputs."""
+    half = 2 ** (bits - 1)
+    codes = RNG.integers(-half, half, (ROWS, columns))
+    scales = RNG.uniform(0.5, 1, (ROWS, groups)).astype(np.float32)
+    zeros = np.zeros((ROWS, groups), int) if symmetric else RNG.integers(-half, half, (ROWS, groups))
+    group = np.arange(columns) // (columns // groups)
+    group = RNG.permutation(group) if order else group
+    per = 32 // bits
+    wide = np.pad(codes + half, ((0, 0), (0, -columns % per)))
+    state = {
+        "w.weight_packed": in_int32(wide, bits),
+        "w.weight_scale": torch.tensor(scales),
+        "w.weight_shape": torch.tensor([ROWS, columns]),
+    }
+    if not symmetric:
+        state["w.weight_zero_point"] = in_int32((zeros + half).T.copy(), bits).mT.contiguous()
+    if order:
+        state["w.weight_g_idx"] = torch.tensor(group, dtype=torch.int32)
+    values = (codes - zeros[:, group]) * scales[:, group]
+    about = compressed(num_bits=bits, type="int", symmetric=symmetric, strategy="group" if groups > 1 else "channel")
+    return state, values, about
+
+
+def packed_floats(kind: str) -> Packed:
+    """4-bit floats: the low half of each byte first; a scale for 16 of them and one for all, or a power of 2 for 32."""
+    codes, size = RNG.integers(0, 16, (ROWS, COLUMNS)), 32 if kind == "mxfp4" else 16
+    data = torch.tensor(nibbles(codes.reshape(-1), high_first=False)).reshape(ROWS, COLUMNS // 2)
+    if kind == "mxfp4":
+        powers = RNG.integers(120, 131, (ROWS, COLUMNS // size))
+        scales, factor = 2.0 ** (powers - 127), 1.0
+        state = {"w.weight_packed": data, "w.weight_scale": torch.tensor(powers.astype(np.uint8))}
+    else:
+        stored = torch.tensor(RNG.uniform(1, 400, (ROWS, COLUMNS // size))).to(torch.float8_e4m3fn)
+        scales, factor = stored.double().numpy(), 0.01
+        if kind == "nvfp4":
+            state = {"w.weight_packed": data, "w.weight_scale": stored, "w.weight_global_scale": torch.tensor([100.0])}
+        else:  # modelopt
+            state = {"w.weight": data, "w.weight_scale": stored, "w.weight_scale_2": torch.tensor(0.01)}
+            state["w.input_scale"] = torch.tensor(0.5)
+    values = FP4[codes] * scales.repeat(size, 1) * factor
+    if kind == "modelopt":
+        return state, values, {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": None}
+    return state, values, {**compressed(num_bits=4, type="float"), "format": f"{kind}-pack-quantized"}

@@ -1,0 +1,276 @@
+"""Quantised weights as each tool packs them, and what they stand for; those that are not read are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bank.files import packings as pack
+from bank.files.case import Case, File, normal, stored
+
+Config = Mapping[str, Any]
+NAMES = ("w.weight", "w.qweight", "w.weight_packed", "w_blocks")  # under which a packed weight can be refused
+
+
+def packed(make: Callable[[], pack.Packed], *, refused: str = "", beside: str = "config.json", **config: Any) -> Any:
+    """A weight in a stored format.
+
+    Args:
+        refused: why it is not read. `beside`: the file with its configuration. `config`: changes of that.
+    """
+
+    def file(folder: Path) -> File:
+        state, values, about = make()
+        about = {**about, **config}
+        stored(folder, state)
+        content = {"quantization_config": about} if beside == "config.json" else about
+        (folder / beside).write_text(json.dumps(content))
+        name = "w" if "w_blocks" in state else "w.weight"
+        if refused:
+            return File(source=folder, refused={name: refused}, fresh=False)
+        return File(source=folder, weights={name: torch.tensor(np.array(values)).double()}, fresh=False)
+
+    return file
+
+
+# --- 8 bits ----------------------------------------------------------------------------------------------------------
+
+W = normal(256, 192) * 0.02
+
+
+def scaled(key: str, shape: tuple[int, ...], **config: Any) -> Callable[[Path], File]:
+    """8-bit floats and their scale under a key: one, or one for each block."""
+
+    def file(folder: Path) -> File:
+        grown = [*shape, *[1] * (W.ndim - len(shape))]
+        cut = W.reshape(grown[0], 256 // grown[0], grown[1], 192 // grown[1])
+        scale = cut.abs().amax((1, 3), keepdim=True) / 448
+        codes = (cut / scale).to(torch.float8_e4m3fn)
+        state = {"l.weight": codes.reshape(W.shape), key: scale.reshape(shape), "l.bias": torch.zeros(256)}
+        state["l.input_scale"] = torch.ones(1)
+        weight = (codes.double() * scale.double()).reshape(W.shape)
+        return File(source=stored(folder, state, {"quantization_config": config}), weights={"l.weight": weight})
+
+    return file
+
+
+def blocks_of_64(folder: Path) -> File:
+    codes, scale = normal(100, 200).to(torch.float8_e4m3fn), torch.rand(2, 4) + 0.5
+    rows, columns = torch.arange(100) // 64, torch.arange(200) // 64
+    about = {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"}
+    source = stored(folder, {"l.weight": codes, "l.weight_scale_inv": scale}, {"quantization_config": about})
+    return File(source=source, weights={"l.weight": codes.double() * scale[rows][:, columns]})
+
+
+def other_blocks(about: Config, said: str) -> Callable[[Path], File]:
+    def file(folder: Path) -> File:
+        state = {"l.weight": normal(100, 200).to(torch.float8_e4m3fn), "l.weight_scale_inv": torch.rand(2, 4)}
+        return File(source=stored(folder, state, {"quantization_config": about}), refused={"l.weight": said})
+
+    return file
+
+
+def mxfp8(folder: Path) -> File:
+    powers = torch.arange(118, 118 + 6, dtype=torch.uint8).repeat(256, 1)
+    codes = normal(256, 192).to(torch.float8_e4m3fn)
+    weight = codes.double() * torch.exp2(powers.double() - 127).repeat_interleave(32, 1)
+    return File(source=stored(folder, {"l.weight": codes, "l.weight_scale": powers}), weights={"l.weight": weight})
+
+
+def experts(shape: tuple[int, ...]) -> Callable[[Path], File]:
+    def file(folder: Path) -> File:
+        codes, scale = normal(3, 16, 8).to(torch.float8_e4m3fn), torch.tensor([1.0, 2.0, 4.0])
+        source = stored(folder, {"l.weight": codes, "l.weight_scale": scale.reshape(shape)})
+        return File(source=source, weights={"l.weight": codes.double() * scale[:, None, None]})
+
+    return file
+
+
+def int8_rows(key: str, shape: tuple[int, ...]) -> Callable[[Path], File]:
+    def file(folder: Path) -> File:
+        codes, scale = (30 * normal(32, 64)).clamp(-127, 127).to(torch.int8), torch.rand(32) + 0.5
+        weight = codes.double() * scale[:, None].double()
+        return File(source=stored(folder, {"l.weight": codes, key: scale.reshape(shape)}), weights={"l.weight": weight})
+
+    return file
+
+
+def refused(state: Mapping[str, Tensor], said: Mapping[str, str], config: Config | None = None) -> Any:
+    """Tensors of which those in `said` are not read."""
+    return lambda folder: File(source=stored(folder, state, config), refused=said, fresh=False)
+
+
+def alone(folder: Path) -> File:
+    codes = W.to(torch.float8_e5m2)
+    return File(source=stored(folder, {"l.weight": codes}), weights={"l.weight": codes.double()}, fresh=False)
+
+
+# --- torch's own -----------------------------------------------------------------------------------------------------
+
+
+def _static() -> nn.Module:
+    model = nn.Sequential(nn.Linear(12, 8), nn.Conv2d(3, 4, 3))
+    model.qconfig = torch.ao.quantization.default_qconfig
+    prepared = torch.ao.quantization.prepare(model)
+    prepared[0](torch.ones(2, 12))
+    prepared[1](torch.ones(2, 3, 5, 5))
+    return torch.ao.quantization.convert(prepared)
+
+
+def _dynamic() -> nn.Module:
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def of_torch(make: Callable[[], nn.Module], *names: str) -> Callable[[Path], File]:
+    def file(folder: Path) -> File:
+        torch.manual_seed(0)
+        model = make()
+        torch.save(model.state_dict(), folder / "q.pt")
+        weights = {f"{n}.weight": model.get_submodule(n).weight().dequantize().double() for n in names}
+        return File(source=folder / "q.pt", weights=weights, live=model, fresh=False)
+
+    return file
+
+
+def recurrent(folder: Path) -> File:
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(8, 6)), {nn.LSTM}, dtype=torch.qint8)
+    torch.save(model.state_dict(), folder / "q.pt")
+    return File(source=folder / "q.pt", error="more than tensors")
+
+
+int32, uint8 = torch.ones(8, 16, dtype=torch.int32), torch.ones(16, 8, dtype=torch.uint8)
+SAID = "packed or quantised weights, whose scale is not known here"
+NOT_READ = "not called a weight"
+BNB, GPTQ, AWQ, CT, OPT, FP8 = "bitsandbytes", "GPTQ", "AWQ", "compressed-tensors", "modelopt", "8-bit floats"
+
+CASES: dict[str, Case] = {
+    "4 bits": Case(BNB, packed(lambda: pack.four_bits(nested=False))),
+    "4 bits with scales of 8 bits": Case(BNB, packed(lambda: pack.four_bits(nested=True))),
+    "8 bits, a scale for a row": Case(BNB, packed(pack.int8_rows)),
+    "4 bits and a key that is not known": Case(
+        BNB, packed(lambda: pack.four_bits(nested=False), refused="not understood: rotation", rotation="hadamard")
+    ),
+    "GPTQ of 4 bits": Case(GPTQ, packed(lambda: pack.gptq(4, 1, order=True))),
+    "GPTQ of 8 bits": Case(GPTQ, packed(lambda: pack.gptq(8, 1, order=True))),
+    "GPTQ of 2 bits": Case(GPTQ, packed(lambda: pack.gptq(2, 2, order=True))),
+    "GPTQ of version 2": Case(GPTQ, packed(lambda: pack.gptq(4, 2, order=False))),
+    "GPTQ with quantize_config.json": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=False), beside="quantize_config.json", desc_act=False, sym=True)
+    ),
+    "GPTQ without the order of its groups": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=False), desc_act=True, refused="the order of its groups")
+    ),
+    "GPTQ repacked for Marlin": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), checkpoint_format="marlin", refused="format marlin, which")
+    ),
+    "GPTQ marked as Marlin": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), is_marlin_format=True, refused="is_marlin_format True")
+    ),
+    "GPTQ with other settings for some layers": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"a": {"bits": 8}}, refused="not understood: dynamic")
+    ),
+    "GPTQ of 3 bits": Case(
+        GPTQ,
+        refused(
+            {"w.qweight": torch.zeros(6, 16, dtype=torch.int32), "w.qzeros": torch.zeros(4, 2, dtype=torch.int32),
+             "w.scales": torch.ones(4, 16), "w.g_idx": torch.zeros(64, dtype=torch.int32)},
+            {"w.qweight": SAID, "w.scales": NOT_READ},
+        ),
+    ),
+    "AWQ": Case(AWQ, packed(pack.awq)),
+    "AWQ with its configuration": Case(
+        AWQ, packed(pack.awq, quant_method="awq", bits=4, group_size=16, version="gemm", zero_point=True)
+    ),
+    "AWQ with quant_config.json": Case(
+        AWQ, packed(pack.awq, beside="quant_config.json", w_bit=4, q_group_size=16, version="GEMM", zero_point=True)
+    ),
+    "AWQ packed for vectors": Case(
+        AWQ, packed(pack.awq, quant_method="awq", version="gemv", refused="the version gemv, which is not read")
+    ),
+    "MXFP4": Case("OCP microscaling", packed(lambda: pack.mxfp4(1), quant_method="mxfp4")),
+    "MXFP4 of experts": Case("OCP microscaling", packed(lambda: pack.mxfp4(3), quant_method="mxfp4")),
+    "packed integers of 4 bits": Case(CT, packed(lambda: pack.packed_integers(4, 4))),
+    "packed integers of 8 bits": Case(CT, packed(lambda: pack.packed_integers(8, 1))),
+    "packed integers of 2 bits": Case(CT, packed(lambda: pack.packed_integers(2, 2))),
+    "packed integers with zero points": Case(CT, packed(lambda: pack.packed_integers(4, 4, symmetric=False))),
+    "packed integers with an order of groups": Case(CT, packed(lambda: pack.packed_integers(4, 4, order=True))),
+    "packed integers of a width with a rest": Case(CT, packed(lambda: pack.packed_integers(4, 1, columns=60))),
+    "packed integers after a rotation": Case(
+        CT, packed(lambda: pack.packed_integers(4, 4), transform_config={"R1": {}}, refused="transform_config")
+    ),
+    "packed integers in a format that is not known": Case(
+        CT, packed(lambda: pack.packed_integers(4, 4), format="marlin-24", refused="the format marlin-24")
+    ),
+    "NVFP4": Case(CT, packed(lambda: pack.packed_floats("nvfp4")), float8=True),
+    "MXFP4, packed": Case(CT, packed(lambda: pack.packed_floats("mxfp4"))),
+    "NVFP4 of modelopt": Case(OPT, packed(lambda: pack.packed_floats("modelopt")), float8=True),
+    "NVFP4 without its second scale": Case(
+        OPT,
+        refused({"w.weight": uint8, "w.weight_scale": torch.ones(16, 1).to(torch.float8_e4m3fn)}, {"w.weight": SAID}),
+        float8=True,
+    ),
+    "float8 of modelopt": Case(
+        OPT, scaled("l.weight_scale", (), quant_method="modelopt", quant_algo="FP8"), float8=True
+    ),
+    "float8, one scale": Case(FP8, packed(lambda: pack.float8((1,), "_scale")), float8=True),
+    "float8, a scale for a row": Case(FP8, packed(lambda: pack.float8((16, 1), "_scale")), float8=True),
+    "float8, a scale for a block of 128": Case(
+        FP8, packed(lambda: pack.float8((2, 3), "_scale_inv")), float8=True, slow=True
+    ),
+    "float8 of compressed-tensors": Case(CT, scaled("l.weight_scale", (1,)), float8=True),
+    "float8 of ComfyUI": Case("ComfyUI", scaled("l.scale_weight", ()), float8=True),
+    "float8 of TransformerEngine": Case("TransformerEngine", scaled("l.scale_inv", (1,)), float8=True),
+    "float8 of quanto": Case("quanto", scaled("l.weight.scale", (256, 1), quant_method="quanto"), float8=True),
+    "float8, a scale of two dimensions": Case(FP8, scaled("l.scale", (1, 1)), float8=True),
+    "float8, a vector of scales": Case(FP8, scaled("l.weight_scale", (256,)), float8=True),
+    "float8, a scale for a column": Case(FP8, scaled("l.weight_scale", (1, 192)), float8=True),
+    "float8, a scale for a large block": Case(FP8, scaled("l.weight_scale_inv", (4, 3)), float8=True),
+    "float8, a scale for a block of 2": Case(FP8, scaled("l.weight_scale", (128, 96)), float8=True),
+    "float8, blocks of 64 by the configuration": Case(FP8, blocks_of_64, float8=True),
+    "float8, blocks that do not fit": Case(
+        FP8, other_blocks({"quant_method": "fp8", "weight_block_size": [32, 32]}, "scales it is not known"), float8=True
+    ),
+    "float8, blocks of text": Case(
+        FP8, other_blocks({"quant_method": "fp8", "weight_block_size": [10**30, "x"]}, "not known"), float8=True
+    ),
+    "float8 of a method that is not known": Case(
+        FP8, other_blocks({"quant_method": "new"}, "quantised by new, which is not read"), float8=True
+    ),
+    "float8 with a rotation": Case(
+        FP8, other_blocks({"quant_method": "fp8", "rotation": "hadamard"}, "not understood: rotation"), float8=True
+    ),
+    "float8 beside what may be its scale": Case(
+        FP8,
+        refused(
+            {"l.weight": W.to(torch.float8_e4m3fn), "l.factor": torch.ones(256, 1)},
+            {"l.weight": "float8_e4m3fn, and how l.factor scales it is not known"},
+        ),
+        float8=True,
+    ),
+    "float8 alone": Case(FP8, alone, float8=True),
+    "MXFP8": Case("OCP microscaling", mxfp8, float8=True),
+    "float8 of experts, a vector of scales": Case(FP8, experts((3,)), float8=True),
+    "float8 of experts, a scale each": Case(FP8, experts((3, 1, 1)), float8=True),
+    "int8 of compressed-tensors": Case(CT, int8_rows("l.weight_scale", (32, 1))),
+    "int8, a vector of scales": Case("SmoothQuant", int8_rows("l.weight_scale", (32,))),
+    "HQQ": Case("HQQ", refused({"w.W_q": uint8, "w.scale": torch.ones(64, 1), "w.zero": torch.ones(64, 1)},
+                               {"w.W_q": SAID, "w.scale": NOT_READ})),
+    "AQLM": Case("AQLM", refused({"w.codes": torch.ones(4, 8, 2, dtype=torch.int8), "w.scales": torch.ones(4, 1, 1, 1),
+                                  "w.codebooks": normal(2, 256, 1, 8)},
+                                 {"w.codes": "how w.scales scales it is not known", "w.codebooks": NOT_READ})),
+    "EETQ": Case("EETQ", refused({"w.qweight": torch.ones(8, 16, dtype=torch.int8), "w.weight_scales": torch.ones(16)},
+                                 {"w.qweight": SAID})),
+    "Marlin of 2:4 sparse weights": Case(
+        CT, refused({"w.weight_packed": int32, "w.scale_packed": torch.ones(1, 16), "w.meta": int32.short()},
+                    {"w.weight_packed": SAID, "w.meta": "int16, not weights"})),
+    "statically quantised": Case("torch.ao.quantization", of_torch(_static, "0", "1")),
+    "dynamically quantised": Case("torch.ao.quantization", of_torch(_dynamic, "0", "1")),
+    "dynamically quantised LSTM": Case("torch.ao.quantization", recurrent),
+}  # fmt: skip
