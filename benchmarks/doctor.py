@@ -28,6 +28,7 @@ from gonio.lab import Split, Task, TrainingConfig, accuracy
 
 RESULT = FOLDER / "doctor.json"
 NEAR = 1.0  # points of accuracy
+FIRST_DAMAGED, FIRST_HEALTHY = 3003, 4000  # numbers that no rule was written with; 3003 and 3004 have batch norms
 OUTCOMES = ("restored", "same score", "not restored", "refused", "worse")
 
 
@@ -65,49 +66,40 @@ def outcome(well: float, damaged: float, treated: float, kept: bool) -> str:
     return "restored" if damaged < well - NEAR else "same score"
 
 
-def tried(networks: int, data: Task) -> list[dict[str, Any]]:
-    """One record for each detected damage."""
+def tried(number: int, data: Task) -> list[dict[str, Any]]:
+    """One record for each detected damage of one network."""
     made = []
-    for number in range(3000, 3000 + networks):
-        name, model, _ = healthy(number)
-        well, before = score(model, data), codes(gonio.doctor(model, task=data).before)
-        for case in planted(model):
-            damaged = score(case.model, data)
-            treated = gonio.doctor(case.model, task=data)
-            new = codes(treated.before) - before
-            if not new:
-                continue
-            after = score(treated.model, data)
-            made.append(
-                {
-                    "damage": case.damage.name,
-                    "place": case.place,
-                    "architecture": name,
-                    "codes": sorted({code for code, _ in new}),
-                    "kept": [step.verb for step in treated.kept],
-                    "scores": [round(value, 3) for value in (well, damaged, after)],
-                    "outcome": outcome(well, damaged, after, bool(treated.kept)),
-                }
-            )
-        print(f"{number - 2999} of {networks} networks damaged", file=sys.stderr, flush=True)
+    name, model, _ = healthy(number)
+    well, before = score(model, data), codes(gonio.doctor(model, task=data).before)
+    for case in planted(model):
+        damaged = score(case.model, data)
+        treated = gonio.doctor(case.model, task=data)
+        new = codes(treated.before) - before
+        if not new:
+            continue
+        after = score(treated.model, data)
+        made.append(
+            {
+                "damage": case.damage.name,
+                "place": case.place,
+                "architecture": name,
+                "codes": sorted({code for code, _ in new}),
+                "kept": [step.verb for step in treated.kept],
+                "scores": [round(value, 3) for value in (well, damaged, after)],
+                "outcome": outcome(well, damaged, after, bool(treated.kept)),
+            }
+        )
     return made
 
 
-def left_alone(networks: int, data: Task) -> dict[str, Any]:
-    """What is done to networks without a damage, and the scores before and after it."""
-    learnt, changed = 0, []
-    for number in range(4000, 4000 + networks):
-        name, model, trained = healthy(number)
-        if trained < LEARNT:
-            continue
-        learnt += 1
-        treated = gonio.doctor(model, task=data)
-        if treated.kept:
-            scores = [round(score(each, data), 3) for each in (model, treated.model)]
-            changed.append({"architecture": name, "kept": [s.verb for s in treated.kept], "scores": scores})
-        if learnt % 20 == 0:
-            print(f"{learnt} healthy networks", file=sys.stderr, flush=True)
-    return {"networks": learnt, "changed": changed}
+def left_alone(number: int, data: Task) -> dict[str, Any] | None:
+    """What is done to a network without a damage, and its scores before and after; None if it has not learnt."""
+    name, model, trained = healthy(number)
+    if trained < LEARNT:
+        return None
+    treated = gonio.doctor(model, task=data)
+    scores = [round(score(each, data), 3) for each in (model, treated.model)]
+    return {"architecture": name, "kept": [step.verb for step in treated.kept], "scores": scores}
 
 
 def wilson(hits: int, cases: int) -> tuple[float, float]:
@@ -127,31 +119,45 @@ def table(found: dict[str, Any]) -> str:
     counts = Counter(record["outcome"] for record in records)
     lines += ["", "| of all detected damages | number | share | 95 % interval |", "|---|--:|--:|--:|"]
     well = found["healthy"]
-    worse = sum(case["scores"][1] < case["scores"][0] - 0.5 for case in well["changed"])
+    changed = sum(bool(case["kept"]) for case in well)
+    worse = sum(case["scores"][1] < case["scores"][0] - 0.5 for case in well)
     rows = [(each, counts[each], len(records)) for each in OUTCOMES]
     treated = len(records) - counts["refused"]
     rows += [("restored or same score, of those treated", counts["restored"] + counts["same score"], treated)]
-    rows += [("healthy networks changed", len(well["changed"]), well["networks"])]
-    rows += [("healthy networks made worse", worse, well["networks"])]
+    if well:
+        rows += [("healthy networks changed", changed, len(well))]
+        rows += [("healthy networks made worse", worse, len(well))]
     for what, hits, cases in rows:
         low, high = wilson(hits, cases)
         lines.append(f"| {what} | {hits} of {cases} | {hits / cases:.1%} | {low:.1%} to {high:.1%} |")
-    return "\n".join([*lines, "", f"{found['damaged networks']} damaged networks. torch {found['torch']}."])
+    networks = ", ".join(dict.fromkeys(record["architecture"] for record in records))
+    damaged = f"{found['damaged networks']} damaged networks ({networks})"
+    return "\n".join([*lines, "", f"{damaged}. torch {found['torch']}."])
 
 
 def main(words: list[str]) -> None:
+    """Measure, and store after each network, so that a run that is stopped keeps what it has measured."""
     torch.set_num_threads(1)
     count, damaged = (int(words[0]), int(words[1])) if words else (120, 12)
     data = task()
-    damages = tried(damaged, data)
-    result = {
-        "torch": torch.__version__,
-        "damaged networks": damaged,
-        "healthy": left_alone(count, data),
-        "damages": damages,
-    }
-    RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(RESULT.name)
+    result: dict[str, Any] = {"torch": torch.__version__, "damaged networks": 0, "healthy": [], "damages": []}
+    for number in range(FIRST_DAMAGED, FIRST_DAMAGED + damaged):
+        result["damages"] += tried(number, data)
+        result["damaged networks"] += 1
+        store(result)
+    for number in range(FIRST_HEALTHY, FIRST_HEALTHY + count):
+        if (record := left_alone(number, data)) is not None:
+            result["healthy"].append(record)
+            store(result)
+
+
+def store(result: dict[str, Any]) -> None:
+    """Write the result so far, and say how far it is."""
+    draft = RESULT.with_suffix(".part")
+    draft.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.replace(RESULT)
+    done = f"{result['damaged networks']} damaged and {len(result['healthy'])} healthy networks"
+    print(done, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
