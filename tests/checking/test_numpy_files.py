@@ -17,7 +17,7 @@ from gonio.errors import GonioError, UnreadableFileError
 
 DRAW = torch.Generator().manual_seed(0)
 STATE = {f"layers.{i}.weight": torch.randn(12, 20, generator=DRAW) for i in range(3)}
-ARRAYS = {name: value.numpy() for name, value in STATE.items()}
+ARRAYS: dict[str, Any] = {name: value.numpy() for name, value in STATE.items()}
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -35,7 +35,7 @@ def test_equal_weights_have_equal_figures(
 
 
 def test_a_value_that_is_not_finite_is_found(tmp_path: Path) -> None:
-    bad = {**ARRAYS, "layers.1.weight": ARRAYS["layers.1.weight"].copy()}
+    bad: dict[str, Any] = {**ARRAYS, "layers.1.weight": ARRAYS["layers.1.weight"].copy()}
     bad["layers.1.weight"][2, 3] = np.nan
     np.savez(tmp_path / "m.npz", **bad)
     assert "G001" in {finding.code for finding in gonio.check(tmp_path / "m.npz").findings}

@@ -73,8 +73,9 @@ def _read(path: Path, member: str, start: int, shape: tuple[int, ...], dtype: nu
         with zipfile.ZipFile(path) as archive, archive.open(member) as file:
             file.read(start)
             view, done = raw.view(numpy.uint8).data, 0
-            while got := file.readinto(view[done : done + (1 << 20)]):
-                done += got
+            while block := file.read(min(1 << 20, raw.nbytes - done)):
+                view[done : done + len(block)] = block
+                done += len(block)
             if done != raw.nbytes or file.read(1):  # the last read compares the checksum
                 raise EOFError("it ends before this array does")
     except Exception as error:
