@@ -101,6 +101,7 @@ docs: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md
 	$(BIN)/python docs/build_claims.py
 	$(BIN)/python docs/build_methods.py
+	$(BIN)/python docs/build_sources.py
 
 # The pages, notebooks and docstrings as a site; needs no network. NOTEBOOKS=off leaves the pictures of notebooks out.
 NOTEBOOKS ?= cache

@@ -1,4 +1,4 @@
-"""Writes the tables of claims and costs into the method pages of both languages and into README.zh-CN.md.
+"""Writes the tables of claims and costs into the method pages of both languages, README.zh-CN.md and docs/zh/claims.md.
 
 `python docs/build_methods.py` writes them from benchmarks/results; with `--check` it fails if a page differs. The text
 around the tables is written by hand.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gonio.lab.claims import ClaimResult, from_data, load_claims
+from gonio.lab.claims import VERDICTS, Claim, ClaimResult, from_data, load_claim, load_claims
 from gonio.lab.showing.claims import effect_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,12 +36,12 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Language:
-    """The words of the tables, and the sentences of claims; a missing word stays English."""
+    """The words of the tables, and how a claim is stated; a missing word stays English."""
 
     claims: tuple[str, ...]
     costs: tuple[str, ...]
     words: dict[str, str]
-    sentences: dict[str, str]
+    sentence: Callable[[Claim], str]
 
     def say(self, text: str) -> str:
         for english, own in self.words.items():
@@ -52,10 +53,10 @@ ENGLISH = Language(
     claims=("claim", "verdict here", "effect (95 % interval)"),
     costs=("method", "time, ResNet-18", "peak memory, ResNet-18", "time, small network"),
     words={},
-    sentences={},
+    sentence=lambda claim: claim.claim.rstrip("."),
 )
 CHINESE = Language(
-    claims=("论断", "本机结论", "效应（95% 区间）"),
+    claims=("论断", "实测结论", "效应（95% 区间）"),
     costs=("方法", "耗时，ResNet-18", "内存峰值，ResNet-18", "耗时，小网络"),
     words={
         "no useful effect": "无实际作用",
@@ -63,10 +64,15 @@ CHINESE = Language(
         "contradicted": "与论断相反",
         "undecided": "未定",
         "not a fair test": "比较不公平",
-        "too few seeds to tell": "种子太少，无法判断",
+        "not tried": "未检验",
+        "not run yet": "尚未运行",
         "points": "个百分点",
         "degrees": "度",
         "decades": "个数量级",
+        "octaves": "个倍频程",
+        "nats": "奈特",
+        "bits": "比特",
+        "% of the fall": "%（相对于总降幅）",
         "to": "至",
         "orthogonality, add_grads_": "软正交（`add_grads_`）",
         "SRIP, add_grads_": "SRIP（`add_grads_`）",
@@ -81,21 +87,17 @@ CHINESE = Language(
         "sphere": "球面约束",
         "orthogonal": "正交约束",
     },
-    sentences={
-        "orthogonality-spread": "软正交使训练后网络中卷积核之间的夹角向 90 度集中",
-        "som-mean": "自正交使卷积核夹角的均值趋向 90 度",
-        "som-spread": "自正交使卷积核夹角的分布变窄",
-        "bn-evens-directions": "批归一化使各层输入的方向更均匀，由输出估计的夹角因此更接近真实夹角",
-        "int8-balance": "在神经元之间移动尺度会降低 int8 的准确率，用 `balance_` 移回后即可恢复",
-        "l2-is-fooled": "只在层间移动尺度、函数不变时，L2 惩罚会下降",
-        "log-is-not-fooled": "在层间移动尺度时，权重范数的对数之和不变",
-        "bn-batch-2": "批大小从 25 降到 2 时，批归一化损失的准确率多于组归一化",
-        "spectral-lipschitz": "对每一层做谱归一化可以控制整个网络的 Lipschitz 常数",
-        "weight-norm-grows": "权重归一化中，每步梯度更新使 v 的范数乘以 √(1 + c²)",
-        "gain-tanh": "增益不对时深层网络完全训练不动，增益正确时可以训练",
-        "he-keeps-signal": "方差取 2/m 时，信号经过 50 层 ReLU 仍保持大小",
-    },
+    sentence=lambda claim: claim.claim_zh,
 )  # fmt: skip
+TOPICS = {
+    "000": "卷积核之间的夹角",
+    "001": "权重的尺度",
+    "002": "归一化",
+    "003": "解耦网络",
+    "004": "几何视角的初始化",
+    "training": "训练过程中的范数与夹角",
+    "control": "对照：按构造为假的论断",
+}
 README_METHODS = {
     "gain-tanh": "初始化的增益",
     "orthogonality-spread": "软正交",
@@ -118,7 +120,7 @@ def pages() -> dict[Path, str]:
             written[folder / f"{name}.md"] = _filled(folder / f"{name}.md", tables)
     readme = ROOT / "README.zh-CN.md"
     rows = _claims([found[name] for name in README_METHODS], CHINESE, "docs/claims", names=README_METHODS)
-    return written | {readme: _filled(readme, {"claims": rows})}
+    return written | {readme: _filled(readme, {"claims": rows}), DOCS / "zh" / "claims.md": _all_claims(found)}
 
 
 def _filled(page: Path, tables: dict[str, str]) -> str:
@@ -143,11 +145,39 @@ def _claims(found: list[ClaimResult], language: Language, to: str, *, names: dic
     head = (*((language.costs[0],) if names else ()), *language.claims)
     rows = [head, ("---",) * len(head)]
     for one in found:
-        sentence = language.sentences.get(one.claim.name, one.claim.claim.rstrip("."))
+        sentence = language.sentence(load_claim(one.claim.name))
         link = f"[{sentence}]({to}/{one.claim.seed}.md#{one.claim.name})"
         name = (names[one.claim.name],) if names else ()
         rows.append((*name, link, language.say(one.verdict), language.say(effect_text(one))))
     return _table(rows)
+
+
+def _all_claims(found: dict[str, ClaimResult]) -> str:
+    """The Chinese page of all claims, one table per topic; the English pages have pictures, arms and commands."""
+    claims = load_claims()
+    counts = "，".join(
+        f"{number} 条{CHINESE.say(name)}"
+        for name in VERDICTS
+        if (number := sum(one.verdict == name for one in found.values()))
+    )
+    lines = [
+        "<!-- Written by docs/build_methods.py from benchmarks/results/claims; do not edit. -->",
+        "# 论文的论断与实测结论",
+        "",
+        f"共 {len(claims)} 条论断，检验了其中 {len(found)} 条：{counts}。"
+        "`gonio reproduce` 在你的机器上检验用时短的那些。",
+        "论断的出处见[来源](sources.md)，原文中的错误见[勘误](corrections.md)。"
+        "每条论断链接到英文页面，那里有图、各组得分、随机种子和复现命令。",
+    ]
+    for seed, topic in TOPICS.items():
+        rows = [CHINESE.claims, ("---",) * 3]
+        for claim in (each for each in claims if each.seed == seed):
+            one = found.get(claim.name)
+            verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
+            link = f"[{claim.claim_zh}](../claims/{seed}.md#{claim.name})"
+            rows.append((link, CHINESE.say(verdict), CHINESE.say(effect_text(one)) if one else ""))
+        lines += ["", f"## {topic}", "", _table(rows).rstrip("\n")]
+    return "\n".join(lines) + "\n"
 
 
 def _costs(cases: tuple[str, ...], language: Language) -> str:
@@ -169,7 +199,9 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    different = {page: text for page, text in pages().items() if page.read_text(encoding="utf-8") != text}
+    different = {
+        page: text for page, text in pages().items() if not page.is_file() or page.read_text(encoding="utf-8") != text
+    }
     if "--check" in sys.argv[1:] and different:
         names = ", ".join(str(page.relative_to(ROOT)) for page in different)
         sys.exit(f"{names}: not what the results give; run python docs/build_methods.py")

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "errors": ("GonioError",),
+    "lab": ("doctor",),
     "measuring": ("Measurements", "Tracker", "certify", "check", "measure"),
     "optim": ("hold_",),
     "penalty": ("Penalty", "param_groups"),
@@ -33,7 +34,7 @@ _EXPORTS = {
         "shrink_intruders_",
         "swap_",
     ),
-    **dict.fromkeys(("geometry", "init", "integrations", "lab", "models", "nn", "plots"), ()),
+    **dict.fromkeys(("geometry", "init", "integrations", "models", "nn", "plots"), ()),
     **dict.fromkeys(("parametrizations", "regularizers", "seeding"), ()),
 }
 """Every public subpackage, and those of its names that are available as `gonio.NAME`."""
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import seeding as seeding
     from gonio import surgery as surgery
     from gonio.errors import GonioError as GonioError
+    from gonio.lab.treating.doctor import doctor as doctor
     from gonio.measuring import Measurements as Measurements
     from gonio.measuring import Tracker as Tracker
     from gonio.measuring.certificate import certify as certify

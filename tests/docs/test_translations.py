@@ -15,6 +15,8 @@ METHODS = ("initialisation", "normalisation", "decoupled", "angular-regularisati
 PAIRS = {
     "README.md": "README.zh-CN.md",
     "docs/start.md": "docs/zh/start.md",
+    "docs/sources.md": "docs/zh/sources.md",
+    "docs/claims/corrections.md": "docs/zh/corrections.md",
     **{f"docs/methods/{name}.md": f"docs/zh/methods/{name}.md" for name in METHODS},
 }
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.M | re.S)
@@ -45,7 +47,7 @@ def test_a_chinese_page_follows_the_english_one(english: str, chinese: str) -> N
     assert blocks[0] == blocks[1], f"{chinese}: other code than {english}"
 
 
-@pytest.mark.parametrize("page", [*PAIRS.values(), "docs/zh/glossary.md"])
+@pytest.mark.parametrize("page", [*PAIRS.values(), "docs/zh/glossary.md", "docs/zh/claims.md"])
 def test_a_chinese_page_is_chinese(page: str) -> None:
     """Every paragraph outside code has Chinese characters, apart from markers and lines of links."""
     text = re.sub(r"^---\n.*?\n---\n", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)

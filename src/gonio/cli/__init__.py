@@ -5,7 +5,7 @@ alone takes a second to import. The top of a file imports typer and light module
 imports of what it runs.
 """
 
-from gonio.cli import check, compare, explain, measure, recipe, report, reproduce
+from gonio.cli import check, compare, doctor, explain, measure, recipe, report, reproduce
 from gonio.cli.app import app, main
 
 __all__ = ["app", "main"]
@@ -13,6 +13,7 @@ __all__ = ["app", "main"]
 for _name, _command in (
     ("check", check.check),
     ("measure", measure.measure),
+    ("doctor", doctor.doctor),
     ("explain", explain.explain),
     ("list", explain.list_names),
     ("plan", recipe.plan),

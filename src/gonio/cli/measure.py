@@ -90,7 +90,7 @@ def measure(
         found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)
     if _write(found, targets):
         _summarise(found.findings)
-    _fail(found.findings, fail_on)
+    fail_at(found.findings, fail_on)
 
 
 def _example(source: Any, batch: str) -> Any:
@@ -114,7 +114,7 @@ def _changes(
     findings = found.all_findings if isinstance(found, measuring.Changes) else found.findings
     if _write(found, targets):
         _summarise(findings)
-    _fail(findings, fail_on)
+    fail_at(findings, fail_on)
 
 
 def _widths(source: str, sizes: str, task: str, seed: int, targets: dict[str, str | None]) -> None:
@@ -179,7 +179,7 @@ def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
     return sum(finding.level in levels for finding in found)
 
 
-def _fail(found: Sequence[Finding], fail_on: options.Level | None) -> None:
+def fail_at(found: Sequence[Finding], fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
     if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
         print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")

@@ -20,6 +20,8 @@ _HOME = {
     "RunRecord": "record",
     "across": "judging.multi_task",
     "filter_summary": "running.filter_summary",
+    **dict.fromkeys(("Step", "Treatment"), "treating.treatment"),
+    "doctor": "treating.doctor",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
     **dict.fromkeys(("ACCURACY", "Metric", "Split", "Task", "accuracy"), "tasks.task"),
 }
@@ -54,6 +56,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.tasks.task import Split as Split
     from gonio.lab.tasks.task import Task as Task
     from gonio.lab.tasks.task import accuracy as accuracy
+    from gonio.lab.treating.doctor import doctor as doctor
+    from gonio.lab.treating.treatment import Step as Step
+    from gonio.lab.treating.treatment import Treatment as Treatment
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.lab import StudyPlan
 from gonio.lab.claims import SEEDS, ClaimOptions, claim_names, load_claim, load_claims, plan_claim
+from gonio.lab.claims import claim as claim_module
 from gonio.lab.claims.claim import read_claim
 from gonio.lab.claims.experiment import FULL_SEEDS
 
@@ -113,3 +116,15 @@ def test_another_model_and_other_seeds() -> None:
     plan = plan_claim(load_claim("orthogonality-spread"), ClaimOptions(model="digits-cnn", seeds=3, first_seed=7))
     assert (plan.model, plan.seeds) == ("digits-cnn", (7, 8, 9))
     assert plan.recipes[1].setting == {"arm": {"name": "orthogonality"}}
+
+
+def test_every_claim_of_the_catalogue_has_a_chinese_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader refuses a claim of the catalogue without one; a claim of a user needs none."""
+    for claim in load_claims():
+        assert len(re.findall(r"[\u4e00-\u9fff]", claim.claim_zh)) >= 5, claim.name
+    text = (claim_module._CATALOG / "som-mean.yaml").read_text(encoding="utf-8")
+    (tmp_path / "som-mean.yaml").write_text(re.sub(r"claim_zh: .*\n", "", text), encoding="utf-8")
+    assert load_claim(tmp_path / "som-mean.yaml").claim_zh == ""
+    monkeypatch.setattr(claim_module, "_CATALOG", tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"must have a Chinese sentence; found no claim_zh\. Add"):
+        load_claim(tmp_path / "som-mean.yaml")

@@ -42,8 +42,30 @@ def test_a_changed_number_makes_a_page_stale(
     assert any(path.read_text(encoding="utf-8") != text for path, text in builder.pages().items())
 
 
+def test_a_claim_of_equality_shows_its_effect(builder: ModuleType) -> None:
+    """In the table of all claims and in the Chinese one, whatever its verdict."""
+    found, _ = builder._findings()
+    same = [name for name, one in found.items() if one.claim.direction == "same"]
+    assert len(same) >= 10
+    for page in ("docs/claims/README.md", "docs/zh/claims.md"):
+        rows = (ROOT / page).read_text(encoding="utf-8").splitlines()
+        shown = {name: next(row for row in rows if f"#{name})" in row) for name in same}
+        assert [name for name, row in shown.items() if not re.search(r"[+−][\d.e-]+ .*\([+−]", row)] == []
+
+
+def test_the_two_studies_of_decoupled_operators_name_each_other() -> None:
+    claims, study = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("claims/003.md", "howto/decoupled-evidence.md")
+    )
+    assert "../howto/decoupled-evidence.md" in claims
+    assert "../claims/003.md#operator-grid" in study
+
+
 def test_the_page_of_corrections_names_tests_and_claims_that_exist() -> None:
-    text = (ROOT / "docs" / "claims" / "corrections.md").read_text(encoding="utf-8")
+    text, chinese = (
+        (ROOT / "docs" / folder / "corrections.md").read_text(encoding="utf-8") for folder in ("claims", "zh")
+    )
+    assert re.findall(r"`(test_\w+)`", chinese) == re.findall(r"`(test_\w+)`", text)
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) >= 25

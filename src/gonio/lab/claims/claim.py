@@ -133,7 +133,8 @@ class Claim(BaseModel):
     Attributes:
         name: of the file.
         seed: the document that states it, or a topic that the documents leave out, see :data:`SEEDS`.
-        claim: the sentence. source: paper and section.
+        claim: the sentence. claim_zh: the same in Chinese, for the Chinese pages; every claim of the catalogue has it.
+        source: paper and section.
         measure: what is measured, a measure of :func:`gonio.lab.running.measures.measures`, with options.
         direction: the claim is that the contrast is `larger` than 0, `smaller`, or the `same`.
         sesoi: smallest effect of interest in the unit of the measure.
@@ -154,6 +155,7 @@ class Claim(BaseModel):
     name: _Name
     seed: Literal["000", "001", "002", "003", "004", "training", "control"]
     claim: _Text
+    claim_zh: str = ""
     source: _Text
     measure: str = "accuracy"
     options: dict[str, Any] = {}
@@ -230,7 +232,11 @@ def load_claim(source: str | Path) -> Claim:
         path = _CATALOG / f"{source}.yaml"
         if str(source) not in claim_names():
             raise UnknownNameError("claim", str(source), claim_names())
-    return read_claim(parse(read(path), origin=path.name).data, origin=path.name)
+    claim = read_claim(parse(read(path), origin=path.name).data, origin=path.name)
+    if path.parent == _CATALOG and not claim.claim_zh:
+        needs = f"{path.name} is a claim of the catalogue and must have a Chinese sentence"
+        raise InvalidArgumentError(needs, "no claim_zh", "Add it.")
+    return claim
 
 
 def read_claim(data: Any, *, origin: str) -> Claim:

@@ -27,6 +27,7 @@ from gonio.geometry.duplicates import NEAR
 from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
+from gonio.measuring.findings.prescriptions import prescriptions
 from gonio.measuring.reading.entry import CONSTANT, FIXED, MAYBE_PADDING, PADDING
 
 LEVELS = ("info", "warn", "error")
@@ -190,7 +191,8 @@ def markdown_findings(findings: Sequence[Finding], whole: str = "the model") -> 
 
 
 def explain(code: str | Finding) -> str:
-    """A rule in words: what it finds, its meaning, the value for random weights, what to do, its false-alarm rate.
+    """A rule in words: what it finds, its meaning, the value for random weights, what to do, what `gonio.doctor` does
+    about it or why it does nothing, its false-alarm rate.
 
     Args:
         code: of the rule, or a finding of it.
@@ -209,7 +211,8 @@ def explain(code: str | Finding) -> str:
     text = rule.text
     chance = [f"Random weights: {text.chance}"] if text.chance else []
     alarms = f"none by construction: {text.exact}" if text.exact else _rate(rule.code)
-    rest = [f"What to do: {text.do}", f"False alarms: {alarms}", f"Source: {text.source}"]
+    treated = f"gonio.doctor: {prescriptions()[rule.code]}"
+    rest = [f"What to do: {text.do}", treated, f"False alarms: {alarms}", f"Source: {text.source}"]
     return "\n".join([f"{rule.code} ({text.level}): {text.title}", "", text.means, *chance, *rest])
 
 

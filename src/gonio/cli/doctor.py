@@ -1,0 +1,99 @@
+"""`gonio doctor`: treat the findings of a model, and keep what is proved."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gonio.cli import options
+from gonio.cli.app import check_folder, check_folders, print_err, print_out, save, users_code
+from gonio.cli.measure import fail_at
+from gonio.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from gonio.cli.checkpoint import Checkpoint
+    from gonio.lab import Treatment
+
+CHECKPOINT, STEPS, PAGE = "treated.safetensors", "treatment.json", "treatment.html"
+Folder = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help=f"Write {CHECKPOINT}, {STEPS} and {PAGE} into this folder.", metavar="FOLDER"),
+]
+Task = Annotated[
+    str | None, typer.Option(help="A task of gonio compare: its held-out score proves a treatment.", metavar="TASK")
+]
+Unproven = Annotated[
+    bool, typer.Option("--unproven", help="Keep a treatment that can be neither proved nor refuted without a task.")
+]
+
+
+def doctor(
+    source: options.Source,
+    *,
+    model: options.OfCheckpoint = None,
+    task: Task = None,
+    batch: options.Batch = None,
+    output: Folder = None,
+    json: options.Json = None,
+    seed: options.Seed = 0,
+    unproven: Unproven = False,
+    fail_on: options.FailOn = None,
+) -> None:
+    """Treat the findings of a model on a copy: apply, measure again, prove, and keep or undo.
+
+    A checkpoint needs --model, its architecture; without it treatments are only named. The source is never overwritten.
+    --fail-on counts the findings that are left.
+    """
+    import gonio
+    from gonio.cli.checkpoint import read, restored_model
+    from gonio.cli.inputs import check_runs, read_batch, read_source
+
+    check_folders({"json": json})
+    _check_output(output)
+    held = None if model is None else read(source)
+    first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)
+    if isinstance(first, str) and (task or batch):
+        option = "--task" if task else "--batch"
+        raise InvalidArgumentError(f"{option} runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
+    example = None if batch is None else read_batch(batch, option="--batch")
+    if example is not None:
+        check_runs(first, example, option="--batch")
+    with users_code(task, model, source):
+        treated = gonio.doctor(first, task=task, batch=example, apply_unproven=unproven)
+    if json is None:
+        print_out(str(treated))
+    else:
+        save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
+    if output is not None:
+        _write(treated, output, held)
+    fail_at(treated.after.findings, fail_on)
+
+
+def _check_output(output: Path | None) -> None:
+    """Refuse a folder that holds a result already, so that nothing is overwritten."""
+    if output is None:
+        return
+    check_folder(str(output))
+    there = [name for name in (CHECKPOINT, STEPS, PAGE) if (output / name).exists()]
+    if there or (output.exists() and not output.is_dir()):
+        found = f"{', '.join(there)} in it" if there else "a file"
+        raise InvalidArgumentError(f"-o takes a folder for new results, not {str(output)!r}", found, "Name another.")
+
+
+def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
+    """The page and the steps; the weights only if a step was kept."""
+    from gonio.cli.checkpoint import Checkpoint, write
+
+    output.mkdir(exist_ok=True)
+    treated.page(output / PAGE)
+    save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), str(output / STEPS), "treatment")
+    if treated.model is None or not treated.kept:
+        print_err("no checkpoint was written, because no treatment was kept")
+        return
+    recipe, seed = (None, 0) if held is None else (held.recipe, held.seed)
+    target = output / CHECKPOINT
+    write(Checkpoint(str(target), treated.model.state_dict(), recipe, seed))
+    print_err(f"checkpoint written to {target}")

@@ -1,0 +1,127 @@
+"""The result of `doctor`: what was found, what was tried, what proved it, and the treated model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gonio.editing.edit import Edited
+from gonio.escaping import html_table, plain, write_text
+from gonio.measuring import Finding, Measurements
+from gonio.pages import render
+
+SCHEMA = "gonio.treatment/1"
+HEAD = ("treatment", "for", "verdict", "why")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One treatment that was prescribed.
+
+    Attributes:
+        verb, options: what was to be done. `codes`: of the rules whose findings it treats.
+        verdict: `kept`, `undone` (it was tried on the copy, and taken back) or `not applied`.
+        proof: what proved it, or why it was not kept.
+        proved: whether a proof was found; False for a step that was kept because `apply_unproven` asked for it.
+    """
+
+    verb: str
+    options: Mapping[str, Any]
+    codes: tuple[str, ...]
+    verdict: str
+    proof: str
+    proved: bool = False
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """The cells of a table."""
+        return self.verb, ", ".join(self.codes), self.verdict, self.proof
+
+
+@dataclass(frozen=True, repr=False)
+class Treatment:
+    """The findings of a model, their treatments with proofs, and the treated copy of the model.
+
+    `str()` is a table; a notebook shows it as HTML.
+
+    Attributes:
+        source: the name of the model or file.
+        before, after: the measurements of the model and of its treated copy.
+        steps: each prescribed treatment with its verdict.
+        untreated: the findings that are left and have no prescription, each with the reason.
+        model: the treated copy; None for a file without its model.
+    """
+
+    source: str
+    before: Measurements
+    after: Measurements
+    steps: tuple[Step, ...]
+    untreated: tuple[tuple[Finding, str], ...]
+    model: nn.Module | None = None
+    edits: tuple[Edited, ...] = field(default=(), compare=False)
+
+    @property
+    def kept(self) -> tuple[Step, ...]:
+        """The steps that are in force in `model`."""
+        return tuple(step for step in self.steps if step.verdict == "kept")
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The kept steps as data: verbs of :mod:`gonio.surgery` with their options, in order."""
+        steps = [{"verb": step.verb, "options": dict(step.options), "for": list(step.codes)} for step in self.kept]
+        return {"schema": SCHEMA, "steps": steps}
+
+    @property
+    def summary(self) -> str:
+        """The result in one sentence."""
+        if not self.before.findings:
+            return "Nothing to do: no findings."
+        counts = f"{len(self.before.findings)} before, {len(self.after.findings)} after"
+        done = ", ".join(step.verb for step in self.kept) or "nothing"
+        return f"Findings: {counts}. Done: {done}."
+
+    def undo_(self) -> None:
+        """Take all kept steps back, exactly: `model` then equals the model that was given.
+
+        Raises: UndoError if it was undone before.
+        """
+        for edit in reversed(self.edits):
+            edit.undo_()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the measurements' tables as JSON-able data."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "summary": self.summary,
+            "before": [asdict(finding) for finding in self.before.findings],
+            "after": [asdict(finding) for finding in self.after.findings],
+            "steps": [asdict(step) | {"codes": list(step.codes), "options": dict(step.options)} for step in self.steps],
+            "untreated": [{"code": finding.code, "path": finding.path, "why": why} for finding, why in self.untreated],
+            "recipe": self.recipe,
+        }
+
+    def page(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained page: before, after, proof."""
+        text = render("gonio.lab.treating", "treatment.html.j2", t=self, head=HEAD, recipe=self.recipe["steps"])
+        return write_text(text, path)
+
+    @property
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = [step.row for step in self.steps]
+        return [*rows, *(("none", f"{f.code} {f.path}".strip(), "untreated", why) for f, why in self.untreated)]
+
+    def __repr__(self) -> str:
+        return f"<Treatment of {plain(self.source)}: {len(self.kept)} of {len(self.steps)} steps kept>"
+
+    def __str__(self) -> str:
+        lines = [f"  {verb}: {verdict} (for {codes}): {why}" for verb, codes, verdict, why in self._rows]
+        return "\n".join(plain(line, longest=len(line)) for line in (f"{self.source}: {self.summary}", *lines))
+
+    def _repr_html_(self) -> str:
+        return html_table(self.source, HEAD, self._rows, [self.summary])

@@ -1,0 +1,52 @@
+"""Prescriptions: what to do about the findings of each rule, as data, or why nothing is done.
+
+`gonio.doctor` fills them; `gonio explain CODE` shows them. The registry is `prescriptions.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prescription:
+    """The treatment of one rule's findings; either `verb` or `none` is empty.
+
+    Attributes:
+        verb: the name of a verb of :mod:`gonio.surgery`. `options`: its arguments.
+        proof: `same function`, which the verb promises, or `held-out score`, which takes a task.
+        why: the reason that it can help. `changes`: what it changes and costs. `cannot`: what it does not repair.
+        buffers: it acts on findings of buffers only.
+        none: why there is no treatment.
+    """
+
+    verb: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    proof: str = ""
+    why: str = ""
+    changes: str = ""
+    cannot: str = ""
+    buffers: bool = False
+    none: str = ""
+
+    def __str__(self) -> str:
+        if self.none:
+            return f"none. {self.none}"
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return (
+            f"{self.verb}({options}), proved by {self.proof}. {self.why} It changes {self.changes} "
+            f"It does not repair: {self.cannot[0].lower()}{self.cannot[1:]}"
+        )
+
+
+@cache
+def prescriptions() -> Mapping[str, Prescription]:
+    """The prescription of every rule, by code."""
+    import yaml  # only a treatment or an explanation needs it
+
+    content = (resources.files("gonio.measuring.findings") / "prescriptions.yaml").read_text(encoding="utf-8")
+    return {code: Prescription(**fields) for code, fields in yaml.safe_load(content).items()}

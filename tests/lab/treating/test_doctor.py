@@ -1,0 +1,196 @@
+"""`gonio.doctor`: findings are treated on a copy, and a change is kept only with a proof."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.lab import Split, Task, TrainingConfig
+from gonio.measuring.findings.prescriptions import prescriptions
+from gonio.measuring.findings.rules import RULES, explain
+
+
+def network() -> nn.Sequential:
+    """Three classes by their prototypes, behind a batch norm whose statistics are those of the task."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    data = task()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(30):
+        optimizer.zero_grad()
+        data.loss(model(data.train.inputs), data.train.targets).backward()
+        optimizer.step()
+    gonio.calibrate_(model, [data.train.inputs])
+    return model.eval()
+
+
+def task() -> Task:
+    random = torch.Generator().manual_seed(1)
+    prototypes = 3 * torch.randn(3, 8, generator=random)
+
+    def split(count: int) -> Split:
+        targets = torch.arange(count) % 3
+        return Split(prototypes[targets] + torch.randn(count, 8, generator=random), targets)
+
+    training = TrainingConfig(epochs=1, batch_size=12, lr=0.05)
+    return Task(
+        name="blobs", train=split(96), validation=split(96), test=split(96), model="none", sizes={}, training=training,
+        sesoi=1.0,
+    )  # fmt: skip
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
+
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+        model[0].bias.mul_(1000)
+        model[2].weight.div_(1000)
+    return model
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_has_a_prescription_or_the_reason_why_not(code: str) -> None:
+    prescription = prescriptions()[code]
+    assert bool(prescription.verb) != bool(prescription.none)
+    if prescription.verb:
+        assert callable(getattr(gonio, prescription.verb))
+        assert prescription.proof in ("same function", "held-out score")
+        assert all((prescription.why, prescription.changes, prescription.cannot))
+    assert f"gonio.doctor: {prescription}" in explain(code)
+
+
+def test_no_prescription_is_of_an_unknown_rule() -> None:
+    assert set(prescriptions()) == set(RULES)
+
+
+def test_a_healthy_model_gets_nothing() -> None:
+    model = network()
+    treated = gonio.doctor(model, task=task())
+    assert (treated.steps, treated.untreated, treated.recipe["steps"]) == ((), (), [])
+    assert "Nothing to do" in str(treated)
+    assert same(model, treated.model)
+    assert treated.model is not model
+
+
+def test_scale_is_moved_with_the_same_function_and_undone_exactly() -> None:
+    model, x = scaled(), torch.randn(32, 16)
+    before = copy.deepcopy(model)
+    treated = gonio.doctor(model, batch=x)
+    assert [finding.code for finding in treated.before.findings] == ["G409"]
+    assert not treated.after.findings
+    assert [(step.verb, step.verdict, step.proved) for step in treated.steps] == [("balance_", "kept", True)]
+    assert treated.recipe["steps"] == [{"verb": "balance_", "options": {}, "for": ["G409"]}]
+    reference = copy.deepcopy(before).double()
+    assert torch.allclose(treated.model(x).double(), reference(x.double()), rtol=1e-4, atol=1e-4)
+    assert same(model, before)
+    assert not same(treated.model, before)
+    treated.undo_()
+    assert same(treated.model, before)
+    with pytest.raises(gonio.surgery.UndoError, match="undone before"):
+        treated.undo_()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "value", "code"),
+    [("running_var", -1.0, "G105"), ("running_mean", float("nan"), "G001"), ("running_mean", 50.0, "G410")],
+)
+def test_statistics_are_measured_anew_with_a_proof(buffer: str, value: float, code: str) -> None:
+    healthy, data = network(), task()
+    score = gonio.lab.accuracy(healthy(data.test.inputs), data.test.targets)
+    damaged = copy.deepcopy(healthy)
+    damaged[1].get_buffer(buffer).fill_(value)
+    before = copy.deepcopy(damaged)
+    treated = gonio.doctor(damaged, task=data)
+    assert [(step.verb, step.verdict, step.proved) for step in treated.steps] == [("calibrate_", "kept", True)]
+    assert code in treated.steps[0].codes
+    assert not treated.after.findings
+    assert abs(gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) - score) <= 2
+    assert same(damaged, before)
+
+
+def test_without_data_nothing_is_applied_unless_it_is_asked_for() -> None:
+    damaged, x = network(), task().train.inputs
+    damaged[1].running_var[0] = -1
+    refused = gonio.doctor(damaged, batch=x)
+    assert [(step.verdict, step.proved) for step in refused.steps] == [("not applied", False)]
+    assert "not provable without data" in refused.steps[0].proof
+    assert same(refused.model, damaged)
+    kept = gonio.doctor(damaged, batch=x, apply_unproven=True)
+    assert [(step.verdict, step.proved) for step in kept.steps] == [("kept", False)]
+    assert "not proved" in kept.steps[0].proof
+    assert gonio.doctor(damaged, apply_unproven=True).steps[0].verdict == "not applied"
+
+
+def test_a_nan_weight_is_refused() -> None:
+    model = network()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    treated = gonio.doctor(model, task=task())
+    assert not treated.kept
+    assert any(finding.code == "G001" and "value is lost" in why for finding, why in treated.untreated)
+    assert same(treated.model, model)
+
+
+def test_a_change_that_makes_the_score_worse_is_undone() -> None:
+    """The statistics are right for the validation data, and the training data are not like them."""
+    model, data = network(), task()
+    shifted = replace(data, train=Split(data.train.inputs + 20, data.train.targets))
+    treated = gonio.doctor(model, task=shifted)
+    assert [(step.verb, step.verdict) for step in treated.steps] == [("calibrate_", "undone")]
+    assert "accuracy on held-out blobs: -" in treated.steps[0].proof
+    assert same(treated.model, model)
+
+
+def test_a_change_that_leaves_the_finding_is_undone() -> None:
+    """A dominant filter of the last layer: no layer after it takes its scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    with torch.no_grad():
+        model[2].weight[0] *= 1000
+    treated = gonio.doctor(model)
+    assert [(step.verdict, step.proof) for step in treated.steps] == [("undone", "the findings remain after it")]
+    assert same(treated.model, model)
+
+
+def test_a_verb_that_refuses_is_reported() -> None:
+    model = nn.Sequential(nn.Linear(16, 32))
+    with torch.no_grad():
+        model[0].weight[0] *= 1000
+    treated = gonio.doctor(model)
+    assert treated.steps[0].verdict in ("not applied", "undone")
+    assert same(treated.model, model)
+
+
+def test_of_a_state_dict_treatments_are_only_named() -> None:
+    damaged = network()
+    damaged[1].running_var[0] = -1
+    treated = gonio.doctor(damaged.state_dict())
+    assert (treated.model, treated.edits) == (None, ())
+    assert [(step.verb, step.verdict) for step in treated.steps] == [("calibrate_", "not applied")]
+    assert "pass the model" in treated.steps[0].proof
+    with pytest.raises(gonio.GonioError, match="runs a model on a task or a batch; found OrderedDict"):
+        gonio.doctor(damaged.state_dict(), task=task())
+
+
+def test_shown_and_written(tmp_path: Path) -> None:
+    treated = gonio.doctor(scaled(), batch=torch.randn(32, 16))
+    assert json.loads(json.dumps(treated.to_dict()))["recipe"] == treated.recipe
+    assert "balance_: kept (for G409)" in str(treated)
+    assert "<td>balance_</td>" in treated._repr_html_()
+    text = treated.page(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "largest deviation" in text
+    assert repr(treated) == "<Treatment of Sequential: 1 of 1 steps kept>"
