@@ -22,7 +22,7 @@ from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".json")
+_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".npz", ".json")
 _MOST_NUMBERS = 2**28  # in a batch, 1 GiB; more is a typing error
 
 

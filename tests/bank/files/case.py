@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -90,6 +91,9 @@ def tensors_of(source: Any) -> list[str]:
                 with safe_open(one, framework="np") as file:
                     names += file.keys()
             return names
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                return list(archive.files)
         candidates = [path] if path.is_file() else [f for end in ("bin", "pt", "pth") for f in path.glob(f"*.{end}")]
         source = torch.load(candidates[0], map_location="cpu", weights_only=False)
     return list(_leaves(source, ""))

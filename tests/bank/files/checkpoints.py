@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -228,9 +227,9 @@ def raw(name: str, content: bytes, said: str) -> Callable[[Path], File]:
 
 
 def numpy_archive(folder: Path) -> File:
-    buffer = io.BytesIO()
-    np.savez(buffer, **{name.replace(".", "/"): value.numpy() for name, value in STATE.items()})
-    return raw("model.npz", buffer.getvalue(), r"its kind '\.npz' is not known")(folder)
+    arrays: dict[str, Any] = {name: value.numpy() for name, value in STATE.items()}
+    np.savez(folder / "model.npz", **arrays)
+    return File(source=folder / "model.npz", weights=WEIGHTS)
 
 
 def model_ema(folder: Path) -> File:

@@ -28,6 +28,8 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.numpy_files import SUFFIX as NUMPY
+from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in
@@ -110,7 +112,9 @@ def _of_file(path: Path) -> Inventory:
     if path.suffix in SUFFIXES:
         found = _of_content(mapped_content(path), path.name)
         return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
-    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES))
+    if path.suffix == NUMPY:
+        return Inventory(tuple(_of_numpy(path)), files=(path,))
+    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES, NUMPY))
     raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
 
 
@@ -347,6 +351,22 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
 @contextmanager
 def _nothing() -> Iterator[Read]:
     yield lambda at, target: None
+
+
+def _of_numpy(path: Path) -> Iterator[Place]:
+    """The arrays of an archive of NumPy, each in memory while it is checked."""
+    for name, stored in stored_in_numpy(path).items():
+        dtype = dtype_named(stored.dtype)
+        size = 0 if dtype is None else stored.entries * dtype.itemsize
+        reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
+        opened = partial(_loaded, stored.load)
+        yield Place(name, path.name, stored.dtype, stored.shape, size, opened, reason=reason)
+
+
+@contextmanager
+def _loaded(load: Callable[[], Tensor]) -> Iterator[Read]:
+    with _in_memory(load()) as read:
+        yield read
 
 
 @contextmanager

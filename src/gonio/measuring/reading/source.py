@@ -31,6 +31,8 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.numpy_files import SUFFIX as NUMPY
+from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
@@ -232,14 +234,16 @@ def _of_file(path: Path, key: str) -> Opened:
         raise absent(path)
     if path.suffix in SUFFIXES:
         return open_torch(path, key)
-    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES))
-    if key and path.suffix == ".safetensors":
+    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES, NUMPY))
+    if key and path.suffix in (".safetensors", NUMPY):
         do = "Leave the key out."
         raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, do)
     if path.name.endswith(".index.json"):
         return open_shards(path)
     if path.suffix == ".safetensors":
         return Opened(stored_in_safetensors(path))
+    if path.suffix == NUMPY:
+        return Opened(stored_in_numpy(path))
     raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
 
 

@@ -1,0 +1,84 @@
+"""Archives of NumPy (`.npz`): one array per member, read when it is measured; objects are never unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+from gonio.errors import UnreadableFileError
+from gonio.escaping import plain
+from gonio.measuring.reading.entry import StoredTensor, dtype_named
+from gonio.measuring.reading.safetensors_files import damaged
+
+SUFFIX = ".npz"
+_LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; deflate reaches 1032
+
+
+def stored_in_numpy(path: Path) -> dict[str, StoredTensor]:
+    """The arrays of an archive by their names. Headers are read, and no values yet.
+
+    The format is that of `numpy.lib.format`. A member that is of a dtype that torch does not have is an entry that
+    says so when it is read.
+
+    Raises:
+        UnreadableFileError: if the file is no archive, holds a name twice, or a member that is no array
+            or has another size than its header says.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored: dict[str, StoredTensor] = {}
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                if name in stored:
+                    raise ValueError(f"it holds {plain(name, longest=80)} twice")
+                stored[name] = _member(path, archive, info)
+        return stored
+    except Exception as error:  # the readers' own errors, OSError, and those that a hostile header provokes
+        raise damaged(path, error) from error
+
+
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredTensor:
+    with archive.open(info) as file:
+        version = npy.read_magic(file)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"{plain(info.filename, longest=80)} has the version {version} of the format")
+        shape, by_columns, dtype = read(file)
+        start = file.tell()
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"{plain(info.filename, longest=80)} has a size that is not a natural number")
+    if not dtype.hasobject and info.file_size - start != (size := prod(shape) * dtype.itemsize):
+        raise ValueError(f"{plain(info.filename, longest=80)} holds {info.file_size - start} bytes, not {size}")
+    if info.file_size > _LARGEST_RATIO * min(info.compress_size, path.stat().st_size) + start:
+        raise ValueError(f"{plain(info.filename, longest=80)} would unfold to {info.file_size} bytes")
+    named = "objects of Python" if dtype.hasobject else dtype.name
+    load = partial(_read, path, info.filename, start, shape, dtype, by_columns)
+    return StoredTensor(shape, named, load)
+
+
+def _read(path: Path, member: str, start: int, shape: tuple[int, ...], dtype: numpy.dtype, by_columns: bool) -> Tensor:
+    known = None if dtype.hasobject else dtype_named(dtype.name)
+    if known is None:
+        held = "objects of Python, which are never unpickled" if dtype.hasobject else f"the dtype {dtype}"
+        raise UnreadableFileError(str(path), f"{plain(member)} holds {held}", "Save numbers of a plain dtype.")
+    try:
+        raw = numpy.empty(prod(shape), dtype)
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            file.read(start)
+            view, done = raw.view(numpy.uint8).data, 0
+            while block := file.read(min(1 << 20, raw.nbytes - done)):
+                view[done : done + len(block)] = block
+                done += len(block)
+            if done != raw.nbytes or file.read(1):  # the last read compares the checksum
+                raise EOFError("it ends before this array does")
+    except Exception as error:
+        raise damaged(path, error) from error
+    native = raw.astype(dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(native.reshape(shape, order="F" if by_columns else "C")).contiguous()
