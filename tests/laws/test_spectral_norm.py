@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import gonio
 from catalog import seeded
 from gonio import parametrizations as P
+from ranks import WORLD, spawned
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -88,6 +93,113 @@ def test_the_norm_is_kept_after_each_of_300_steps(name: str) -> None:
     for number in range(300):
         step_(model, optimizer, number)
         assert_kept(model)
+
+
+# --- ways of training: the norm of each weight with which a forward computed, read by hooks in that forward ---------
+
+
+def seen(model: nn.Module) -> list[float]:
+    """The list to which each forward of a normalised layer adds the norm of the weight that it used."""
+    found: list[float] = []
+    for layer in model.modules():
+        if P.is_parametrized(layer):
+            layer.register_forward_hook(lambda layer, _, __: found.extend(norms(layer)))
+    return found
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    step_(model, optimizer, number)
+
+
+def checkpointed(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=number % 2 == 0), number).backward()
+    optimizer.step()
+
+
+def adversarially(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A critic's step: real and false images, in two forwards, and a third through which another model learns."""
+    optimizer.zero_grad()
+    (real, _), (false, _) = batch(2 * number), batch(2 * number + 1)
+    (nn.functional.relu(1 - model(real)[:, 0]) + nn.functional.relu(1 + model(false)[:, 0])).mean().backward()
+    optimizer.step()
+    torch.autograd.grad(-model(false.requires_grad_())[:, 0].mean(), false)
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    for part in range(3):
+        (loss_of(model, 3 * number + part) / 3).backward()
+    optimizer.step()
+
+
+def skipping(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Each third step overflows, and a gradient scaler leaves it out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, number)).backward()
+    before = [raw.detach().clone() for raw in raws(model)]
+    if number % 3 == 0:
+        raws(model)[0].grad.fill_(torch.inf)
+    scaler.step(optimizer)
+    assert equal(before, raws(model)) == (number % 3 == 0)
+
+
+def reloading(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Each fifth step goes back to the state of a copy that made two steps more."""
+    step_(model, optimizer, number)
+    if number % 5 == 4:
+        ahead = copy.deepcopy(model)
+        other = OPTIMIZERS["SGD 0.1 with momentum"](list(ahead.parameters()))
+        for extra in range(2):
+            step_(ahead, other, 100 + extra)
+        model.load_state_dict(ahead.state_dict())
+
+
+WAYS = {way.__name__: way for way in (plainly, checkpointed, adversarially, accumulating, skipping, reloading)}
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "fused AdamW"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_forward_of_a_training_uses_weights_of_the_norm(way: str, optimizer: str) -> None:
+    model = normalised()
+    found, steps = seen(model), OPTIMIZERS[optimizer](list(model.parameters()))
+    for number in range(25):
+        WAYS[way](model, steps, number)
+    assert len(found) >= 25 * len(norms(model))
+    assert found == pytest.approx([1.0] * len(found), abs=0.01)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_law_of_ways_refuses_vectors_that_stay(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = normalised()
+    monkeypatch.setattr(P.SpectralNorm, "_follow_", lambda self, raw: None)
+    found, steps = seen(model), OPTIMIZERS["SGD 0.1 with momentum"](list(model.parameters()))
+    for number in range(25):
+        WAYS[way](model, steps, number)
+    assert max(found) > 1.01
+
+
+def _distributed() -> dict[str, list[float]]:
+    """The norms that the forwards of each rank used: DDP on different batches, FSDP 2 on one."""
+    found: dict[str, list[float]] = {}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    for name in ("DDP", "FSDP 2"):
+        model = normalised()
+        wrapped = DistributedDataParallel(model) if name == "DDP" else fully_shard(model, mesh=mesh)
+        found[name] = seen(model)
+        optimizer = OPTIMIZERS["SGD 0.1 with momentum"](list(model.parameters()))
+        for number in range(25):
+            step_(wrapped, optimizer, WORLD * number + (dist.get_rank() if name == "DDP" else 0))
+    return found
+
+
+@pytest.mark.slow
+def test_every_forward_of_several_processes_uses_weights_of_the_norm(tmp_path: Path) -> None:
+    for rank in spawned(_distributed, tmp_path):
+        for name, found in rank.items():
+            assert len(found) == 25 * len(norms(normalised())), name
+            assert found == pytest.approx([1.0] * len(found), abs=0.01), name
 
 
 def test_the_control_without_its_own_steps_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +322,17 @@ def test_functional_calls_with_other_weights_change_nothing() -> None:
     assert equal(before, vectors(model))
 
 
-def test_compiled_training_keeps_the_norm_in_one_graph() -> None:
+@pytest.mark.parametrize("steps", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_compiled_training_keeps_the_norm_in_one_graph(steps: int) -> None:
     torch._dynamo.reset()
     model = normalised()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     optimizer = OPTIMIZERS["SGD 0.1 with momentum"](list(model.parameters()))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for number in range(8):
+        for number in range(steps):
             optimizer.zero_grad()
             loss_of(compiled, number).backward()
             optimizer.step()
+            if steps > 8:  # of a copy: a read in training mode would advance the vectors once more
+                assert_kept(copy.deepcopy(model).eval())
     assert_kept(model.eval())
