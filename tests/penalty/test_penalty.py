@@ -14,7 +14,8 @@ from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError
-from gonio.geometry import layout_of
+from gonio.geometry import layout_of, matrix_view
+from gonio.seeding import generator
 from laws.support import reloaded
 from tolerances import close, exact
 
@@ -72,7 +73,7 @@ def test_values_name_the_terms_of_a_term() -> None:
 
 def test_outputs_are_read_without_their_bias_and_with_their_groups() -> None:
     model, x = network(), batch()
-    for som in (R.SelfOrthogonality(1.0), R.SelfOrthogonality.paper()):
+    for som in (R.SelfOrthogonality(1.0), R.SelfOrthogonality.paper(1.0)):
         with Penalty(model, [("2", som)]) as penalty:
             model(x)
             hidden = model[1](model[0](x))
@@ -291,3 +292,34 @@ def test_a_state_of_other_terms_is_refused_by_name(case: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"takes the state of the same terms; found .*1\.weight/SRIP"):
         other.load_state_dict(penalty.state_dict())
     assert other.step == 0
+
+
+# --- random probes in place of a batch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(4, 6, 3, groups=2), nn.ConvTranspose2d(3, 4, 2)], ids=str)
+def test_probes_read_the_weight_and_not_the_inputs(layer: nn.Module) -> None:
+    som = R.SelfOrthogonality(1.0, probes=512)
+    image = isinstance(layer, nn.modules.conv._ConvNd)
+    model = nn.Sequential(layer)
+    shape = (2, layer.in_channels, 5, 5) if image else (3, 6)
+    values = []
+    for scale in (1.0, -7.0):  # other inputs, the same probes
+        penalty = gonio.Penalty(model, [(type(layer), som)], seed=3)
+        model(scale * torch.ones(shape))
+        values.append(penalty())
+        penalty.undo_()
+    assert torch.equal(*(value.detach() for value in values))
+    layout = layout_of(layer)
+    rows = matrix_view(layer.weight.detach(), layout)
+    label = "0.output/SelfOrthogonality"
+    probes = torch.randn(512, rows.shape[-1], generator=generator(3, "penalty", label))
+    expected = som.value((rows @ probes.T).flatten(0, 1).T, groups=layout.groups)
+    assert float(values[0].detach()) == pytest.approx(float(expected), rel=1e-5)
+    (gradient,) = torch.autograd.grad(values[0], layer.weight)
+    assert gradient.abs().sum() > 0
+
+
+def test_probes_and_samples_exclude_each_other() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"SelfOrthogonality\(\) needs probes >= 2, without samples; found"):
+        R.SelfOrthogonality(1.0, probes=64, samples=8)

@@ -317,6 +317,7 @@ class OutputTerm(Term):
     ) -> None:
         super().__init__(binding, label)
         self._evaluate = regularizer.evaluate
+        self._probes = regularizer.reads_probes
         path = self.weight.path or "the model"
         self._hook = OutputHook(self.weight.module, path, without_bias=not regularizer.ignores_bias)
         self._generator = generator
@@ -329,7 +330,7 @@ class OutputTerm(Term):
         outputs = self._hook.take()
         if not active:
             return None
-        found = [self._of(output) for output in outputs]
+        found = [self._of(output) for output in outputs] if self._probes is None else [self._of_probes(self._probes)]
         if len(found) == 1:
             return found[0]
         terms = {name: torch.stack([e.terms[name] for e in found]).mean() for name in found[0].terms}
@@ -349,6 +350,13 @@ class OutputTerm(Term):
                 f"spread does not fall below {1 / max(samples, 1):.2g}"
             )
         return self._evaluate(x, groups=self.weight.layout.groups, generator=self._generator, process_group=self._group)
+
+    def _of_probes(self, count: int) -> Evaluation:
+        layout = self.weight.layout
+        filters = matrix_view(whole(getattr(self.weight.module, self.weight.name)), layout)
+        probes = torch.randn(count, filters.shape[-1], generator=self._generator)  # on the CPU: the same on each device
+        outputs = filters @ probes.to(filters, non_blocking=True).T
+        return self._evaluate(outputs.flatten(0, 1).T, groups=layout.groups)
 
     def state(self) -> Tensor | None:
         return self._generator.get_state()

@@ -231,6 +231,11 @@ class OutputRegularizer(Regularizer):
     def ignores_bias(self) -> bool:
         """Whether the value does not change when a constant is added to an output channel."""
 
+    @property
+    def reads_probes(self) -> int | None:
+        """How many random inputs a penalty puts in the place of those of the batch; None for the batch."""
+        return None
+
     def value(
         self,
         outputs: Tensor,

@@ -52,6 +52,8 @@ class SelfOrthogonality(OutputRegularizer):
             about 0), so that gamma means the same in every layer.
         reduction: over pairs of filters.
         samples: use this many random samples of a batch, where there are more.
+        probes: in a :class:`gonio.Penalty`, read the outputs for so many standard normal inputs, drawn at each step,
+            in place of those of the batch: probes are uniform in direction, whatever the inputs of a layer are.
 
     Invariances:
         Permuting samples or filters, flipping filters (spread term), rescaling all outputs if standardised;
@@ -82,6 +84,7 @@ class SelfOrthogonality(OutputRegularizer):
     standardize: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     samples: int | None = None
+    probes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,11 +100,22 @@ class SelfOrthogonality(OutputRegularizer):
             f"samples={self.samples}",
             "Leave it out to use all.",
         )
+        require(
+            self.probes is None or (self.probes >= 2 and self.samples is None),
+            "SelfOrthogonality() needs probes >= 2, without samples",
+            f"probes={self.probes}, samples={self.samples}",
+            "Leave one of them out.",
+        )
 
     @property
     def ignores_bias(self) -> bool:
         """Centred outputs do not change with the bias."""
         return self.center
+
+    @property
+    def reads_probes(self) -> int | None:
+        """The number of probes."""
+        return self.probes
 
     @classmethod
     def paper(cls, strength: float = 1e-9) -> SelfOrthogonality:
