@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 
+import gonio
 from catalog import seeded
 from gonio import regularizers as R
 from gonio.errors import InvalidArgumentError
@@ -319,3 +321,29 @@ def test_infinite_arguments_are_refused(name: str, value: float) -> None:
 def test_without_a_term_there_is_no_penalty() -> None:
     with pytest.raises(InvalidArgumentError, match="needs mean_ratio and spread_ratio >= 0, one of them and gamma > 0"):
         R.SelfOrthogonality(1.0, mean_ratio=0.0, spread_ratio=0.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "mean_ratio", "collapses"),
+    [(0.3, 100.0, True), (0.01, 100.0, False), (0.3, 0.0, False), (100.0, 0.0, True)],
+)
+def test_steps_that_overshoot_collapse_the_filters_and_measure_finds_it(
+    rate: float, mean_ratio: float, collapses: bool
+) -> None:
+    """The filters grow until their outputs are saturated, where tanh has no gradient; the mean term does it first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1))
+    images = torch.tensor(load_digits().images[:1000], dtype=torch.float32)[:, None] / 16
+    som = R.SelfOrthogonality(1.0, mean_ratio=mean_ratio)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    start = model[2].weight.detach().norm()
+    for step in range(30):
+        optimizer.zero_grad()
+        som(model(images[step % 20 :: 20])).backward()
+        optimizer.step()
+    outputs = model(images[:50]).detach()
+    saturated = (10 * (outputs - outputs.mean((0, 2, 3), keepdim=True))).abs() > 3
+    found = {finding.code for finding in gonio.measure(model).findings}
+    assert (model[2].weight.detach().norm() > 10 * start) == collapses
+    assert saturated.double().mean() > 0.95 if collapses else saturated.double().mean() < 0.05
+    assert found & {"G201", "G301"} if collapses else not found

@@ -41,7 +41,9 @@ class SelfOrthogonality(OutputRegularizer):
     a spread of 1/b (mean) or :math:`k(k-1)/b` (sum), which nothing removes: see :meth:`debias`.
 
     Args:
-        strength: 0.01 to 0.1 leaves the accuracy of small networks as it is; from 1 on it may cost accuracy.
+        strength: 0.01 to 0.1 leaves the accuracy of small networks as it is; from 1 on it may cost accuracy. Where
+            learning rate × strength is large (0.05 to 0.3 for SGD with momentum in small networks), steps overshoot and
+            the filters collapse, which :func:`gonio.measure` finds; the mean term does so first.
         mean_ratio: the paper's :math:`\lambda_1`; 0 for the spread term alone.
         spread_ratio: the paper's :math:`\lambda_2`; 0 for the mean term alone.
         gamma: how hard the sign is. With gamma times the standard deviation of the outputs well below 1 the tanh is
