@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gonio import init, parametrizations, regularizers
+from gonio import init, models, parametrizations, regularizers
 from gonio import nn as layers
 from gonio.errors import RecipeError, UnknownNameError
 from gonio.nn import angular, magnitude
@@ -163,3 +163,17 @@ def test_reading_a_recipe_draws_no_random_number() -> None:
         for use in catalogue(verb):
             named(verb, use)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_official_recipe_is_that_of_the_released_code() -> None:
+    """He's variance, a decoupled stem, a plain classifier, and 1e-5 · ½‖ŴŴᵀ − I‖² of every decoupled layer."""
+    model = models.digits_cnn()
+    applied = Recipe.load("decoupled-official").apply_(model, seed=0)
+    assert [type(model.get_submodule(f"conv{i}")) for i in (1, 2, 3)] == [layers.DecoupledConv2d] * 3
+    assert isinstance(model.fc2, nn.Linear)
+    weights = [model.get_submodule(f"conv{i}").weight.detach().double().flatten(1) for i in (1, 2, 3)]
+    for weight in (*weights[1:], model.fc1.weight.detach()):
+        assert float(weight.var()) == pytest.approx(2 / weight.shape[1], rel=0.1)
+    unit = [weight / weight.norm(dim=1, keepdim=True) for weight in weights]
+    half = [0.5 * (w @ w.T - torch.eye(len(w), dtype=w.dtype)).square().sum() for w in unit]
+    assert float(applied.penalty().detach()) == pytest.approx(1e-5 * float(sum(half)), rel=1e-5)
