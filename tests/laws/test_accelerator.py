@@ -31,7 +31,7 @@ ALLOWED = {
     "step": ONCE,  # the first for the geometry of a convolution
     "evaluation": ONCE,
     "values": {"penalty.py <dictcomp>", "penalty.py values"},
-    "measurement": {"blocks.py count_nonfinite", "tensor.py _filters"},
+    "measurement": {"blocks.py count_nonfinite", "tensor.py _filters", "entry.py are_sinusoids", "entry.py fits"},
 }  # by phase; in all others nothing
 TESTS = Path(__file__).parents[1]
 

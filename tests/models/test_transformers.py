@@ -113,7 +113,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_name.os, "sysconf", lambda name: 2**10)
+    monkeypatch.setattr(by_name, "memory", lambda: 2**20)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 
