@@ -347,6 +347,21 @@ class _GoesOn(Impatient):
         return Local(1).start(sorted, [2, 1])
 
 
+class Finalizing(Local):
+    """A Ctrl-C that arrives while a finalizer runs, whose exceptions Python drops."""
+
+    def wait(self, futures: Any, *, timeout: float | None = None) -> Any:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return super().wait(futures, timeout=timeout)
+
+
+def test_a_lost_ctrl_c_still_stops_the_study(noise_plan: StudyPlan, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        run(noise_plan, tmp_path, engine=Finalizing(1))
+    assert len(Study.open(tmp_path).missing()) > 0
+
+
 @pytest.mark.parametrize("pause", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_ctrl_c_twice_in_a_terminal(pause: float, tmp_path: Path) -> None:
     """The second reaches the command at its first, second or last breath."""

@@ -90,10 +90,11 @@ def run(
     watcher = watcher or Quiet()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), _stopped_once(f"the study {str(path)!r}"):
+    with locked(folder), _stopped_once(f"the study {str(path)!r}") as check:
         study = Study.create_locked(folder, plan)
         try:
-            Scheduler(study, engine, watcher, run_timeout).go()
+            Scheduler(study, engine, watcher, run_timeout, check).go()
+            check()
             _measure(study, watcher, engine)
         finally:
             watcher.stop()
@@ -104,8 +105,16 @@ def run(
 class Scheduler:
     """The waiting and the running jobs of a study."""
 
-    def __init__(self, study: Study, engine: Engine, watcher: Watcher, run_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        study: Study,
+        engine: Engine,
+        watcher: Watcher,
+        run_timeout: float | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._study, self._engine, self._watcher, self._run_timeout = study, engine, watcher, run_timeout
+        self._check = check  # raises if an interruption was lost
         self._waiting: list[Job] = []
         self._running: dict[Future, Job] = {}
         self._losses: Counter[str] = Counter()
@@ -127,6 +136,7 @@ class Scheduler:
         self._waiting = jobs[::-1]
         try:
             while self._waiting or self._running:
+                self._check()
                 while self._waiting and len(self._running) < self._engine.slots:
                     job = self._waiting.pop()
                     function, arguments = job.call(self._study, shares_files=self._engine.shares_files)
@@ -211,29 +221,33 @@ def _measure(study: Study, watcher: Watcher, engine: Engine) -> None:
 
 
 @contextmanager
-def _stopped_once(what: str) -> Iterator[None]:
+def _stopped_once(what: str) -> Iterator[Callable[[], None]]:
     """Turn the first Ctrl-C or SIGTERM into an exception and ignore later ones.
 
-    A second Ctrl-C would interrupt the code that stops the workers and leave some of them running.
+    A second Ctrl-C would interrupt the code that stops the workers and leave some of them running. Gives a function
+    that raises the exception again: where a finalizer was running, Python has dropped it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets only the main thread set signal handlers
-        return
-    asked = False
+    asked: list[int] = []
+
+    def check() -> None:
+        if asked:
+            raise Interrupted(what) if asked[0] == signal.SIGTERM else KeyboardInterrupt
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            return
-        asked = True
-        raise Interrupted(what) if number == signal.SIGTERM else KeyboardInterrupt
+        if not asked:
+            asked.append(number)
+            check()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check  # Python lets only the main thread set signal handlers
+        return
 
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored or handled on purpose
         numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        yield check
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
