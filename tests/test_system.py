@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -113,6 +114,13 @@ def test_a_process_is_stopped_with_all_that_it_started_on_windows(windows: dict[
     assert worker._process.exitcode == -9
 
 
-def test_an_interrupt_is_not_held_on_windows(windows: dict[str, list[Any]]) -> None:
+def test_an_interrupt_is_held_where_signals_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocked() -> bool:
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
     with system.interrupt_held():
-        pass
+        assert blocked()
+    assert not blocked()
+    monkeypatch.setattr(system, "WINDOWS", True)
+    with system.interrupt_held():
+        assert not blocked()

@@ -237,6 +237,18 @@ def test_the_bias_of_a_further_matrix_and_of_a_tied_one() -> None:
     assert not model[1].bias.any()
 
 
+def test_a_vector_named_bias_of_another_length_is_not_one_of_the_filters() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))  # of the inputs
+
+    model = nn.Sequential(Shifted(), nn.Linear(3, 3))
+    gonio.init_(model, gonio.init.orthogonal_)
+    assert model[0].bias.eq(1).all()
+    assert not model[1].bias.any()
+
+
 def test_gains_by_kind() -> None:
     def largest(**options: Any) -> float:
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))

@@ -17,7 +17,7 @@ from gonio.editing.where import Site, Where, left_out, select
 from gonio.editing.wrapping import refuse_flat_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
-from gonio.geometry.views import has_filters, layout_of
+from gonio.geometry.views import has_filters, layout_of, matrix_view
 from gonio.init.gain import KINDS, gain
 from gonio.init.variance import write_
 from gonio.seeding import generator
@@ -108,6 +108,10 @@ def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep
     """Set the bias that belongs to a weight, once; what was done, for the table."""
     bias = site.module._parameters.get(tensor.replace("weight", "bias")) if "weight" in tensor else None
     if value == "keep" or bias is None or id(bias) in done or bias.dim() != 1 or bias.is_meta:
+        return ""
+    shape = torch.empty(site.module.get_parameter(tensor).shape, device="meta")
+    groups, filters, _ = matrix_view(shape, layout_of(site.module, tensor)).shape
+    if bias.numel() != groups * filters:  # it is not added to the outputs of these filters
         return ""
     done.add(id(bias))
     edit.set_data_(bias, torch.full_like(bias, value))
