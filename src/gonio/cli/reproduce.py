@@ -41,7 +41,10 @@ _Jobs = Annotated[
 _Task = Annotated[str | None, typer.Option("--task", help="Your own task, as for gonio compare.", metavar="TASK")]
 _Model = Annotated[str | None, typer.Option("--model", help=f"{options.MODEL_HELP}.", metavar="MODEL")]
 _Data = Annotated[
-    str | None, typer.Option("--data", help="Folder with the four files of Fashion-MNIST.", metavar="FOLDER")
+    str | None,
+    typer.Option(
+        "--data", help="Folder of Fashion-MNIST or CIFAR-10, or file of text, for claims on them.", metavar="FOLDER"
+    ),
 ]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the runs and their estimated time, and stop.")]
 _Output = Annotated[Path, typer.Option("-o", "--output", help="Folder of the studies.", metavar="STUDY")]
