@@ -30,7 +30,7 @@ def test_each_side_of_the_adversarial_network_has_the_gradient_of_its_own_loss()
     gan_loss(model(x), x).backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(5)
-    made = model.generator(torch.randn(len(x), model.code, dtype=torch.float64))
+    made = model.generator(torch.randn(len(x), model.code).double())
     real, fake = model.discriminator(x.flatten(1)), model.discriminator(made.detach())
     judge = F.softplus(-real).mean() + F.softplus(fake).mean()
     wanted = torch.autograd.grad(judge, [*model.discriminator.parameters()])

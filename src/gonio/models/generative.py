@@ -84,10 +84,8 @@ class Vae(nn.Module):
 
 
 def noise(model: nn.Module, count: int, size: int, like: Tensor) -> Tensor:
-    """Standard normal numbers: of torch's generator in training mode, else always the same ones."""
-    if model.training:
-        return torch.randn(count, size, dtype=like.dtype, device=like.device)
-    draw = torch.Generator().manual_seed(_NOISE_SEED)
+    """Standard normal numbers, the same on every device: of torch's generator in training mode, else always the same."""
+    draw = torch.default_generator if model.training else torch.Generator().manual_seed(_NOISE_SEED)
     return torch.randn(count, size, generator=draw).to(like)
 
 
