@@ -84,7 +84,7 @@ class Vae(nn.Module):
 
 
 def noise(model: nn.Module, count: int, size: int, like: Tensor) -> Tensor:
-    """Standard normal numbers, the same on every device: of torch's generator in training mode, else always the same."""
+    """Standard normal numbers, the same on every device; in evaluation mode always the same ones."""
     draw = torch.default_generator if model.training else torch.Generator().manual_seed(_NOISE_SEED)
     return torch.randn(count, size, generator=draw).to(like)
 
