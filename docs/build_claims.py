@@ -198,8 +198,8 @@ def _noise(found: dict[str, ClaimResult]) -> list[str]:
         "## Noise of the controls",
         "",
         "Of each experiment: the interval that other random numbers alone would give (± half of 95 %), beside the "
-        "smallest effect of interest; and how often two random halves of all runs of the baseline would be called different "
-        "(a false verdict, before the correction; 400 draws).",
+        "smallest effect of interest; and how often two random halves of all runs of the baseline would be called "
+        "different (a false verdict, before the correction; 400 draws).",
         "",
         "| claim | task | noise | smallest effect | false verdicts |",
         "|---|---|--:|--:|--:|",
