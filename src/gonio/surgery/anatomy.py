@@ -1,0 +1,505 @@
+"""`anatomy`: which rows of which weights are queries, keys, values, gates, … of a transformer, found by running it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gonio.editing.wrapping import unwrapped
+from gonio.seeding import generator
+from gonio.surgery.equivalent import generated_example
+from gonio.surgery.recording import Call, Part, Product, Run, record
+
+_MASKED = -1e4  # logits below are those of pairs that a mask excludes
+_Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention block.
+
+    Attributes:
+        path: the module that multiplies queries and keys.
+        query: for each head the rows that compute its queries.
+        key, value: for each key/value head its rows.
+        output: for each head the columns of the next layer that read it.
+        groups: for each head the number of its key/value head.
+        shared_key: rows that compute a part of the keys of every head.
+        rotary: whether positions rotate pairs of a query's entries, and which; "" for no rotation, None for not known.
+        normed: whether queries or keys pass a norm after their layer, so that the scale of the rows has no effect.
+        scales: whether the logits are proportional to the outputs of the rows of a head's queries, and of its keys; not
+            so behind a norm, a cap, or with a bias that depends on positions.
+    """
+
+    path: str
+    query: tuple[tuple[Part, ...], ...]
+    key: tuple[tuple[Part, ...], ...]
+    value: tuple[tuple[Part, ...], ...]
+    output: tuple[Part, ...]
+    groups: tuple[int, ...]
+    shared_key: tuple[Part, ...] = ()
+    rotary: Literal["", "half", "pairs"] | None = None
+    normed: bool = False
+    scales: tuple[bool, bool] = (False, False)
+    # Where the logits count the heads: dimensions from the end, and the head of each index along them.
+    places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return len(self.query)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values; fewer than heads if several share them."""
+        return len(self.key)
+
+    @property
+    def head_size(self) -> int:
+        """The number of rows of a head's queries."""
+        return sum(part.count for part in self.query[0])
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_size}"
+        shared = f" on {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
+        more = [f"rotary ({self.rotary})"] * bool(self.rotary) + ["normed queries or keys"] * self.normed
+        return ", ".join([heads + shared, *more])
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Layers of which one reads what an activation gives of the others, entry by entry.
+
+    Attributes:
+        path: the module that calls the last layer.
+        up, down: weights, with the rows of a fused one.
+        gate: the rows whose activation multiplies the outputs of `up`; None where there is none.
+        experts: the number of experts in a stacked weight; 0 for no stack.
+    """
+
+    path: str
+    up: Part
+    down: str
+    gate: Part | None = None
+    experts: int = 0
+
+    def __str__(self) -> str:
+        many = f"{self.experts} experts of " if self.experts else ""
+        return f"{many}{self.up.count} units{', gated' * (self.gate is not None)}"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a transformer. `str()` is a table.
+
+    Attributes:
+        attention: the attention blocks, in the order of execution.
+        mlps: the feed-forward blocks.
+        embeddings, heads, routers, norms: names of parameters: tables that are looked up, layers that compute an
+            output, layers whose largest outputs are chosen, and gains of norms.
+        ties: names of one parameter with several, the first one first.
+        unknown: by path, why products of queries and keys there were not taken apart.
+    """
+
+    attention: tuple[Attention, ...]
+    mlps: tuple[Mlp, ...]
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    routers: tuple[str, ...]
+    norms: tuple[str, ...]
+    ties: tuple[tuple[str, ...], ...]
+    unknown: Mapping[str, str]
+
+    @cached_property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """By the name of a parameter, what it, or a part of it, is."""
+        found: dict[str, dict[str, None]] = {}
+        for block in self.attention:
+            for role in ("query", "key", "value", "output", "shared_key"):
+                name = "key" if role == "shared_key" else role
+                for part in _flat(getattr(block, role)):
+                    found.setdefault(part.tensor, {})[name] = None
+        for mlp in self.mlps:
+            for role, part in (("gate", mlp.gate), ("up", mlp.up)):
+                if part is not None:
+                    found.setdefault(part.tensor, {})[role] = None
+            found.setdefault(mlp.down, {})["down"] = None
+            for name in [n for n in (mlp.up.tensor, mlp.down) if mlp.experts]:
+                found[name]["expert"] = None
+        for role, names in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers),
+                            ("norm gain", self.norms)):  # fmt: skip
+            for name in names:
+                found.setdefault(name, {})[role] = None
+        return {name: tuple(roles) for name, roles in found.items()}
+
+    def __str__(self) -> str:
+        rows = [(block.path or "the model", f"attention: {block}") for block in self.attention]
+        rows += [(mlp.path or "the model", f"MLP: {mlp}") for mlp in self.mlps]
+        rows += [(path or "the model", f"unknown: {why}") for path, why in self.unknown.items()]
+        rows += [(name, role) for role, names in (("embedding", self.embeddings), ("head", self.heads),
+                 ("router", self.routers)) for name in names]  # fmt: skip
+        width = max((len(path) for path, _ in rows), default=0)
+        head = f"{len(self.attention)} attention block{'s' * (len(self.attention) != 1)}, {len(self.mlps)} MLP"
+        lines = [head + "s" * (len(self.mlps) != 1), *(f"  {path:<{width}}  {what}" for path, what in rows)]
+        return "\n".join([*lines, *(f"  tied: {', '.join(names)}" for names in self.ties)])
+
+
+def _flat(parts: Any) -> Iterator[Part]:
+    for part in parts:
+        yield from (part,) if isinstance(part, Part) else _flat(part)
+
+
+def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
+    r"""Which rows of which weights are queries, keys, values, outputs, gates, … of a transformer.
+
+    The model runs once in evaluation mode. Attention is where a product of two activations passes a softmax whose
+    result multiplies a third one. The derivatives of queries, keys and values with respect to the outputs of the layers
+    before name the rows that compute them, head by head; the derivatives of what the next layer reads, with respect to
+    a head's queries, and the change of it if a head's values are zero, name the columns of that head. A block is given
+    only if the rows of different heads are different ones, and if a head changes its own columns alone. Gate and up are
+    told apart by the same means: the block is proportional to the outputs of `up`. No name of a class, a module or a
+    parameter is looked at. What is not found is not given.
+
+    Args:
+        example: an input, as :func:`gonio.equivalent` takes it, of at least two tokens; None for a generated one.
+
+    Raises:
+        InvalidArgumentError: if no example is given and none can be made.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> found = gonio.surgery.anatomy(layer)
+        >>> print(found)
+        1 attention block, 1 MLP
+          self_attn  attention: 2 heads of 4
+          the model  MLP: 16 units
+        >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
+        (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
+    """
+    inner = unwrapped(model)
+    run = record(inner, generated_example(inner) if example is None else example)
+    unknown: dict[str, str] = {}
+    blocks: dict[tuple[str, Any], Attention] = {}
+    for product in run.products:
+        found = _Block(run, product).taken_apart()
+        if isinstance(found, str):
+            unknown[product.path] = found
+        else:
+            blocks[found.path, found.query] = found
+    names: dict[int, list[str]] = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return Anatomy(
+        tuple(blocks.values()),
+        tuple(dict.fromkeys(_mlps(run, dict(inner.named_parameters())))),
+        tuple(dict.fromkeys(name for name, _ in run.tables)),
+        tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
+        tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
+        tuple(run.norms),
+        tuple(tuple(each) for each in names.values() if len(each) > 1),
+        {path: why for path, why in unknown.items() if all(block.path != path for block in blocks.values())},
+    )
+
+
+def _direct(outputs: Any) -> list[Tensor]:
+    direct = outputs.values() if isinstance(outputs, Mapping) else outputs
+    direct = direct if isinstance(direct, (tuple, list, type({}.values()))) else (direct,)
+    return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
+
+
+def _one(run: Run, x: Tensor) -> Call | None:
+    """The only layer from which a tensor is computed directly, if its outputs are the tensor's last entries."""
+    found = _sources(x, run.calls)
+    first = next(iter(found), None)
+    if len(found) != 1 or first is None or any(_depends(x, table) for _, table in run.tables):
+        return None
+    made = run.calls[first]
+    return made if made.out.shape[made.channel] == x.shape[-1] else None
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def _noise(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
+
+
+def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> list[Tensor | None]:
+    """The gradients of a random sum of the entries."""
+    if not x.requires_grad or not inputs:
+        return [None] * len(inputs)
+    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, create_graph=graph, allow_unused=True)
+    return list(found)
+
+
+def _depends(x: Tensor, on: Tensor) -> bool:
+    gradient = _gradients(x, [on])[0]
+    return gradient is not None and bool((gradient != 0).any())
+
+
+def _channels(gradient: Tensor, dim: int) -> frozenset[int]:
+    """The indices along a dimension at which any entry is not 0."""
+    there = (gradient != 0).movedim(dim, 0).flatten(1).any(1) if gradient.ndim > 1 else gradient != 0
+    return frozenset(there.nonzero().flatten().tolist())
+
+
+def _sources(x: Tensor, calls: Sequence[Call]) -> _Sources:
+    """The outputs of layers, channel by channel, on which a tensor depends directly."""
+    gradients = _gradients(x, [each.out for each in calls])
+    found = {n: _channels(g, calls[n].channel) for n, g in enumerate(gradients) if g is not None}
+    return {n: channels for n, channels in found.items() if channels}
+
+
+def _proportional(x: Tensor, outs: Sequence[Tensor], weight: Tensor) -> bool:
+    """Whether x(c·outs) = c·x(outs): by Euler, the sum of ⟨∂x/∂out, out⟩ is x."""
+    total = torch.autograd.grad((x * weight).sum(), outs, retain_graph=True, allow_unused=True)
+    with torch.no_grad():
+        terms = x * weight
+        euler = sum(float((g * out).sum()) for g, out in zip(total, outs, strict=True) if g is not None)
+        return abs(euler - float(terms.sum())) <= 1e-4 * float(terms.abs().sum())
+
+
+# --- one attention block ----------------------------------------------------------------------------------------------
+
+
+class _Block:
+    """What is found of one product of queries and keys."""
+
+    def __init__(self, run: Run, product: Product) -> None:
+        self.run, self.product = run, product
+        self.calls = run.calls[: product.calls]
+        self.query, self.key = product.query, product.key
+        self.value = product.value
+
+    def taken_apart(self) -> Attention | str:
+        """The block, or why it is not known."""
+        if self.value is None or self.product.out is None:
+            return "the softmax multiplies no values"
+        self._spread()
+        dims = [d for d in range(self.query.ndim - 2) if self.query.shape[d] > 1 and self._counts_heads(d)]
+        indices = list(itertools.product(*(range(self.query.shape[d]) for d in dims)))
+        heads: dict[Any, int] = {}  # by the sources of its query
+        keys: list[_Sources] = []
+        values: list[_Sources] = []
+        order: list[int] = []
+        for index in indices:
+            place = dict(zip(dims, index, strict=True))
+            query, key, value = (self._at(t, place) for t in (self.query, self.key, self.value))
+            if not (query and key and value):
+                return "a query, key or value is computed by no layer with a weight"
+            order.append(heads.setdefault(frozenset(query.items()), len(heads)))
+            if order[-1] == len(keys):
+                keys.append(key)
+                values.append(value)
+            elif keys[order[-1]] != key or values[order[-1]] != value:
+                return "the rows of its heads cannot be told apart"
+        return self._of_heads([dict(each) for each in heads], keys, values, (dims, order))
+
+    def _spread(self) -> None:
+        """Give queries, keys and values the same leading dimensions; those of fewer heads are repeated."""
+        value = self.value
+        assert value is not None
+        tensors = [self.query, self.key, value]
+        dims = max(t.ndim for t in tensors)
+        tensors = [t.reshape(*[1] * (dims - t.ndim), *t.shape) for t in tensors]
+        for d in range(dims - 2):
+            size = max(t.shape[d] for t in tensors)
+            tensors = [t.repeat_interleave(size // t.shape[d], d) if t.shape[d] < size else t for t in tensors]
+        self.query, self.key, self.value = tensors
+
+    def _counts_heads(self, dim: int) -> bool:
+        return any(
+            _sources(t.select(dim, 0), self.calls) != _sources(t.select(dim, t.shape[dim] - 1), self.calls)
+            for t in (self.query, self.value) if t is not None
+        )  # fmt: skip
+
+    def _at(self, tensor: Tensor, place: Mapping[int, int]) -> _Sources:
+        return _sources(self._selected(tensor, place), self.calls)
+
+    def _selected(self, tensor: Tensor, place: Mapping[int, int]) -> Tensor:
+        for dim in reversed(range(tensor.ndim - 2)):
+            tensor = tensor.select(dim, place.get(dim, 0))
+        return tensor
+
+    def _of_heads(
+        self, queries: list[_Sources], keys: list[_Sources], values: list[_Sources], places: Any
+    ) -> Attention | str:
+        shared: _Sources = {}
+        if any(key != keys[0] for key in keys):  # a part of the keys may be common to all heads
+            shared = {n: frozenset.intersection(*(key.get(n, frozenset()) for key in keys)) for n in keys[0]}
+            keys = [{n: rest for n, c in key.items() if (rest := c - shared.get(n, frozenset()))} for key in keys]
+        own_keys, groups = _distinct(keys)
+        own_values, of_values = _distinct(values)
+        if groups != of_values:
+            return "its heads share keys and values differently"
+        everything = [*queries, *own_keys, *own_values, *([shared] if any(shared.values()) else [])]
+        if not all(_apart(a, b) for a, b in itertools.combinations(everything, 2)):
+            return "the rows of its heads, or of its queries, keys and values, are not different ones"
+        output = self._columns(queries, own_values, groups)
+        if isinstance(output, str):
+            return output
+        rows, parts = self._rows, [tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values)]
+        dims, order = places
+        normed = any(_depends(t, n) for t in (self.query, self.key) for n in self._norms(queries, keys))
+        return Attention(
+            self.product.path, *parts, output, tuple(groups), rows(shared), self._rotation(queries[0]), normed,
+            (False, False) if normed else (self._scales(queries), self._scales([*keys, shared])),
+            (tuple(d - self.query.ndim for d in dims), tuple(order)),
+        )  # fmt: skip
+
+    def _rows(self, sources: _Sources) -> tuple[Part, ...]:
+        return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
+
+    def _norms(self, *sources: list[_Sources]) -> list[Tensor]:
+        """Results of norms after the layers of queries and keys."""
+        outs = [self.calls[n].out for some in sources for each in some for n in each]
+        return [t for t in self.run.normed if any(g is not None for g in _gradients(t, outs))]
+
+    def _scales(self, sources: list[_Sources]) -> bool:
+        """Whether the logits are proportional to what these rows give."""
+        outs = [self.calls[n].out for n in {n: None for each in sources for n in each}]
+        logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
+        logits = torch.where(logits > _MASKED, logits, torch.zeros_like(logits))
+        return _proportional(logits, outs, _noise(logits))
+
+    def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
+        """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
+        query = self._selected(self.query, {})
+        kinds: set[int] = set()
+        for entry in query[-1]:
+            found = [_channels(g, self.calls[n].channel)
+                     for n, g in zip(sources, _gradients(entry, [self.calls[n].out for n in sources]), strict=True)
+                     if g is not None]  # fmt: skip
+            rows = sorted(c for channels in found for c in channels)
+            kinds.add(0 if len(rows) == 1 else rows[1] - rows[0] if len(rows) == 2 else -1)
+        if -1 in kinds:
+            return None
+        return "" if kinds == {0} else "pairs" if kinds <= {0, 1} else "half"
+
+    def _columns(self, queries: list[_Sources], values: list[_Sources], groups: list[int]) -> tuple[Part, ...] | str:
+        """For each head the columns of the next layer, that its queries and its values change and no others do."""
+        out = self.product.out
+        assert out is not None
+        reader = next((c for c in self.run.calls[self.product.calls :] if c.pointwise and _depends(c.x, out)), None)
+        if reader is None:
+            return "no layer reads its result"
+        of_queries = self._reached(reader, queries)
+        of_values = self._reached(reader, values)
+        for group, columns in enumerate(of_values):
+            mine = [of_queries[h] for h, g in enumerate(groups) if g == group]
+            if columns != frozenset[int]().union(*mine) or not columns:
+                return "a change of one head's queries and of its values has effects in different places"
+        if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
+            return "its heads are mixed before the next layer"
+        dim = reader.out_dim + 1 if reader.index is None and reader.out_dim == 0 else reader.out_dim - 1
+        return tuple(Part.of(reader.tensor, sorted(columns), dim) for columns in of_queries)
+
+    def _reached(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
+        """The channels of what a layer reads that change with the outputs of a head's rows."""
+        used = list({n: None for head in heads for n in head})
+        outs = [self.calls[n].out for n in used]
+        weight = _noise(reader.x).requires_grad_()
+        gradients = torch.autograd.grad(
+            (reader.x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True
+        )
+        found = []
+        for head in heads:
+            total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+            for n, out, gradient in zip(used, outs, gradients, strict=True):
+                if gradient is not None and n in head:
+                    mask = torch.zeros_like(out)
+                    dim = self.calls[n].channel
+                    mask.index_fill_(dim, torch.tensor(sorted(head[n]), device=out.device), 1)
+                    total = total + (gradient * (out.detach() * mask)).sum()
+            moved = torch.autograd.grad(total, weight, retain_graph=True)[0] if total.requires_grad else None
+            found.append(frozenset() if moved is None else _channels(moved, reader.channel))
+        return found
+
+
+def _distinct(sources: list[_Sources]) -> tuple[list[_Sources], list[int]]:
+    """The different ones, and for each the number of its own."""
+    numbers: dict[Any, int] = {}
+    order = [numbers.setdefault(frozenset(each.items()), len(numbers)) for each in sources]
+    return [dict(each) for each in numbers], order
+
+
+def _apart(a: _Sources, b: _Sources) -> bool:
+    return all(not (channels & b.get(n, frozenset())) for n, channels in a.items())
+
+
+# --- feed-forward blocks ----------------------------------------------------------------------------------------------
+
+
+def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
+    ends = [x for _, x in run.tables]
+    for number, reader in enumerate(run.calls):
+        before = run.calls[:number]
+        found = _sources(reader.x, before) if reader.pointwise and reader.x.numel() else {}
+        if not 1 <= len(found) <= 2 or any(_depends(reader.x, end) for end in ends):
+            continue
+        units = reader.x.shape[reader.channel]
+        halves = _halves([(before[n], before[n].out) for n in found], units)
+        if not halves or not _entrywise(reader, [before[n] for n in found], len(halves)):
+            continue
+        if any(_depends(reader.x, t) and any(g is not None for g in _gradients(t, [before[n].out for n in found]))
+               for t in run.normed):  # fmt: skip
+            continue
+        up, gate = _roles(reader, [before[n].out for n in found], halves)
+        if up is None:
+            continue
+        stacked = parameters[up.tensor].shape[0] if before[next(iter(found))].index is not None else 0
+        yield Mlp(reader.path, up, reader.tensor, gate, stacked)
+
+
+_Half = tuple[Part, int, slice]  # the rows, the number of the call's output, and its channels
+
+
+def _halves(found: list[tuple[Call, Tensor]], units: int) -> list[_Half]:
+    """The one or two parts that give as many outputs as the reader has inputs; none where the sizes do not fit."""
+    sizes = [out.shape[call.channel] for call, out in found]
+    if sizes == [2 * units]:
+        call = found[0][0]
+        return [(call.part(range(units)), 0, slice(0, units)), (call.part(range(units, 2 * units)), 0, slice(units, None))]
+    if any(size != units for size in sizes):
+        return []
+    return [(call.part(range(units)), n, slice(None)) for n, (call, _) in enumerate(found)]
+
+
+def _entrywise(reader: Call, calls: list[Call], count: int) -> bool:
+    """Whether an entry of what a layer reads depends on one entry of each part, at the same position."""
+    x = reader.x.movedim(reader.channel, -1).flatten(0, -2)
+    row = x.abs().sum(-1).argmax()
+    for entry in {0, x.shape[-1] // 2, x.shape[-1] - 1}:
+        gradients = _gradients(x[row, entry].reshape(1), [each.out for each in calls])
+        if sum(int((g != 0).sum()) for g in gradients if g is not None) > count:
+            return False
+    return True
+
+
+def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None]:
+    """Which part is up, and which is the gate; (None, None) where that is not known."""
+    noise = _noise(reader.x)
+    gradients = torch.autograd.grad((reader.x * noise).sum(), outs, retain_graph=True)
+    terms = (reader.x * noise).detach()
+    aim, size = float(terms.sum()), float(terms.abs().sum())
+    if len(halves) == 1:
+        slopes = (gradients[0].movedim(reader.channel, -1).reshape(noise.movedim(reader.channel, -1).shape)
+                  / noise.movedim(reader.channel, -1))  # fmt: skip
+        return (None, None) if bool((slopes - slopes.flatten()[0]).abs().max() < 1e-5) else (halves[0][0], None)
+    linear, positive = [], []
+    for part, n, channels in halves:
+        g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
+        linear.append(abs(float((g * out).sum()) - aim) <= 1e-4 * size)
+        active = reader.x.movedim(reader.channel, -1).reshape(out.shape) != 0
+        positive.append(bool((out[active] >= 0).all()))
+    if linear == [True, True]:  # the gate of ReLU is where both are proportional
+        linear = [not p for p in positive]
+    if linear not in ([True, False], [False, True]):
+        return None, None
+    return (halves[0][0], halves[1][0]) if linear[0] else (halves[1][0], halves[0][0])

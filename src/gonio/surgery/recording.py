@@ -1,0 +1,408 @@
+"""One run of a model in which the calls of its layers, and the products of queries, keys and values, are recorded.
+
+The result of each layer with a weight is detached, so that the autograd graph of a tensor ends at the layers from which
+it is computed directly, and norms pass gradients entry by entry. The derivative of a query then names the rows of the
+weight that compute it, whatever the modules are called. What the model computes is not changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from gonio.editing.twin import evaluating
+from gonio.editing.where import sites
+from gonio.surgery import facts
+from gonio.surgery.equivalent import call
+
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_LAYERS = frozenset({"linear", "addmm", "mm", *_PRODUCTS, *_CONVOLUTIONS})
+_FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "normalize"})
+_HANDLED = _LAYERS | _FUNCTIONAL_NORMS | {"embedding", "softmax", "scaled_dot_product_attention"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a weight (of columns, where `dim` is 1), as half-open ranges in their order.
+
+    Example:
+        >>> from gonio.surgery import Part
+        >>> Part("qkv.weight", ((0, 4), (8, 12))).count, str(Part("qkv.weight", ((0, 4), (8, 12))))
+        (8, 'qkv.weight[0:4, 8:12]')
+    """
+
+    tensor: str
+    rows: tuple[tuple[int, int], ...]
+    dim: int = 0
+    bias: str = ""
+
+    @classmethod
+    def of(cls, tensor: str, indices: Sequence[int], dim: int = 0, bias: str = "") -> Part:
+        """The part of these indices."""
+        ranges: list[tuple[int, int]] = []
+        for index in sorted(indices):
+            if ranges and ranges[-1][1] == index:
+                ranges[-1] = (ranges[-1][0], index + 1)
+            else:
+                ranges.append((index, index + 1))
+        return cls(tensor, tuple(ranges), dim, bias)
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def indices(self) -> list[int]:
+        """The numbers of the rows."""
+        return [index for start, stop in self.rows for index in range(start, stop)]
+
+    def __str__(self) -> str:
+        places = ", ".join(f"{start}:{stop}" for start, stop in self.rows)
+        return f"{self.tensor}[{':, ' * self.dim}{places}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer with a weight.
+
+    Attributes:
+        tensor: the weight's name; its entries from `start` on, along `out_dim`, are channels of the output.
+        index: the expert, of a stacked weight; None for others.
+        x: the input, with its graph; out: the output, at which graphs end.
+        channel: the dimension of `out` (and of `x`) that counts the outputs (and the inputs).
+        pointwise: whether each position is computed from the same position alone.
+    """
+
+    path: str
+    tensor: str
+    bias: str
+    out_dim: int
+    start: int
+    index: int | None
+    x: Tensor
+    out: Tensor
+    channel: int
+    pointwise: bool = True
+
+    def part(self, channels: Sequence[int]) -> Part:
+        """The rows of the weight that compute these channels of the output."""
+        return Part.of(self.tensor, [self.start + c for c in channels], self.out_dim, self.bias)
+
+
+@dataclass(eq=False)
+class Product:
+    """A product of two activations, which are queries and keys if a softmax over the keys follows.
+
+    `query` is (…, queries, size), `key` (…, keys, size) and `value` (…, keys, size of a value).
+    """
+
+    path: str
+    query: Tensor
+    key: Tensor
+    value: Tensor | None = None
+    out: Tensor | None = None
+    logits: Tensor | None = None  # the softmax's input
+    calls: int = 0  # of layers before
+
+
+@dataclass
+class Run:
+    """What was recorded, in the order of execution.
+
+    Attributes:
+        norms: the gains of norms.
+        normed: results of norms.
+        tables: parameters that are looked up, with the results.
+        chosen: the scores of which the largest were chosen, for example by a router.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    norms: dict[str, None] = field(default_factory=dict)  # in order
+    normed: list[Tensor] = field(default_factory=list)
+    tables: list[tuple[str, Tensor]] = field(default_factory=list)
+    chosen: list[tuple[str, Tensor]] = field(default_factory=list)
+    outputs: Any = None
+
+
+class Recorder(TorchFunctionMode):
+    """Records the functions of torch that a model calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.run = Run()
+        self.stack: list[str] = []
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
+        self._labels: dict[int, tuple[Tensor, str, Product]] = {}
+        self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
+        self._paused = False
+
+    # one function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._packed(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if not (name in _HANDLED and isinstance(out, Tensor)):
+            if name == "topk":
+                self.run.chosen.append((self.stack[-1], _tensors(args, kwargs)[0]))
+            return self._labelled_like(_tensors(args, kwargs), out)
+        operands = _tensors(args, kwargs)
+        if name == "embedding":
+            return self._table(operands, out)
+        if name in _LAYERS and (made := self._layer(name, operands, args, kwargs, out)) is not None:
+            return self._labelled_like(operands, made)
+        if name in _FUNCTIONAL_NORMS:
+            return self._normed(operands[0], out)
+        if name == "softmax":
+            return self._softmax(operands[0], args, kwargs, out)
+        if name == "scaled_dot_product_attention":
+            self._attended(*operands[:3], out)
+            return out
+        if name in _PRODUCTS:
+            return self._product(name, operands, args, out)
+        return out
+
+    def _labelled_like(self, sources: Sequence[Tensor], out: Any) -> Any:
+        """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
+        label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
+        if label is not None:
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    self._labels[id(tensor)] = (tensor, *label[1:])
+        return out
+
+    # layers
+
+    def _located(self, tensor: Any) -> tuple[str, int, int | None, bool] | None:
+        """Of a parameter or a view of one: its name, the first row, the expert, and whether it is transposed."""
+        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or not tensor.numel():
+            return None
+        name, own = self._stored.get(tensor.untyped_storage().data_ptr(), ("", tensor))
+        if not name or own.ndim < 2:
+            return None
+        offset = tensor.storage_offset() - own.storage_offset()
+        if tensor.shape[1:] == own.shape[1:] and tensor.stride() == own.stride():
+            return name, offset // own.stride(0), None, False
+        if own.ndim not in (2, 3) or tensor.ndim not in (2, own.ndim):
+            return None
+        index, offset = divmod(offset, own.stride(0)) if own.ndim > tensor.ndim else (None, offset)
+        sides = own.stride()[-2:]
+        if tensor.stride()[-2:] == sides and tensor.shape[-1] == own.shape[-1]:
+            return name, offset // sides[0], index, False
+        if tensor.stride()[-2:] == sides[::-1] and tensor.shape[-2] == own.shape[-1]:
+            return name, offset // sides[0], index, True
+        return None
+
+    def _layer(self, name: str, operands: list[Tensor], args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+        """Record the call of a layer; its output, detached. None where no operand is a weight."""
+        if name == "einsum" or len(operands) < 2:  # which letters are the outputs' is not looked at
+            return None
+        x, weight = operands[1:3] if name in ("addmm", "baddbmm") else operands[:2]
+        by_rows = name == "linear" or name in _CONVOLUTIONS
+        found = self._located(weight)
+        if found is None or (not by_rows and self._located(x) is not None):
+            return None
+        tensor, start, index, transposed = found
+        bias = operands[0] if name in ("addmm", "baddbmm") else operands[2] if by_rows and len(operands) > 2 else None
+        if name in _CONVOLUTIONS:
+            if out.ndim != weight.ndim or transposed:
+                return None
+            out_dim, channel, pointwise = 0, 1, weight[0, 0].numel() == 1
+        else:
+            rows = self._own(weight).ndim - 2
+            out_dim, channel, pointwise = rows + (by_rows == transposed), -1, True
+            start = start if out_dim == rows else 0
+        ended = out.detach().clone().requires_grad_()
+        name_of_bias = "" if bias is None else self._names.get(id(bias), "")
+        made = Call(self.stack[-1], tensor, name_of_bias, out_dim, start, index, x, ended, channel, pointwise)
+        self.run.calls.append(made)
+        return ended.clone()  # the model may change it in place
+
+    def _own(self, weight: Tensor) -> Tensor:
+        return self._stored[weight.untyped_storage().data_ptr()][1]
+
+    def _table(self, operands: list[Tensor], out: Tensor) -> Tensor:
+        name = next((self._names[id(t)] for t in operands if id(t) in self._names), None)
+        if name is None:
+            return out
+        ended = out.detach().clone().requires_grad_()
+        self.run.tables.append((name, ended))
+        return ended.clone()
+
+    # norms
+
+    def _normed(self, x: Tensor, out: Tensor) -> Tensor:
+        """The same values, whose derivatives pass entry by entry, as if the norm only multiplied each of them."""
+        if out.shape != x.shape or not out.is_floating_point():
+            return out
+        factor = torch.where(x == 0, torch.ones_like(x), out / x).detach()
+        passed = out.detach() + ((x - x.detach()) * factor).to(out.dtype)
+        self.run.normed.append(passed)
+        return self._labelled_like([x], passed)
+
+    def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        """A forward hook of a module without children: a norm if it removes the scale of its input."""
+        given = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
+        if len(given) != 1 or not isinstance(out, Tensor) or out.shape != given[0].shape or out.ndim < 2:
+            return None
+        shape = (2, *out.shape[1:]) if out.ndim == 4 else (4, out.shape[-1])
+        key = (type(module), shape, tuple(p.shape for p in module.parameters()))
+        if key not in self._known:
+            stated = facts.facts_of(module).removes_scale
+            self._paused = True
+            measured = None if stated is not None else facts.measure(module, [shape]).removes_scale
+            self._paused = False
+            self._known[key] = bool(stated or measured)
+        if not self._known[key]:
+            return None
+        gains = [n for n, p in module._parameters.items() if p is not None and p.ndim == 1 and "bias" not in n]
+        self.run.norms.update(dict.fromkeys(self._names[id(module._parameters[n])] for n in gains))
+        return self._normed(given[0], out) if out.grad_fn is not None else None
+
+    # attention
+
+    def _product(self, name: str, operands: list[Tensor], args: Any, out: Tensor) -> Tensor:
+        """Queries times keys, or shares times values: (…, i, c) and (…, j, c) with a sum over c."""
+        pair = operands[1:3] if name == "baddbmm" else operands[:2]
+        if len(pair) != 2 or min(t.ndim for t in pair) < 2:
+            return out
+        labels = [self._labels.get(id(t)) for t in pair]
+        left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
+        for label, other in ((labels[0], right), (labels[1], left)):
+            if label is not None and label[1] == "shares" and label[2].value is None:
+                label[2].value, label[2].out = other.mT, out
+                return out
+        if labels == [None, None] and left.ndim >= 2:
+            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right, calls=len(self.run.calls)))
+        return out
+
+    def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+        label = self._labels.get(id(x))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
+        if label is None or label[1] != "logits" or dim is None or dim % x.ndim < x.ndim - 2:
+            return out
+        product = label[2]
+        if dim % x.ndim == x.ndim - 2:
+            product.query, product.key = product.key, product.query
+        product.logits = x
+        self.run.products.append(product)
+        self._labels[id(out)] = (out, "shares", product)
+        return out
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        self.run.products.append(Product(self.stack[-1], query, key, value, out, calls=len(self.run.calls)))
+
+    def _packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch's attention, written out; recorded only if the written form gives the same result."""
+        result = func(*args, **kwargs)
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        a = given.arguments
+        odd = (a["bias_k"], a["static_k"], a["static_v"])
+        if a["add_zero_attn"] or any(each is not None for each in odd) or a["query"].ndim == 2:
+            return result
+        before, bias = len(self.run.calls), a["in_proj_bias"]
+        separate = a["use_separate_proj_weight"]
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        weights = [a[name] for name in names] if separate else a["in_proj_weight"].chunk(3)
+        shifts = [None] * 3 if bias is None else bias.chunk(3)
+        made = []
+        for place, x in enumerate((a["query"], a["key"], a["value"])):
+            tensor, start, _, _ = self._located(weights[place]) or ("", 0, None, False)
+            ended = F.linear(x, weights[place], shifts[place]).detach().requires_grad_()
+            self.run.calls.append(Call(self.stack[-1], tensor, "" if bias is None else self._names.get(id(bias), ""),
+                                       0, start, None, x, ended, -1))  # fmt: skip
+            made.append(ended.clone().unflatten(-1, (a["num_heads"], -1)).permute(1, 2, 0, 3))
+        query, key, value = made
+        logits = query @ key.mT * query.shape[-1] ** -0.5
+        out = (logits + _mask_of(a["attn_mask"], a["key_padding_mask"], logits)).softmax(-1) @ value
+        x = out.permute(2, 0, 1, 3).flatten(2)
+        y = F.linear(x, a["out_proj_weight"], a["out_proj_bias"])
+        if not torch.allclose(y.nan_to_num(), result[0].nan_to_num(), rtol=1e-2, atol=1e-4):
+            del self.run.calls[before:]
+            return result
+        self.run.products.append(Product(self.stack[-1], query, key, value, out, logits, len(self.run.calls)))
+        operands = [each for each in (x, a["out_proj_weight"], a["out_proj_bias"]) if each is not None]
+        whole = self._layer("linear", operands, (), {}, y)
+        return (y if whole is None else whole, *result[1:])
+
+
+def record(model: nn.Module, example: Any) -> Run:
+    """Run a model in evaluation mode on its twin, and record it."""
+    with evaluating(model) as plain, torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as ends:
+        ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives
+        recorder = Recorder(plain)
+        for site in sites(plain):
+            module = site.module
+            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder.stack, site.path)))
+            if not module._modules and all(p.ndim < 2 for p in module.parameters()):
+                ends.enter_context(module.register_forward_hook(recorder._norm_hook, with_kwargs=True))
+            ends.enter_context(module.register_forward_hook(partial(_pop, recorder.stack), always_call=True))
+        torch.default_generator.manual_seed(0)
+        with recorder:
+            recorder.run.outputs = call(plain, example)
+    return recorder.run
+
+
+def _push(stack: list[str], path: str, *_: Any) -> None:
+    stack.append(path)
+
+
+def _pop(stack: list[str], *_: Any) -> None:
+    stack.pop()
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a function, also in lists, in their order."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+def _mask_of(mask: Tensor | None, padding: Tensor | None, logits: Tensor) -> Tensor:
+    """What torch's attention adds to logits of shape (batch, heads, queries, keys)."""
+    added = torch.zeros_like(logits).detach()
+    for given in (mask, padding):
+        if given is None:
+            continue
+        shape = (len(logits), 1, 1, -1) if given is padding else (-1, logits.shape[1], *logits.shape[2:])
+        given = given.view(shape) if given is padding or given.ndim == 3 else given
+        added = added.masked_fill(given, -torch.inf) if given.dtype == torch.bool else added + given
+    return added
+
+
+def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands of an einsum as (…, i, c) and (…, j, c); empty ones where it is no product of two matrices."""
+    nothing = torch.empty(0), torch.empty(0)
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return nothing
+    inputs, out = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")
+    both = [x for x in letters[0] if x in letters[1]]
+    summed = [x for x in both if x not in out]
+    shared = [x for x in out if x in both]
+    own = [[x for x in each if x not in both] for each in letters]
+    if len(summed) != 1 or any(len(each) != 1 for each in own):
+        return nothing
+    left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
+                   for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip
+    return left, right
