@@ -192,12 +192,13 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
             unknown[product.path] = found
         else:
             blocks[found.path, found.query] = found
+    read = {part.tensor for block in blocks.values() for part in block.output}
     names: dict[int, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return Anatomy(
         tuple(blocks.values()),
-        tuple(dict.fromkeys(_mlps(run, dict(inner.named_parameters())))),
+        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
         tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
@@ -220,7 +221,7 @@ def _one(run: Run, x: Tensor) -> Call | None:
     if len(found) != 1 or first is None or any(_depends(x, table) for _, table in run.tables):
         return None
     made = run.calls[first]
-    return made if made.out.shape[made.channel] == x.shape[-1] else None
+    return made if made.channel == -1 and made.out.shape[-1] == x.shape[-1] else None
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
@@ -281,6 +282,8 @@ class _Block:
         """The block, or why it is not known."""
         if self.value is None or self.product.out is None:
             return "the softmax multiplies no values"
+        if self.key.shape[-2] < 2:
+            return "its softmax is over one key: pass an example of more tokens"
         self._spread()
         dims = [d for d in range(self.query.ndim - 2) if self.query.shape[d] > 1 and self._counts_heads(d)]
         indices = list(itertools.product(*(range(self.query.shape[d]) for d in dims)))
@@ -394,7 +397,7 @@ class _Block:
         for group, columns in enumerate(of_values):
             mine = [of_queries[h] for h, g in enumerate(groups) if g == group]
             if columns != frozenset[int]().union(*mine) or not columns:
-                return "a change of one head's queries and of its values has effects in different places"
+                return "its heads are mixed: a change of one head's queries, and one of its values, act on different columns"
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return "its heads are mixed before the next layer"
         dim = reader.out_dim + 1 if reader.index is None and reader.out_dim == 0 else reader.out_dim - 1
@@ -444,7 +447,7 @@ def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
         if not 1 <= len(found) <= 2 or any(_depends(reader.x, end) for end in ends):
             continue
         units = reader.x.shape[reader.channel]
-        halves = _halves([(before[n], before[n].out) for n in found], units)
+        halves = _halves([(before[n], before[n].out) for n in found], units, reader.x.numel() // units)
         if not halves or not _entrywise(reader, [before[n] for n in found], len(halves)):
             continue
         if any(_depends(reader.x, t) and any(g is not None for g in _gradients(t, [before[n].out for n in found]))
@@ -460,12 +463,17 @@ def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
 _Half = tuple[Part, int, slice]  # the rows, the number of the call's output, and its channels
 
 
-def _halves(found: list[tuple[Call, Tensor]], units: int) -> list[_Half]:
+def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> list[_Half]:
     """The one or two parts that give as many outputs as the reader has inputs; none where the sizes do not fit."""
     sizes = [out.shape[call.channel] for call, out in found]
+    if any(not call.pointwise or out.numel() // out.shape[call.channel] != positions for call, out in found):
+        return []
     if sizes == [2 * units]:
         call = found[0][0]
-        return [(call.part(range(units)), 0, slice(0, units)), (call.part(range(units, 2 * units)), 0, slice(units, None))]
+        return [
+            (call.part(range(units)), 0, slice(0, units)),
+            (call.part(range(units, 2 * units)), 0, slice(units, None)),
+        ]
     if any(size != units for size in sizes):
         return []
     return [(call.part(range(units)), n, slice(None)) for n, (call, _) in enumerate(found)]
@@ -474,8 +482,8 @@ def _halves(found: list[tuple[Call, Tensor]], units: int) -> list[_Half]:
 def _entrywise(reader: Call, calls: list[Call], count: int) -> bool:
     """Whether an entry of what a layer reads depends on one entry of each part, at the same position."""
     x = reader.x.movedim(reader.channel, -1).flatten(0, -2)
-    row = x.abs().sum(-1).argmax()
-    for entry in {0, x.shape[-1] // 2, x.shape[-1] - 1}:
+    rows = {int(x.detach().abs().sum(-1).argmax()), len(x) - 1}
+    for row, entry in itertools.product(rows, {0, x.shape[-1] // 2, x.shape[-1] - 1}):
         gradients = _gradients(x[row, entry].reshape(1), [each.out for each in calls])
         if sum(int((g != 0).sum()) for g in gradients if g is not None) > count:
             return False

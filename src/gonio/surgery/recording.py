@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from gonio.editing.twin import evaluating
+from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call
@@ -28,7 +28,7 @@ from gonio.surgery.equivalent import call
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _LAYERS = frozenset({"linear", "addmm", "mm", *_PRODUCTS, *_CONVOLUTIONS})
-_FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "normalize"})
+_FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "normalize"})
 _HANDLED = _LAYERS | _FUNCTIONAL_NORMS | {"embedding", "softmax", "scaled_dot_product_attention"}
 
 
@@ -114,7 +114,7 @@ class Product:
     value: Tensor | None = None
     out: Tensor | None = None
     logits: Tensor | None = None  # the softmax's input
-    calls: int = 0  # of layers before
+    calls: int = 0  # of layers before it was complete
 
 
 @dataclass
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
         if key not in self._known:
             stated = facts.facts_of(module).removes_scale
             self._paused = True
-            measured = None if stated is not None else facts.measure(module, [shape]).removes_scale
+            measured = None if stated is not None else facts.measure(_without_hooks(module), [shape]).removes_scale
             self._paused = False
             self._known[key] = bool(stated or measured)
         if not self._known[key]:
@@ -287,7 +287,7 @@ class Recorder(TorchFunctionMode):
         left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
         for label, other in ((labels[0], right), (labels[1], left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
-                label[2].value, label[2].out = other.mT, out
+                label[2].value, label[2].out, label[2].calls = other.mT, out, len(self.run.calls)
                 return out
         if labels == [None, None] and left.ndim >= 2:
             self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right, calls=len(self.run.calls)))
@@ -359,6 +359,13 @@ def record(model: nn.Module, example: Any) -> Run:
         with recorder:
             recorder.run.outputs = call(plain, example)
     return recorder.run
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    plain = twin_of(module)
+    plain._forward_hooks.clear()
+    plain._forward_pre_hooks.clear()
+    return plain
 
 
 def _push(stack: list[str], path: str, *_: Any) -> None:
