@@ -126,9 +126,9 @@ class Anatomy:
                 for part in _flat(getattr(block, role)):
                     found.setdefault(part.tensor, {})[name] = None
         for mlp in self.mlps:
-            for role, part in (("gate", mlp.gate), ("up", mlp.up)):
-                if part is not None:
-                    found.setdefault(part.tensor, {})[role] = None
+            if mlp.gate is not None:
+                found.setdefault(mlp.gate.tensor, {})["gate"] = None
+            found.setdefault(mlp.up.tensor, {})["up"] = None
             found.setdefault(mlp.down, {})["down"] = None
             for name in [n for n in (mlp.up.tensor, mlp.down) if mlp.experts]:
                 found[name]["expert"] = None
@@ -187,7 +187,10 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     unknown: dict[str, str] = {}
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
-        found = _Block(run, product).taken_apart()
+        if product.value is None or product.out is None:
+            unknown[product.path] = "the softmax multiplies no values"
+            continue
+        found = _Block(run, product, product.value, product.out).taken_apart()
         if isinstance(found, str):
             unknown[product.path] = found
         else:
@@ -272,16 +275,13 @@ def _proportional(x: Tensor, outs: Sequence[Tensor], weight: Tensor) -> bool:
 class _Block:
     """What is found of one product of queries and keys."""
 
-    def __init__(self, run: Run, product: Product) -> None:
-        self.run, self.product = run, product
+    def __init__(self, run: Run, product: Product, value: Tensor, out: Tensor) -> None:
+        self.run, self.product, self.value, self.out = run, product, value, out
         self.calls = run.calls[: product.calls]
         self.query, self.key = product.query, product.key
-        self.value = product.value
 
     def taken_apart(self) -> Attention | str:
         """The block, or why it is not known."""
-        if self.value is None or self.product.out is None:
-            return "the softmax multiplies no values"
         if self.key.shape[-2] < 2:
             return "its softmax is over one key: pass an example of more tokens"
         self._spread()
@@ -306,9 +306,7 @@ class _Block:
 
     def _spread(self) -> None:
         """Give queries, keys and values the same leading dimensions; those of fewer heads are repeated."""
-        value = self.value
-        assert value is not None
-        tensors = [self.query, self.key, value]
+        tensors = [self.query, self.key, self.value]
         dims = max(t.ndim for t in tensors)
         tensors = [t.reshape(*[1] * (dims - t.ndim), *t.shape) for t in tensors]
         for d in range(dims - 2):
@@ -319,8 +317,8 @@ class _Block:
     def _counts_heads(self, dim: int) -> bool:
         return any(
             _sources(t.select(dim, 0), self.calls) != _sources(t.select(dim, t.shape[dim] - 1), self.calls)
-            for t in (self.query, self.value) if t is not None
-        )  # fmt: skip
+            for t in (self.query, self.value)
+        )
 
     def _at(self, tensor: Tensor, place: Mapping[int, int]) -> _Sources:
         return _sources(self._selected(tensor, place), self.calls)
@@ -347,14 +345,13 @@ class _Block:
         output = self._columns(queries, own_values, groups)
         if isinstance(output, str):
             return output
-        rows, parts = self._rows, [tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values)]
+        query, key, value = (tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values))
         dims, order = places
         normed = any(_depends(t, n) for t in (self.query, self.key) for n in self._norms(queries, keys))
-        return Attention(
-            self.product.path, *parts, output, tuple(groups), rows(shared), self._rotation(queries[0]), normed,
-            (False, False) if normed else (self._scales(queries), self._scales([*keys, shared])),
-            (tuple(d - self.query.ndim for d in dims), tuple(order)),
-        )  # fmt: skip
+        scales = (False, False) if normed else (self._scales(queries), self._scales([*keys, shared]))
+        where = tuple(d - self.query.ndim for d in dims), tuple(order)
+        return Attention(self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
+                         self._rotation(queries[0]), normed, scales, where)  # fmt: skip
 
     def _rows(self, sources: _Sources) -> tuple[Part, ...]:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
@@ -387,9 +384,8 @@ class _Block:
 
     def _columns(self, queries: list[_Sources], values: list[_Sources], groups: list[int]) -> tuple[Part, ...] | str:
         """For each head the columns of the next layer, that its queries and its values change and no others do."""
-        out = self.product.out
-        assert out is not None
-        reader = next((c for c in self.run.calls[self.product.calls :] if c.pointwise and _depends(c.x, out)), None)
+        later = self.run.calls[self.product.calls :]
+        reader = next((call for call in later if call.pointwise and _depends(call.x, self.out)), None)
         if reader is None:
             return "no layer reads its result"
         of_queries = self._reached(reader, queries)
@@ -397,7 +393,7 @@ class _Block:
         for group, columns in enumerate(of_values):
             mine = [of_queries[h] for h, g in enumerate(groups) if g == group]
             if columns != frozenset[int]().union(*mine) or not columns:
-                return "its heads are mixed: a change of one head's queries, and one of its values, act on different columns"
+                return "its heads are mixed: changes of a head's queries and of its values act on different columns"
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return "its heads are mixed before the next layer"
         dim = reader.out_dim + 1 if reader.index is None and reader.out_dim == 0 else reader.out_dim - 1
@@ -501,7 +497,7 @@ def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part 
                   / noise.movedim(reader.channel, -1))  # fmt: skip
         return (None, None) if bool((slopes - slopes.flatten()[0]).abs().max() < 1e-5) else (halves[0][0], None)
     linear, positive = [], []
-    for part, n, channels in halves:
+    for _, n, channels in halves:
         g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
         linear.append(abs(float((g * out).sum()) - aim) <= 1e-4 * size)
         active = reader.x.movedim(reader.channel, -1).reshape(out.shape) != 0

@@ -8,7 +8,7 @@ weight that compute it, whatever the modules are called. What the model computes
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,18 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call
+from gonio.surgery.products import Product, Products, tensors_of
 
-_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-_LAYERS = frozenset({"linear", "addmm", "mm", *_PRODUCTS, *_CONVOLUTIONS})
+_LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *_CONVOLUTIONS})
 _FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "normalize"})
-_HANDLED = _LAYERS | _FUNCTIONAL_NORMS | {"embedding", "softmax", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
@@ -101,22 +99,6 @@ class Call:
         return Part.of(self.tensor, [self.start + c for c in channels], self.out_dim, self.bias)
 
 
-@dataclass(eq=False)
-class Product:
-    """A product of two activations, which are queries and keys if a softmax over the keys follows.
-
-    `query` is (…, queries, size), `key` (…, keys, size) and `value` (…, keys, size of a value).
-    """
-
-    path: str
-    query: Tensor
-    key: Tensor
-    value: Tensor | None = None
-    out: Tensor | None = None
-    logits: Tensor | None = None  # the softmax's input
-    calls: int = 0  # of layers before it was complete
-
-
 @dataclass
 class Run:
     """What was recorded, in the order of execution.
@@ -137,56 +119,44 @@ class Run:
     outputs: Any = None
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Products):
     """Records the functions of torch that a model calls."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.run = Run()
-        self.stack: list[str] = []
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
-        self._labels: dict[int, tuple[Tensor, str, Product]] = {}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
         self._paused = False
 
     # one function
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    def seen(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
+        """Record the call of a layer, of a norm or of a table, or what belongs to attention."""
         if self._paused:
-            return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._packed(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if not (name in _HANDLED and isinstance(out, Tensor)):
-            if name == "topk":
-                self.run.chosen.append((self.stack[-1], _tensors(args, kwargs)[0]))
-            return self._labelled_like(_tensors(args, kwargs), out)
-        operands = _tensors(args, kwargs)
-        if name == "embedding":
-            return self._table(operands, out)
-        if name in _LAYERS and (made := self._layer(name, operands, args, kwargs, out)) is not None:
-            return self._labelled_like(operands, made)
-        if name in _FUNCTIONAL_NORMS:
-            return self._normed(operands[0], out)
-        if name == "softmax":
-            return self._softmax(operands[0], args, kwargs, out)
-        if name == "scaled_dot_product_attention":
-            self._attended(*operands[:3], out)
             return out
-        if name in _PRODUCTS:
-            return self._product(name, operands, args, out)
-        return out
+        operands = tensors_of(args, kwargs)
+        if name == "topk":
+            self.run.chosen.append((self.stack[-1], operands[0]))
+        elif isinstance(out, Tensor) and name == "embedding":
+            return self._table(operands, out)
+        elif isinstance(out, Tensor) and name in _FUNCTIONAL_NORMS:
+            return self._normed(operands[0], out)
+        elif isinstance(out, Tensor) and name in _LAYERS:
+            made = self._layer(name, operands, out)
+            if made is not None:
+                return self.label(operands, made)
+        return super().seen(name, args, kwargs, out)
 
-    def _labelled_like(self, sources: Sequence[Tensor], out: Any) -> Any:
-        """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
-        label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
-        if label is not None:
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._labels[id(tensor)] = (tensor, *label[1:])
-        return out
+    def found(self, product: Product, args: Any, kwargs: Any) -> None:
+        """Record queries and keys."""
+        product.calls = len(self.run.calls)
+        self.run.products.append(product)
+
+    def valued(self, product: Product) -> None:
+        """Layers of values may be called after the softmax."""
+        product.calls = len(self.run.calls)
 
     # layers
 
@@ -202,7 +172,7 @@ class Recorder(TorchFunctionMode):
             return name, offset // own.stride(0), None, False
         if own.ndim not in (2, 3) or tensor.ndim not in (2, own.ndim):
             return None
-        index, offset = divmod(offset, own.stride(0)) if own.ndim > tensor.ndim else (None, offset)
+        index, offset = divmod(int(offset), own.stride(0)) if own.ndim > tensor.ndim else (None, offset)
         sides = own.stride()[-2:]
         if tensor.stride()[-2:] == sides and tensor.shape[-1] == own.shape[-1]:
             return name, offset // sides[0], index, False
@@ -210,9 +180,9 @@ class Recorder(TorchFunctionMode):
             return name, offset // sides[0], index, True
         return None
 
-    def _layer(self, name: str, operands: list[Tensor], args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+    def _layer(self, name: str, operands: list[Tensor], out: Tensor) -> Tensor | None:
         """Record the call of a layer; its output, detached. None where no operand is a weight."""
-        if name == "einsum" or len(operands) < 2:  # which letters are the outputs' is not looked at
+        if len(operands) < 2:
             return None
         x, weight = operands[1:3] if name in ("addmm", "baddbmm") else operands[:2]
         by_rows = name == "linear" or name in _CONVOLUTIONS
@@ -255,11 +225,11 @@ class Recorder(TorchFunctionMode):
         factor = torch.where(x == 0, torch.ones_like(x), out / x).detach()
         passed = out.detach() + ((x - x.detach()) * factor).to(out.dtype)
         self.run.normed.append(passed)
-        return self._labelled_like([x], passed)
+        return self.label([x], passed)
 
     def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """A forward hook of a module without children: a norm if it removes the scale of its input."""
-        given = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
+        given = [t for t in tensors_of(args, kwargs) if t.is_floating_point()]
         if len(given) != 1 or not isinstance(out, Tensor) or out.shape != given[0].shape or out.ndim < 2:
             return None
         shape = (2, *out.shape[1:]) if out.ndim == 4 else (4, out.shape[-1])
@@ -278,38 +248,7 @@ class Recorder(TorchFunctionMode):
 
     # attention
 
-    def _product(self, name: str, operands: list[Tensor], args: Any, out: Tensor) -> Tensor:
-        """Queries times keys, or shares times values: (…, i, c) and (…, j, c) with a sum over c."""
-        pair = operands[1:3] if name == "baddbmm" else operands[:2]
-        if len(pair) != 2 or min(t.ndim for t in pair) < 2:
-            return out
-        labels = [self._labels.get(id(t)) for t in pair]
-        left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
-        for label, other in ((labels[0], right), (labels[1], left)):
-            if label is not None and label[1] == "shares" and label[2].value is None:
-                label[2].value, label[2].out, label[2].calls = other.mT, out, len(self.run.calls)
-                return out
-        if labels == [None, None] and left.ndim >= 2:
-            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right, calls=len(self.run.calls)))
-        return out
-
-    def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> Tensor:
-        label = self._labels.get(id(x))
-        dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
-        if label is None or label[1] != "logits" or dim is None or dim % x.ndim < x.ndim - 2:
-            return out
-        product = label[2]
-        if dim % x.ndim == x.ndim - 2:
-            product.query, product.key = product.key, product.query
-        product.logits = x
-        self.run.products.append(product)
-        self._labels[id(out)] = (out, "shares", product)
-        return out
-
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        self.run.products.append(Product(self.stack[-1], query, key, value, out, calls=len(self.run.calls)))
-
-    def _packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch's attention, written out; recorded only if the written form gives the same result."""
         result = func(*args, **kwargs)
         given = inspect.signature(func).bind(*args, **kwargs)
@@ -338,9 +277,9 @@ class Recorder(TorchFunctionMode):
         if not torch.allclose(y.nan_to_num(), result[0].nan_to_num(), rtol=1e-2, atol=1e-4):
             del self.run.calls[before:]
             return result
-        self.run.products.append(Product(self.stack[-1], query, key, value, out, logits, len(self.run.calls)))
+        self.found(Product(self.stack[-1], query, key, value, out, logits), (), {})
         operands = [each for each in (x, a["out_proj_weight"], a["out_proj_bias"]) if each is not None]
-        whole = self._layer("linear", operands, (), {}, y)
+        whole = self._layer("linear", operands, y)
         return (y if whole is None else whole, *result[1:])
 
 
@@ -376,15 +315,6 @@ def _pop(stack: list[str], *_: Any) -> None:
     stack.pop()
 
 
-def _tensors(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a function, also in lists, in their order."""
-    found = []
-    for value in (*args, *kwargs.values()):
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        found += [item for item in items if isinstance(item, Tensor)]
-    return found
-
-
 def _mask_of(mask: Tensor | None, padding: Tensor | None, logits: Tensor) -> Tensor:
     """What torch's attention adds to logits of shape (batch, heads, queries, keys)."""
     added = torch.zeros_like(logits).detach()
@@ -395,21 +325,3 @@ def _mask_of(mask: Tensor | None, padding: Tensor | None, logits: Tensor) -> Ten
         given = given.view(shape) if given is padding or given.ndim == 3 else given
         added = added.masked_fill(given, -torch.inf) if given.dtype == torch.bool else added + given
     return added
-
-
-def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands of an einsum as (…, i, c) and (…, j, c); empty ones where it is no product of two matrices."""
-    nothing = torch.empty(0), torch.empty(0)
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return nothing
-    inputs, out = equation.replace(" ", "").split("->")
-    letters = inputs.split(",")
-    both = [x for x in letters[0] if x in letters[1]]
-    summed = [x for x in both if x not in out]
-    shared = [x for x in out if x in both]
-    own = [[x for x in each if x not in both] for each in letters]
-    if len(summed) != 1 or any(len(each) != 1 for each in own):
-        return nothing
-    left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
-                   for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip
-    return left, right
