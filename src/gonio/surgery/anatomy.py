@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -47,8 +48,9 @@ class Attention:
     rotary: Literal["", "half", "pairs"] | None = None
     normed: bool = False
     scales: tuple[bool, bool] = (False, False)
-    # Where the logits count the heads: dimensions from the end, and the head of each index along them.
+    # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
     places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
+    alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
 
     @property
     def heads(self) -> int:
@@ -199,8 +201,9 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     names: dict[int, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    paths = Counter(path for path, _ in blocks) + Counter(unknown)
     return Anatomy(
-        tuple(blocks.values()),
+        tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
         tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),

@@ -61,7 +61,8 @@ class Products(TorchFunctionMode):
         if name == "softmax" and isinstance(out, Tensor):
             self._softmax(operands[0], args, kwargs, out)
         elif name == "scaled_dot_product_attention":
-            self.found(Product(self.stack[-1], *operands[:3], out), args, kwargs)
+            query, key, value = operands[:3]
+            self.found(Product(self.stack[-1], query, key, value, out), args, kwargs)
         elif name in _PRODUCTS and isinstance(out, Tensor):
             self._product(name, operands, args, out)
         else:
