@@ -263,15 +263,6 @@ def _sources(x: Tensor, calls: Sequence[Call]) -> _Sources:
     return {n: channels for n, channels in found.items() if channels}
 
 
-def _proportional(x: Tensor, outs: Sequence[Tensor], weight: Tensor) -> bool:
-    """Whether x(c·outs) = c·x(outs): by Euler, the sum of ⟨∂x/∂out, out⟩ is x."""
-    total = torch.autograd.grad((x * weight).sum(), outs, retain_graph=True, allow_unused=True)
-    with torch.no_grad():
-        terms = x * weight
-        euler = sum(float((g * out).sum()) for g, out in zip(total, outs, strict=True) if g is not None)
-        return abs(euler - float(terms.sum())) <= 1e-4 * float(terms.abs().sum())
-
-
 # --- one attention block ----------------------------------------------------------------------------------------------
 
 
@@ -365,11 +356,18 @@ class _Block:
         return [t for t in self.run.normed if any(g is not None for g in _gradients(t, outs))]
 
     def _scales(self, sources: list[_Sources]) -> bool:
-        """Whether the logits are proportional to what these rows give."""
-        outs = [self.calls[n].out for n in {n: None for each in sources for n in each}]
+        """Whether the logits are proportional to what these rows give: ⟨∂x/∂out, out⟩ = x for x = ⟨noise, logits⟩."""
+        if self.product.passed:
+            return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        logits = torch.where(logits > _MASKED, logits, torch.zeros_like(logits))
-        return _proportional(logits, outs, _noise(logits))
+        terms = torch.where(logits > _MASKED, logits, torch.zeros_like(logits)) * _noise(logits)
+        rows = {n: sorted(frozenset().union(*(each.get(n, ()) for each in sources))) for s in sources for n in s}
+        found = torch.autograd.grad(terms.sum(), [self.calls[n].out for n in rows], retain_graph=True)
+        euler = 0.0
+        for (n, channels), gradient in zip(rows.items(), found, strict=True):
+            mine = (gradient * self.calls[n].out.detach()).movedim(self.calls[n].channel, -1)
+            euler += float(mine[..., channels].sum())
+        return abs(euler - float(terms.detach().sum())) <= 1e-4 * float(terms.detach().abs().sum())
 
     def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
         """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+# Functions that multiply, add, mask, or only move entries.
+_NAMES = """
+    mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ add __add__ __radd__ add_ __iadd__ sub
+    __sub__ sub_ masked_fill masked_fill_ where to type type_as float half bfloat16 double clone detach contiguous view
+    reshape unsqueeze squeeze transpose permute flatten unflatten expand __get__ __getitem__"""
+_AFFINE = frozenset(_NAMES.split())
 
 
 @dataclass(eq=False)
@@ -28,6 +34,7 @@ class Product:
     out: Tensor | None = None
     logits: Tensor | None = None  # the softmax's input
     calls: int = 0  # of layers before it was complete
+    passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
 
 
 class Products(TorchFunctionMode):
@@ -66,7 +73,7 @@ class Products(TorchFunctionMode):
         elif name in _PRODUCTS and isinstance(out, Tensor):
             self._product(name, operands, args, out)
         else:
-            self.label(operands, out)
+            self.label(operands, out, name)
         return out
 
     def found(self, product: Product, args: Any, kwargs: Any) -> None:
@@ -75,10 +82,12 @@ class Products(TorchFunctionMode):
     def valued(self, product: Product) -> None:
         """Act on a product whose shares have multiplied values."""
 
-    def label(self, sources: Sequence[Tensor], out: Any) -> Any:
+    def label(self, sources: Sequence[Tensor], out: Any, name: str) -> Any:
         """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
         label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
         if label is not None:
+            if label[1] == "logits" and name not in _AFFINE:
+                label[2].passed.add(name)
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._labels[id(tensor)] = (tensor, *label[1:])

@@ -146,7 +146,7 @@ class Recorder(Products):
         elif isinstance(out, Tensor) and name in _LAYERS:
             made = self._layer(name, operands, out)
             if made is not None:
-                return self.label(operands, made)
+                return self.label(operands, made, name)
         return super().seen(name, args, kwargs, out)
 
     def found(self, product: Product, args: Any, kwargs: Any) -> None:
@@ -225,7 +225,7 @@ class Recorder(Products):
         factor = torch.where(x == 0, torch.ones_like(x), out / x).detach()
         passed = out.detach() + ((x - x.detach()) * factor).to(out.dtype)
         self.run.normed.append(passed)
-        return self.label([x], passed)
+        return self.label([x], passed, "norm")
 
     def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """A forward hook of a module without children: a norm if it removes the scale of its input."""
