@@ -201,7 +201,7 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     names: dict[int, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    paths = Counter(path for path, _ in blocks) + Counter(unknown)
+    paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
     return Anatomy(
         tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
         tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down not in read)),
@@ -357,7 +357,7 @@ class _Block:
 
     def _scales(self, sources: list[_Sources]) -> bool:
         """Whether the logits are proportional to what these rows give: ⟨∂x/∂out, out⟩ = x for x = ⟨noise, logits⟩."""
-        if self.product.passed:
+        if self.product.passed or not all(self.calls[n].plain for each in sources for n in each):
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
         terms = torch.where(logits > _MASKED, logits, torch.zeros_like(logits)) * _noise(logits)
@@ -482,7 +482,9 @@ def _entrywise(reader: Call, calls: list[Call], count: int) -> bool:
     rows = {int(x.detach().abs().sum(-1).argmax()), len(x) - 1}
     for row, entry in itertools.product(rows, {0, x.shape[-1] // 2, x.shape[-1] - 1}):
         gradients = _gradients(x[row, entry].reshape(1), [each.out for each in calls])
-        if sum(int((g != 0).sum()) for g in gradients if g is not None) > count:
+        there = [(g != 0).movedim(call.channel, -1).flatten(0, -2)
+                 for call, g in zip(calls, gradients, strict=True) if g is not None]  # fmt: skip
+        if sum(int(each.sum()) for each in there) > count or any(each.sum() != each[row].sum() for each in there):
             return False
     return True
 

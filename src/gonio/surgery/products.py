@@ -86,8 +86,9 @@ class Products(TorchFunctionMode):
         """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
         label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
         if label is not None:
-            if label[1] == "logits" and name not in _AFFINE:
-                label[2].passed.add(name)
+            others = [t for t in sources if id(t) not in self._labels]
+            if label[1] == "logits" and (name not in _AFFINE or any(t.requires_grad for t in others)):
+                label[2].passed.add(name)  # also the sum with a trained bias, which may be 0 now
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._labels[id(tensor)] = (tensor, *label[1:])

@@ -1,0 +1,311 @@
+"""anatomy: heads of models of torch, timm and transformers against their source, and modules that are no attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gonio
+from bank.live import timm_models, transformers_models
+from catalog import seeded
+from gonio.errors import InvalidArgumentError
+from gonio.surgery import Attention, Part, anatomy
+from surgery.anatomy_truth import TIMM, TRANSFORMERS, WITHOUT, Truth
+from surgery.net import Net
+
+CASES = {case.name: case for case in (*transformers_models.CASES, *timm_models.CASES)}
+QUICK = ("BERT", "GPT-2", "Falcon", "Llama", "OLMo 2", "DeepSeek V3", "vit_tiny_patch16_224", "levit_128s")
+
+
+def cases(names: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+def block_at(model: nn.Module, example: Any, path: str) -> Attention:
+    return next(block for block in anatomy(model, example=example).attention if block.path == path)
+
+
+def words(parts: tuple[Part, ...]) -> str:
+    return " ".join(map(str, parts))
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(TRANSFORMERS) >= 30
+    assert len(TIMM) >= 20
+
+
+@pytest.mark.parametrize("name", cases([*TRANSFORMERS, *TIMM]))
+def test_heads_are_where_the_source_has_them(name: str) -> None:
+    truth: Truth = (TRANSFORMERS | TIMM)[name]
+    torch.manual_seed(0)
+    block = block_at(*CASES[name].make(), truth.path)
+    found = Truth(
+        block.path, block.heads, block.kv_heads, block.head_size, words(block.query[-1]), words(block.key[-1]),
+        words(block.value[-1]), str(block.output[-1]), block.rotary, block.normed, words(block.shared_key),
+    )  # fmt: skip
+    assert found == truth
+
+
+@pytest.mark.parametrize("name", cases([*TRANSFORMERS, *TIMM]))
+def test_a_head_without_values_changes_its_columns_alone(name: str) -> None:
+    """By the weights themselves, which anatomy does not change."""
+    torch.manual_seed(0)
+    model, example = CASES[name].make()
+    model = model.eval()
+    for block in anatomy(model, example=example).attention[:2]:
+        before, after = (_read(model, example, block, zero) for zero in (False, True))
+        if before is None or after is None:  # a function reads the weight, and no module
+            assert name in ("WavLM", "SigLIP vision")
+            continue
+        convolution = model.get_parameter(block.output[0].tensor).ndim == 4
+        moved = (after - before).abs().movedim(1 if convolution else -1, -1).flatten(0, -2).amax(0)
+        mine = {c for h, g in enumerate(block.groups) if g == block.kv_heads - 1 for c in block.output[h].indices}
+        others = [c for part in block.output for c in part.indices if c not in mine]
+        assert float(moved[sorted(mine)].min()) > 0
+        assert not others or float(moved[others].max()) < 1e-6
+
+
+def _read(model: nn.Module, example: Any, block: Attention, zero: bool) -> Tensor | None:
+    """What the layer after the first call of a block reads, with the values of the last head or without."""
+    twin = copy.deepcopy(model)
+    found: list[Tensor] = []
+    reader = twin.get_submodule(block.output[0].tensor.rpartition(".")[0])
+    reader.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].detach()))
+    if zero:
+        with torch.no_grad():
+            for part in block.value[-1]:
+                for start, stop in part.rows:
+                    twin.get_parameter(part.tensor).narrow(part.dim, start, stop - start).zero_()
+    torch.manual_seed(0)  # of a random mask
+    with torch.no_grad():
+        twin(**example) if isinstance(example, dict) else twin(example)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("name", cases(WITHOUT))
+def test_models_without_attention_have_none(name: str) -> None:
+    found = anatomy(CASES[name].make()[0], example=CASES[name].make()[1])
+    assert found.attention == ()
+    assert found.unknown == {}
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+_X = seeded(2, 5, 12)
+
+
+@pytest.mark.parametrize(
+    ("attention", "example", "query", "key", "value"),
+    [
+        (nn.MultiheadAttention(12, 3), (_X, _X, _X), *(f"in_proj_weight[{n}:{n + 4}]" for n in (8, 20, 32))),
+        (
+            nn.MultiheadAttention(12, 3, kdim=6, vdim=7, batch_first=True, bias=False),
+            (_X, seeded(2, 4, 6), seeded(2, 4, 7)),
+            *("q_proj_weight[8:12]", "k_proj_weight[8:12]", "v_proj_weight[8:12]"),
+        ),
+    ],
+)  # fmt: skip
+def test_torchs_attention(attention: nn.Module, example: Any, query: str, key: str, value: str) -> None:
+    (block,) = anatomy(attention, example=example).attention
+    assert (block.heads, block.kv_heads, block.head_size, block.scales) == (3, 3, 4, (True, True))
+    assert [words(part) for part in (block.query[2], block.key[2], block.value[2])] == [query, key, value]
+    assert str(block.output[2]) == "out_proj.weight[:, 8:12]"
+
+
+def test_torchs_transformer_layers_with_masks() -> None:
+    model = nn.Transformer(12, 4, 1, 1, 20, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True]])
+    example = {"src": _X, "tgt": _X, "tgt_mask": mask, "src_key_padding_mask": padding}
+    found = anatomy(model, example=example)
+    assert [block.path for block in found.attention] == [
+        "encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn",
+    ]  # fmt: skip
+    assert [(str(mlp.up), mlp.down) for mlp in found.mlps] == [
+        (f"{part}.layers.0.linear1.weight[0:20]", f"{part}.layers.0.linear2.weight") for part in ("encoder", "decoder")
+    ]
+    assert found.unknown == {}
+
+
+def test_a_frozen_model_in_evaluation_has_its_heads_and_stays_as_it_is() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 20, batch_first=True), 2).eval()
+    model.requires_grad_(False)
+    state, seed = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
+    found = anatomy(model)
+    assert [block.heads for block in found.attention] == [4, 4]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), seed)
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m.training for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).to(dtype)
+    assert str(anatomy(model, example=_X.to(dtype)).attention[0]) == "3 heads of 4"
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
+def test_roles_of_a_decoder() -> None:
+    model, example = CASES["Llama, tied"].make()
+    found = anatomy(model, example=example)
+    roles = {name.removeprefix("model.layers.0."): role for name, role in found.roles.items() if ".1." not in name}
+    assert roles == {
+        "self_attn.q_proj.weight": ("query",),
+        "self_attn.k_proj.weight": ("key",),
+        "self_attn.v_proj.weight": ("value",),
+        "self_attn.o_proj.weight": ("output",),
+        "mlp.gate_proj.weight": ("gate",),
+        "mlp.up_proj.weight": ("up",),
+        "mlp.down_proj.weight": ("down",),
+        "input_layernorm.weight": ("norm gain",),
+        "post_attention_layernorm.weight": ("norm gain",),
+        "model.norm.weight": ("norm gain",),
+        "model.embed_tokens.weight": ("embedding", "head"),
+    }
+    assert found.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+
+
+def test_roles_of_experts() -> None:
+    model, example = CASES["Mixtral"].make()
+    found = anatomy(model, example=example)
+    assert found.mlps[0].experts == 4
+    assert str(found.mlps[0].gate) == "model.layers.0.mlp.experts.gate_up_proj[:, 0:24]"
+    assert str(found.mlps[0].up) == "model.layers.0.mlp.experts.gate_up_proj[:, 24:48]"
+    assert found.roles["model.layers.0.mlp.experts.down_proj"] == ("down", "expert")
+    assert found.routers == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "sigmoid": torch.sigmoid, "squared": lambda x: x.relu() ** 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_gate_and_up_are_told_apart_by_what_they_do(name: str) -> None:
+    act = _ACTIVATIONS[name]
+    layers = {"up": nn.Linear(6, 8), "gate": nn.Linear(6, 8), "down": nn.Linear(8, 4)}
+    model = Net(lambda m, x: m.down(m.gate(x) * act(m.up(x))), **layers)  # the names are wrong
+    (mlp,) = anatomy(model, example=seeded(5, 6)).mlps
+    assert (str(mlp.up), str(mlp.gate), mlp.down) == ("gate.weight[0:8]", "up.weight[0:8]", "down.weight")
+    plain = Net(lambda m, x: m.down(act(m.up(x))), **layers)
+    (mlp,) = anatomy(plain, example=seeded(5, 6)).mlps
+    assert (str(mlp.up), mlp.gate, mlp.down) == ("up.weight[0:8]", None, "down.weight")
+    fused = Net(lambda m, x: m.down(m.both(x)[..., 8:] * act(m.both(x)[..., :8])), both=nn.Linear(6, 16), **layers)
+    assert anatomy(fused, example=seeded(5, 6)).mlps == ()  # two calls of one layer
+    (mlp,) = anatomy(Net(_once(act), both=nn.Linear(6, 16), **layers), example=seeded(5, 6)).mlps
+    assert (str(mlp.up), str(mlp.gate)) == ("both.weight[8:16]", "both.weight[0:8]")
+
+
+def _once(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        gate, up = m.both(x).chunk(2, -1)
+        return m.down(act(gate) * up)
+
+    return compute
+
+
+def test_products_that_are_no_mlp() -> None:
+    layers = {"a": nn.Linear(6, 8), "b": nn.Linear(6, 8), "c": nn.Linear(8, 4)}
+    for compute in (
+        lambda m, x: m.c(m.a(x)),  # one linear map
+        lambda m, x: m.c(m.a(x) * m.b(x)),  # neither is the gate
+        lambda m, x: m.c(torch.relu(m.a(x)).flip(0, -2)),  # of another token
+        lambda m, x: m.c(F.layer_norm(torch.relu(m.a(x)), (8,))),
+        lambda m, x: m.c(torch.relu(m.a(x)).cumsum(-1)),
+        lambda m, x: m.c(torch.relu(m.a(x)) + m.b(x)),
+    ):
+        assert anatomy(Net(compute, **layers), example=seeded(2, 4, 6)).mlps == ()
+
+
+# --- named like attention, but none -----------------------------------------------------------------------------------
+
+
+class MultiHeadAttention(nn.Module):
+    """The names of attention, and another function."""
+
+    num_heads = num_key_value_heads = 2
+
+    def __init__(self, compute: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.compute(self, q, k, v).transpose(1, 2).flatten(2))
+
+
+def _mixed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.mT
+    return (logits + logits.flip(1)).softmax(-1) @ v
+
+
+ADVERSARIAL: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "no softmax": lambda m, q, k, v: (q @ k.mT) @ v,
+    "linear attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "sigmoid instead": lambda m, q, k, v: (q @ k.mT).sigmoid() @ v,
+    "softmax over heads": lambda m, q, k, v: (q @ k.mT).softmax(1) @ v,
+    "a gate": lambda m, q, k, v: (q * k).softmax(-1) * v,
+    "squeeze and excite": lambda m, q, k, v: (q.mean(2, keepdim=True) + k.mean(2, keepdim=True)).softmax(-1) * v,
+    "heads mixed before the softmax": _mixed,
+    "heads mixed after it": lambda m, q, k, v: (q @ k.mT).softmax(-1).flip(1) @ v + (q @ k.mT).softmax(-1) @ v,
+    "values of the wrong head": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v.mean(1, keepdim=True).expand_as(v),
+    "queries that are keys": lambda m, q, k, v: (q @ q.mT).softmax(-1) @ v,
+    "queries that are values": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ q,
+    "keys without a layer": lambda m, q, k, v: (q @ torch.eye(5, 4).expand_as(k).mT).softmax(-1) @ v,
+    "a constant mixture": lambda m, q, k, v: torch.eye(5).softmax(-1) @ v,
+    "a recurrence": lambda m, q, k, v: (q * k).cumsum(2) * v,
+    "a norm over all heads that shifts": lambda m, q, k, v: (
+        (q.roll(1, -1).roll(1, 1) @ k.mT).softmax(-1) @ v.roll(2, 2)
+    ),
+    "sorted": lambda m, q, k, v: (q @ k.mT).sort(-1).values @ v,
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_modules_that_are_only_named_like_attention(name: str) -> None:
+    torch.manual_seed(0)
+    found = anatomy(MultiHeadAttention(ADVERSARIAL[name]), example=seeded(2, 5, 8))
+    if name == "a norm over all heads that shifts":  # the query rows belong to another head than their name says
+        (block,) = found.attention
+        assert str(block.query[0][0]) == "q_proj.weight[4:8]"
+        assert str(block.key[0][0]) == "k_proj.weight[0:4]"
+        return
+    assert found.attention == ()
+
+
+def test_the_control_is_attention() -> None:
+    model = MultiHeadAttention(lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v)
+    assert str(anatomy(model, example=seeded(2, 5, 8)).attention[0]) == "2 heads of 4"
+
+
+def test_what_is_not_known_is_named() -> None:
+    found = anatomy(MultiHeadAttention(_mixed), example=seeded(2, 5, 8))
+    assert found.unknown == {
+        "": "its heads are mixed: changes of a head's queries and of its values act on different columns"
+    }
+    assert "unknown: its heads are mixed" in str(found)
+    one = anatomy(MultiHeadAttention(lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v), example=seeded(2, 1, 8))
+    assert one.unknown == {"": "its softmax is over one key: pass an example of more tokens"}
+
+
+def test_computed_weights_are_not_those_of_a_parameter() -> None:
+    model = MultiHeadAttention(lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v)
+    gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="q_proj")
+    assert anatomy(model, example=seeded(2, 5, 8)).unknown == {
+        "": "a query, key or value is computed by no layer with a weight"
+    }
+
+
+def test_a_model_without_an_example_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="no example input was found for the model"):
+        anatomy(nn.Identity())
